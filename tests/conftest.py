@@ -1,0 +1,59 @@
+"""Settings for every test: no network, one thread, so that runs are repeatable and two cores are not overbooked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.pop("NO_COLOR", None)
+os.environ.pop("FORCE_COLOR", None)
+
+import pytest
+import torch
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+torch.set_num_threads(1)
+settings.register_profile("slipstream", deadline=None, print_blob=True)
+settings.load_profile("slipstream")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def engines_by_request() -> Iterator[dict[str, LLM]]:
+    """Engines by what was asked for. When all tests are done, none of them may hold anything."""
+    engines: dict[str, LLM] = {}
+    yield engines
+    for llm in engines.values():
+        assert llm.engine.integrity() == []
+
+
+@pytest.fixture
+def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str, LLM]) -> None:
+    """Whoever makes an `LLM` gets the one that was made before with the same arguments, with empty caches."""
+    import slipstream.engine.llm
+
+    make = slipstream.engine.llm.LLM
+
+    def shared(model: str | None = None, **options: Any) -> LLM:
+        key = repr((model, sorted(options.items())))
+        if key not in engines_by_request:
+            engines_by_request[key] = make(model, **options)
+        engines_by_request[key].reset_caches()
+        return engines_by_request[key]
+
+    monkeypatch.setattr(slipstream.engine.llm, "LLM", shared)
