@@ -1,0 +1,140 @@
+"""Configuration: frozen, checked when it is made, and strict about names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.errors import ConfigError
+
+T = TypeVar("T")
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+VERIFIERS = ("coupled", "rejection", "block")
+
+
+def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> None:
+    """Raise `ConfigError` for the first name that is not valid, with the nearest one that is."""
+    valid = sorted(valid)
+    for name in names:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid) or 'none'}"
+            raise ConfigError(f"unknown {what} {name!r}; {hint}")
+
+
+def options_from(cls: type[T], mapping: Mapping[str, Any], what: str) -> T:
+    """Make the dataclass `cls` from `mapping`; an unknown key raises `ConfigError` with the nearest valid name."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    reject_unknown(mapping, [f.name for f in fields], f"{what} key")
+    missing = [
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and f.name not in mapping
+    ]
+    if missing:
+        raise ConfigError(f"{what} needs {missing[0]!r}")
+    return cls(**mapping)
+
+
+def check_at_least(what: str, minimum: int, **values: Any) -> None:
+    """Raise `ConfigError` unless each value is a whole number of at least `minimum`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{what} {name} must be a whole number of at least {minimum}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Which drafter runs, with which options, and which verifier judges it.
+
+    `options` are the drafter's own (its `Options` dataclass says which); keys carry vLLM's names where they mean
+    the same. `method="off"` is ordinary decoding on the same path.
+    """
+
+    method: str = "off"
+    verifier: str = "coupled"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reject_unknown([self.verifier], VERIFIERS, "verifier")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
+        """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`."""
+        if "method" not in mapping:
+            raise ConfigError(f'speculative_config needs "method"; got keys {sorted(mapping)}')
+        options = {key: value for key, value in mapping.items() if key not in ("method", "verifier")}
+        return cls(mapping["method"], mapping.get("verifier", "coupled"), options)
+
+    @classmethod
+    def from_text(cls, text: str) -> SpeculativeConfig:
+        """From JSON, or from the path of a file that holds JSON."""
+        source = "speculative config"
+        if not text.lstrip().startswith("{"):
+            path = Path(text)
+            if not path.is_file():
+                raise ConfigError(f"speculative config {text!r} is neither a JSON object nor a file")
+            text, source = path.read_text(), f"speculative config {path}"
+        try:
+            mapping = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{source} is not valid JSON: {error}") from None
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"{source} must be a JSON object")
+        return cls.from_mapping(mapping)
+
+    @classmethod
+    def from_short(cls, spec: str) -> SpeculativeConfig:
+        """From the short form: `off`, `ngram`, `suffix`, `draft:PATH`, or any drafter's name, `NAME:MODEL`."""
+        name, _, model = spec.partition(":")
+        method = {"draft": "draft_model"}.get(name, name)
+        return cls(method, options={"model": model} if model else {})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the target model is loaded and how much may run at once. Sizes are in bytes, lengths in tokens."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    """`auto` is the checkpoint's own type on a GPU and float32 on a CPU."""
+    device: str = "auto"
+    """`auto` is `cuda` where there is one, else `cpu`."""
+    num_threads: int | None = None
+    """CPU threads for the arithmetic; None leaves PyTorch's own choice."""
+    max_model_len: int | None = None
+    """Prompt and answer together; None is the model's own context length."""
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    """Rows in one target pass: prompt chunks, pending tokens and draft tokens together."""
+    kv_cache_bytes: int | None = None
+    """Memory for keys and values of target and drafter together; None takes `kv_memory_fraction`."""
+    kv_memory_fraction: float = 0.3
+    """Share of the memory that is free at start, an upper bound: no more is planned than can ever be used."""
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+    """Seeds the draw of the requests' own seeds; None draws from the operating system."""
+
+    def __post_init__(self) -> None:
+        reject_unknown([self.dtype], DTYPES, "dtype")
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model must be the path of a checkpoint folder or a hub id")
+        check_at_least(
+            "engine", 1, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+        )
+        for name in ("num_threads", "max_model_len", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                check_at_least("engine", 1, **{name: getattr(self, name)})
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")

@@ -1,0 +1,222 @@
+"""The shared vocabulary: what a request is, what a drafter proposes, what a verifier decides, what a step runs.
+
+Nothing here imports torch, so that scheduling, accounting and control can be read, tested and reasoned about alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from slipstream.metrics.request import RequestMetrics
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.sampling.params import SamplingParams
+
+ROOT = -1
+"""The parent of a node that hangs directly below the last committed token."""
+
+
+class ProposalKind(StrEnum):
+    """How the draft tokens came about; the verifier must know, or the output distribution changes."""
+
+    ONE_HOT = "one_hot"
+    """Chosen deterministically (look-up, greedy, top-k): no distribution stands behind them."""
+    SAMPLED_IID = "sampled_iid"
+    """Each node was drawn from its row of `draft_probs`, independently of its siblings."""
+    SAMPLED_WITHOUT_REPLACEMENT = "sampled_without_replacement"
+    """Siblings were drawn in order from the same row of `draft_probs`, renormalised without the earlier ones."""
+    COUPLED = "coupled"
+    """Drawn with the target's own position-keyed noise; only the `coupled` verifier may judge them."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree of draft tokens below the last committed token. The empty proposal is ordinary decoding.
+
+    `token_ids[i]` is node i's token and `parents[i]` its parent's index (`ROOT` below the committed text); parents
+    come before children. `draft_probs`, where the kind needs it, has shape [n, vocab]: row i is the full
+    distribution node i was drawn from, before any sibling was removed (siblings share equal rows).
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    kind: ProposalKind = ProposalKind.ONE_HOT
+    draft_probs: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.parents):
+            raise ValueError(f"{len(self.token_ids)} draft tokens have {len(self.parents)} parents")
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"parents must come before their children, got {self.parents}")
+        sampled = self.kind in (ProposalKind.SAMPLED_IID, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
+        if sampled and len(self) and (self.draft_probs is None or len(self.draft_probs) != len(self)):
+            raise ValueError(f"a {self.kind} proposal needs one row of draft_probs a node")
+
+    @classmethod
+    def chain(
+        cls,
+        token_ids: Seq[int],
+        kind: ProposalKind = ProposalKind.ONE_HOT,
+        draft_probs: torch.Tensor | None = None,
+    ) -> Proposal:
+        """A proposal in which every token follows the one before it."""
+        return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), kind, draft_probs)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when no node has a sibling (the empty proposal included)."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Node (or `ROOT`) to its children, in the order in which they were proposed; leaves are absent."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; 1 directly below the committed text."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the top of the tree down to `node`, itself included; `ROOT` has the empty path."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+
+EMPTY_PROPOSAL = Proposal()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of a proposal: the nodes that stand, top down, and the target's own next token.
+
+    `next_token` is the *recovered* token when a draft token was rejected and the *bonus* token when a whole path
+    was accepted.
+    """
+
+    accepted: tuple[int, ...]
+    next_token: int
+
+    def token_ids(self, proposal: Proposal) -> list[int]:
+        """The tokens that this verdict commits, in order."""
+        return [*(proposal.token_ids[node] for node in self.accepted), self.next_token]
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are the ones OpenAI clients know, and `abort`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token under the target's unprocessed distribution, and the `top` alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most probable first."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making: the prompt, the committed tokens and where its computation stands.
+
+    A request with n > 1 has n sequences. `num_computed` counts the committed tokens whose keys and values are in
+    the target's cache; between steps of a decoding sequence it is `len(token_ids) - 1`.
+    """
+
+    id: int
+    request_id: str
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    tenant: str = ""
+    max_draft_tokens: int | None = None
+    """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
+    leader: Sequence | None = None
+    """The first sequence of the same request; the others wait for its prompt, to reuse it."""
+    from_draft: list[bool] = field(default_factory=list)
+    """One an output token: True for an accepted draft token, False for the target's own."""
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens committed so far, without the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that the target has not yet computed; at least 1 while the sequence runs."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True while some prompt token's log-probability has yet to be computed."""
+        if self.params.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs or ()) < self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: how many pending tokens to compute, and how many draft tokens to check."""
+
+    sequence: Sequence
+    num_rows: int
+    max_draft_tokens: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """True when the rows reach the last committed token, so that this step yields at least one token."""
+        return self.num_rows == self.sequence.num_pending
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Who runs in a step, and who lost their place for want of memory. No tensors."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> list[ScheduledSequence]:
+        return [item for item in self.scheduled if item.decodes]

@@ -1,0 +1,1 @@
+"""Counting what speculation did and what it cost."""

@@ -1,0 +1,108 @@
+"""What one answer cost and what speculation gained for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Counters of one sequence. All counts are of *emitted* work: tokens cut off by a stop rule are not accepted.
+
+    A step's seconds count in full for every sequence that took part in it: they are what the request waited.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were reused instead of computed."""
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    """Target passes that yielded at least one token."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    proposed_per_position: list[int] = field(default_factory=list)
+    """Entry i: steps whose proposal had a node at depth i + 1."""
+    reached_per_position: list[int] = field(default_factory=list)
+    """Entry i: steps that proposed depth i + 1 below an accepted path, the denominator of the conditional rate."""
+    accepted_per_position: list[int] = field(default_factory=list)
+    """Entry i: steps that accepted a token at depth i + 1."""
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Entry k: steps that accepted exactly k draft tokens."""
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    """From arrival to the first step."""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    """Target passes and verdicts, the prompt's included."""
+    other_s: float = 0.0
+    """The rest of `total_s`: scheduling, text, waiting for steps that it was not part of."""
+    time_to_first_token_s: float = 0.0
+    total_s: float = 0.0
+    seed: int = 0
+
+    def record_step(
+        self, proposed_depth: int, num_proposed: int, path_proposed: int, num_accepted: int
+    ) -> None:
+        """Count one decoding step.
+
+        `proposed_depth` is the depth of the proposed tree, `num_proposed` its nodes, `path_proposed` how deep
+        proposals hung below the accepted path (one more than `num_accepted` unless it ended at a leaf), and
+        `num_accepted` the draft tokens that were kept and emitted.
+        """
+        self.num_steps += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
+        _add_to_first(self.proposed_per_position, proposed_depth)
+        _add_to_first(self.reached_per_position, path_proposed)
+        _add_to_first(self.accepted_per_position, num_accepted)
+        while len(self.acceptance_histogram) <= num_accepted:
+            self.acceptance_histogram.append(0)
+        self.acceptance_histogram[num_accepted] += 1
+
+    @classmethod
+    def merged(cls, parts: Sequence[RequestMetrics]) -> RequestMetrics:
+        """Several answers as one: counts add up, the prompt counts once, times are those of the slowest."""
+        if len(parts) == 1:
+            return parts[0]
+        merged = cls()
+        for field_ in fields(cls):
+            values = [getattr(part, field_.name) for part in parts]
+            if field_.name.endswith("_s") or field_.name in ("num_prompt_tokens", "num_cached_tokens"):
+                setattr(merged, field_.name, max(values))
+            elif field_.name == "seed":
+                merged.seed = parts[0].seed
+            elif isinstance(values[0], list):
+                setattr(merged, field_.name, [sum(v) for v in zip_longest(*values, fillvalue=0)])
+            else:
+                setattr(merged, field_.name, sum(values))
+        return merged
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed draft tokens (pooled α); 0 when nothing was proposed."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Entry i: accepted at position i + 1 over the steps that reached and proposed it."""
+        pairs = zip(self.accepted_per_position, self.reached_per_position, strict=False)
+        return [accepted / reached for accepted, reached in pairs]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens committed per target pass (τ), the target's own token included."""
+        return self.num_output_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens over the time since the request arrived."""
+        return self.num_output_tokens / self.total_s if self.total_s else 0.0
+
+
+def _add_to_first(counts: list[int], num: int) -> None:
+    """Add one to each of the first `num` entries, lengthening the list where needed."""
+    counts.extend([0] * (num - len(counts)))
+    for position in range(num):
+        counts[position] += 1
