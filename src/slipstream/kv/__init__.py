@@ -1,0 +1,1 @@
+"""Keys and values: accounting without tensors, the pool that holds them."""

@@ -1,0 +1,255 @@
+"""Which slots of the cache belong to whom. No tensors: the pool moves entries when it is told to.
+
+A sequence's entries lie in one contiguous segment, in the order of its tokens, so that attention reads them without
+a copy. Segments grow in place where they can and are moved where they cannot. A finished sequence's segment is
+*retained*: it holds nothing back (it is evicted, least recently used first, as soon as room is needed) but a later
+prompt that begins with the same tokens takes it over or copies the common part.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.kv.prefix import BLOCK, PrefixIndex
+
+Move = Callable[[int, int, int], None]
+"""`move(source, destination, count)` copies entries between slots; the ranges may overlap."""
+
+CHUNK = 64
+"""Segments are sized in multiples of this many slots, so that a growing one moves rarely."""
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A contiguous run of slots. `token_ids` are the tokens whose entries are valid, from `start` on."""
+
+    start: int
+    capacity: int
+    tenant: str
+    owner: int | None
+    """The sequence that writes here; None once retained."""
+    token_ids: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    last_used: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.capacity
+
+
+class KVAccounting:
+    """Bounded memory for keys and values, in slots of one token each."""
+
+    def __init__(self, num_slots: int, move: Move, prefix_caching: bool = True) -> None:
+        self.num_slots = num_slots
+        self._move = move
+        self._prefix_caching = prefix_caching
+        self._segments: list[Segment] = []  # by start
+        self._by_owner: dict[int, Segment] = {}
+        self._index = PrefixIndex()
+        self._clock = 0
+
+    @property
+    def num_held(self) -> int:
+        """Slots of running sequences; 0 when the engine is idle."""
+        return sum(segment.capacity for segment in self._by_owner.values())
+
+    @property
+    def num_retained(self) -> int:
+        """Slots of finished sequences, kept for prefix reuse and given up on demand."""
+        return sum(segment.capacity for segment in self._segments if segment.owner is None)
+
+    def __contains__(self, owner: int) -> bool:
+        return owner in self._by_owner
+
+    def segment(self, owner: int) -> Segment:
+        """Where a running sequence's entries lie. Valid until the next `open` or `reserve`, which may move it."""
+        return self._by_owner[owner]
+
+    def open(self, owner: int, token_ids: Sequence[int], tenant: str = "", reuse: bool = True) -> int | None:
+        """Give `owner` room for `token_ids` and one more; returns how many leading entries are already valid.
+
+        Never reuses the last token's entry: its row must be computed for its logits. Returns None, with nothing
+        changed for running sequences, when there is no room.
+        """
+        reuse = reuse and self._prefix_caching
+        source, common = self._index.longest(token_ids, tenant) if reuse else (None, 0)
+        common = min(common, len(token_ids) - 1)
+        size = len(token_ids) + 1
+        retained = source is not None and source.owner is None
+        nothing_lost = source is not None and common >= len(source.token_ids) - BLOCK
+        segment = None
+        if source is not None and not (retained and nothing_lost):
+            segment = self._allocate(size, keep=source)
+            if segment is not None:
+                self._move(source.start, segment.start, common)
+                segment.token_ids = list(token_ids[:common])
+        if segment is None and source is not None and retained:
+            segment = source
+            self._truncate(segment, common)
+        if segment is None:
+            segment = self._allocate(size)
+            common = 0
+        if segment is None:
+            return None
+        segment.owner, segment.tenant, segment.last_used = owner, tenant, self._tick()
+        self._by_owner[owner] = segment
+        self._index_tokens(segment)
+        if not self.reserve(owner, size):
+            self.close(owner)
+            return None
+        return common
+
+    def reserve(self, owner: int, num_tokens: int) -> bool:
+        """Make sure `owner` has at least `num_tokens` slots; False, with nothing lost, when there is no room."""
+        segment = self._by_owner[owner]
+        if segment.capacity >= num_tokens:
+            return True
+        with_headroom = _round_up(num_tokens + num_tokens // 4)
+        return self._grow(segment, with_headroom) or self._grow(segment, num_tokens)
+
+    def commit(self, owner: int, token_ids: Sequence[int]) -> None:
+        """The next `len(token_ids)` entries of `owner` are valid and hold these tokens."""
+        segment = self._by_owner[owner]
+        segment.token_ids.extend(token_ids)
+        if len(segment.token_ids) > segment.capacity:
+            raise AssertionError(f"sequence {owner} committed beyond its {segment.capacity} slots")
+        self._index_tokens(segment)
+
+    def close(self, owner: int, retain: bool = True) -> None:
+        """End `owner`'s claim. The entries are retained for prefix reuse when that can be of use."""
+        segment = self._by_owner.pop(owner)
+        segment.owner = None
+        segment.last_used = self._tick()
+        reusable = retain and self._prefix_caching and len(segment.token_ids) >= BLOCK
+        if not reusable or self._is_covered(segment):
+            self._free(segment)
+
+    def clear(self) -> None:
+        """Give up everything that is retained."""
+        for segment in [s for s in self._segments if s.owner is None]:
+            self._free(segment)
+
+    def integrity(self) -> list[str]:
+        """What is wrong with the books; empty when nothing is."""
+        faults: list[str] = []
+        end = 0
+        for segment in self._segments:
+            if segment.start < end:
+                faults.append(f"segment at {segment.start} overlaps the one before it, which ends at {end}")
+            if len(segment.token_ids) > segment.capacity:
+                faults.append(f"segment at {segment.start} holds more tokens than slots")
+            end = segment.end
+        if end > self.num_slots:
+            faults.append(f"segments end at {end}, beyond the {self.num_slots} slots")
+        owned = {id(s) for s in self._segments if s.owner is not None}
+        if owned != {id(s) for s in self._by_owner.values()}:
+            faults.append("owners and segments disagree")
+        present = {id(segment) for segment in self._segments}
+        if any(id(segment) not in present for _, segment in self._index.entries()):
+            faults.append("the prefix index names a segment that is gone")
+        return faults
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _index_tokens(self, segment: Segment) -> None:
+        if self._prefix_caching:
+            self._index.extend(segment)
+
+    def _is_covered(self, segment: Segment) -> bool:
+        """True when another segment already holds all the entries of this one."""
+        self._index.truncate(segment, 0)
+        _, common = self._index.longest(segment.token_ids, segment.tenant)
+        self._index.extend(segment)
+        return common == len(segment.token_ids)
+
+    def _truncate(self, segment: Segment, num_tokens: int) -> None:
+        self._index.truncate(segment, num_tokens)
+        del segment.token_ids[num_tokens:]
+
+    def _free(self, segment: Segment) -> None:
+        self._index.truncate(segment, 0)
+        self._segments.remove(segment)
+
+    def _allocate(self, size: int, keep: Segment | None = None) -> Segment | None:
+        """A new segment of at least `size` slots, evicting retained ones other than `keep` as needed."""
+        for capacity in (_round_up(size), size):
+            while (start := self._find_gap(capacity)) is None:
+                if not self._make_room(capacity, self._segments[-1] if self._segments else None, keep):
+                    break
+            if start is not None:
+                segment = Segment(start, capacity, "", None)
+                insort(self._segments, segment, key=lambda s: s.start)
+                return segment
+        return None
+
+    def _grow(self, segment: Segment, capacity: int) -> bool:
+        """Enlarge in place, or move to a gap that is large enough."""
+        while True:
+            position = self._segments.index(segment)
+            last = position + 1 == len(self._segments)
+            limit = self.num_slots if last else self._segments[position + 1].start
+            if limit - segment.start >= capacity:
+                segment.capacity = capacity
+                return True
+            start = self._find_gap(capacity)
+            if start is not None:
+                self._relocate(segment, start)
+                segment.capacity = capacity
+                self._segments.sort(key=lambda s: s.start)
+                return True
+            if not self._make_room(capacity - segment.capacity, segment, segment):
+                return False
+
+    def _find_gap(self, capacity: int) -> int | None:
+        """Start of the first gap of at least `capacity` slots."""
+        end = 0
+        for segment in self._segments:
+            if segment.start - end >= capacity:
+                return end
+            end = segment.end
+        return end if self.num_slots - end >= capacity else None
+
+    def _make_room(self, missing: int, after: Segment | None, keep: Segment | None) -> bool:
+        """Evict one retained segment, or gather the free slots behind `after`; False when neither can help.
+
+        Evicting is cheap and gathering copies live entries, so gathering waits until there is ample free room or
+        nothing left to evict.
+        """
+        free = self.num_slots - sum(s.capacity for s in self._segments)
+        retained = [s for s in self._segments if s.owner is None and s is not keep]
+        if retained and free < 2 * missing:
+            self._free(min(retained, key=lambda s: s.last_used))
+            return True
+        if free >= missing and after is not None:
+            return self._gather_free_slots(after)
+        return False
+
+    def _gather_free_slots(self, after: Segment) -> bool:
+        """Pack the segments up to `after` to the left and the others to the right; False if nothing moved."""
+        split = self._segments.index(after) + 1
+        moved = False
+        end = 0
+        for segment in self._segments[:split]:
+            moved |= self._relocate(segment, end)
+            end = segment.end
+        start = self.num_slots
+        for segment in reversed(self._segments[split:]):
+            start -= segment.capacity
+            moved |= self._relocate(segment, start)
+        return moved
+
+    def _relocate(self, segment: Segment, start: int) -> bool:
+        if segment.start == start:
+            return False
+        self._move(segment.start, start, len(segment.token_ids))
+        segment.start = start
+        return True
+
+
+def _round_up(size: int) -> int:
+    return -(-size // CHUNK) * CHUNK

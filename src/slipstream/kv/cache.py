@@ -1,0 +1,39 @@
+"""A model's key and value cache: the books and the tensors together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.kv.accounting import KVAccounting
+from slipstream.kv.pool import KVPool, LayerShape
+
+
+class KVCache:
+    """Keys and values of many sequences in bounded memory."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.pool = KVPool(shapes, num_slots, dtype, device)
+        self.accounting = KVAccounting(num_slots, self.pool.move, prefix_caching)
+
+    def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:
+        """Keep some of the entries that a forward pass wrote behind `owner`'s valid ones; the rest is forgotten.
+
+        `kept[i]` is the row (0 is the first one written) that holds `token_ids[i]`; rows are gathered into place.
+        """
+        segment = self.accounting.segment(owner)
+        end = segment.start + len(segment.token_ids)
+        self.pool.gather([end + row for row in kept], end)
+        self.accounting.commit(owner, token_ids)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the tensors, used or not."""
+        return self.pool.memory_bytes()
