@@ -1,0 +1,153 @@
+"""What is tried out on a loaded model before any request depends on it.
+
+Three questions: does every layer attend through our hook (`probe_layers`), is the mask that Transformers
+would have made the one that we make (`check_masks`), and do a dozen rows give the logits of the model's own
+attention (`check_logits`). A model that answers one of them with no would run and be quietly wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.models.attention import ATTENTION_NAME, LayerProbe, slipstream_attention
+from slipstream.models.causal_lm import CausalLM, Route
+from slipstream.models.rows import RowGroup
+from slipstream.models.support import context_length, text_config, unsupported
+
+log = logging.getLogger(__name__)
+
+PROBE_NAME = f"{ATTENTION_NAME}_probe"
+"""The hook under a name for which Transformers builds masks: those of `_visibility`."""
+
+NUM_ROWS = 12
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+"""Error of a row's logits, relative to their spread. Another attention is off by some tenths or more."""
+
+
+def probe_layers(model: Any, route: Route) -> tuple[list[LayerShape], int]:
+    """What each layer stores for a token, and the vocabulary's size; every layer must use the route."""
+    num_layers = text_config(model.config).num_hidden_layers
+    probe = LayerProbe()
+    logits = _run_probe(model, route, probe)
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise unsupported(
+            model.config,
+            f"{len(probe.shapes)} of its {num_layers} layers attend through the attention interface; the "
+            "others have an attention of their own or keep state that cannot be rolled back",
+        )
+    if logits.shape[1] != 1:
+        raise unsupported(model.config, "it ignores logits_to_keep")
+    return [probe.shapes[layer] for layer in range(num_layers)], int(logits.shape[-1])
+
+
+def check_masks(lm: CausalLM) -> None:
+    """Compare each layer's mask, as Transformers would make it, with causality and the sliding window."""
+    if lm.route.attn_implementation != ATTENTION_NAME:
+        return  # the other routes hand over a mask of their own
+    with attention_implementation(lm.model, PROBE_NAME) as switched:
+        if not switched:
+            log.warning("%s: its masks were not checked, it cannot switch its attention", lm.family)
+            return
+        probe = LayerProbe()
+        _run_probe(lm.model, lm.route, probe)
+    positions = boundary_positions(lm.config)
+    distance = positions[:, None] - positions[None, :]
+    for layer, (variant, intended) in sorted(probe.masks.items()):
+        if intended is None:
+            continue
+        ours = distance >= 0
+        if variant.sliding_window is not None:
+            ours &= distance < variant.sliding_window
+        if intended.shape[-2:] != ours.shape or not bool((intended.cpu() == ours).all()):
+            raise unsupported(lm.config, f"the mask of layer {layer} is neither causal nor a sliding window")
+
+
+def check_logits(lm: CausalLM) -> None:
+    """Compare a dozen rows, in two chunks over a cache, with the same model's own attention."""
+    ids = torch.arange(1, NUM_ROWS + 1, device=lm.device) * 7919 % lm.vocab_size
+    hooked = lm.route.attn_implementation == ATTENTION_NAME
+    with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
+        if hooked and not switched:
+            log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
+            return
+        with torch.inference_mode():
+            expected = lm.model(input_ids=ids[None], use_cache=False).logits[0].float()  # [rows, vocab]
+    pool = KVPool(lm.shapes, NUM_ROWS, lm.dtype, lm.device)
+    half = NUM_ROWS // 2
+    chunks = [RowGroup(0, start, ids[start : start + half].tolist(), range(half)) for start in (0, half)]
+    with _refusing(lm.config):
+        ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks]).float()
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
+    errors = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
+    # In half precision a near-tie in a router may send a row to another expert: no fault of the attention.
+    error = errors.max() if lm.dtype == torch.float32 else errors.median()
+    if not error <= TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16]):  # NaN is refused too
+        raise unsupported(
+            lm.config,
+            "its attention is not what the hook computes: over a dozen rows the logits differ from its "
+            f"own by {float(error):.2g} of their spread",
+        )
+
+
+@contextlib.contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[bool]:
+    """Run the body under another attention; yields False where a model cannot switch."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield model.config._attn_implementation == name
+    finally:
+        model.set_attn_implementation(before)
+
+
+def boundary_positions(config: Any) -> Tensor:
+    """Positions around every length in the configuration: where a window or a chunk would begin or end."""
+    values = text_config(config).to_dict().values()
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    numbers = {number for numbers in lists for number in numbers if type(number) is int}
+    edges = {edge + shift for number in numbers for edge in (number, 2 * number) for shift in (-1, 0, 1)}
+    return torch.tensor(sorted(edge for edge in edges | {0} if 0 <= edge < context_length(config)))
+
+
+def _run_probe(model: Any, route: Route, probe: LayerProbe) -> Tensor:
+    """Logits of the second of two rows."""
+    with _refusing(model.config), torch.inference_mode():
+        output = model(
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
+            position_ids=torch.arange(2, device=model.device)[None],
+            use_cache=False,
+            logits_to_keep=torch.ones(1, dtype=torch.long, device=model.device),
+            **route.probe_arguments(probe),
+        )
+    logits: Tensor = output.logits
+    return logits
+
+
+@contextlib.contextmanager
+def _refusing(config: Any) -> Iterator[None]:
+    """Whatever a model's own code raises, the model cannot be run."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise unsupported(config, lines[0] if lines else type(error).__name__) from None
+
+
+def _visibility(*, mask_function: Any, config: Any, **_: Any) -> Tensor:
+    """Our mask maker for the probe: which of the boundary positions see each other, bool [1, 1, P, P]."""
+    positions = boundary_positions(config)
+    zero = torch.zeros((), dtype=torch.long)
+    visible: Tensor = mask_function(zero, zero, positions[:, None], positions[None, :])
+    return visible.expand(len(positions), len(positions))[None, None]
+
+
+AttentionInterface.register(PROBE_NAME, slipstream_attention)
+AttentionMaskInterface.register(PROBE_NAME, _visibility)

@@ -1,0 +1,97 @@
+"""A decoder-only Transformers model that runs packed rows over Slipstream's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
+from slipstream.models.attention import LayerProbe
+from slipstream.models.linears import PackedLinear
+from slipstream.models.rows import Batch, RowGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass yields for the rows that were asked for, group after group."""
+
+    logits: Tensor
+    """[wanted rows, vocab]"""
+    hidden: dict[int, Tensor]
+    """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
+
+
+class Route(Protocol):
+    """How a model is made to use our cache; chosen once, when the model is loaded."""
+
+    attn_implementation: str
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments of the model's forward that carry the batch."""
+
+    def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
+        """The same, with a probe in the batch's place."""
+
+
+class CausalLM:
+    """A loaded model, its shapes and limits. Make one with `slipstream.models.load_model`."""
+
+    def __init__(
+        self,
+        model: Any,
+        path: str,
+        route: Route,
+        shapes: Sequence[LayerShape],
+        vocab_size: int,
+        context_length: int,
+    ) -> None:
+        self.model = model
+        self.path = path
+        self.route = route
+        self.config = model.config
+        self.shapes = tuple(shapes)
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    @property
+    def family(self) -> str:
+        return str(self.config.model_type)
+
+    @property
+    def cost_expanded(self) -> bool:
+        """True for a checkpoint that `slipstream.testing.expand` enlarged without changing its function."""
+        return bool(getattr(self.config, "cost_expanded", None))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are held; an embedding that is tied to a packed output layer counts twice."""
+        packed = [module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear)]
+        return sum(packed) + sum(int(parameter.nbytes) for parameter in self.model.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self.shapes, self.dtype)
+
+    @torch.inference_mode()
+    def forward(
+        self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """One pass over all rows of all groups; writes their keys and values to `pool`."""
+        batch = Batch(groups, pool, self.device)
+        output = self.model(
+            input_ids=batch.input_ids(),
+            position_ids=batch.position_ids(),
+            use_cache=False,
+            logits_to_keep=batch.logit_rows(),
+            output_hidden_states=list(hidden_layers) or False,
+            **self.route.arguments(batch),
+        )
+        hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
+        return ForwardOutput(output.logits[0], hidden)

@@ -1,0 +1,196 @@
+"""Loading a checkpoint, or refusing it with the reason before any request depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
+from slipstream.models.attention import ATTENTION_NAME, HookRoute
+from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
+from slipstream.models.canary import check_logits, check_masks, probe_layers
+from slipstream.models.causal_lm import CausalLM
+from slipstream.models.linears import pack_linears
+from slipstream.models.support import check_config, context_length, unsupported
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is `cuda` where there is one, else `cpu`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for but PyTorch sees no GPU; use cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    """`auto` is float32 on a CPU and the checkpoint's own type on a GPU."""
+    if name != "auto":
+        dtype = getattr(torch, name)
+    elif device.type == "cpu":
+        dtype = torch.float32
+    else:
+        dtype = getattr(config, "dtype", None) or torch.float32
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's Transformers configuration."""
+    _check_folder(path)
+    with _one_line(f"cannot read the configuration of {path!r}"):
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's tokenizer; a fast one, since text is streamed through its decoder."""
+    _check_folder(path)
+    with _one_line(f"cannot load the tokenizer of {path!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    if not tokenizer.is_fast:
+        raise ModelError(f"the tokenizer of {path!r} has no fast (tokenizers) form; convert it first")
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    canary: bool = True,
+    pack: bool = True,
+) -> CausalLM:
+    """Load a decoder-only Transformers model from a folder or the hub.
+
+    Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
+    `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
+    attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
+    with the model's own attention (about two passes of a dozen rows); `pack=False` keeps the linear layers as
+    they are (see `linears.py`), for code that reads their weights.
+    """
+    where = resolve_device(device)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        check_config(config)
+        _check_weight_files(path)
+        model = _load_weights(path, config, resolve_dtype(dtype, where, config), revision, trust_remote_code)
+        lm = adapt(model.to(where).eval(), path, canary=canary)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path!r}: {error}") from None
+    if pack:
+        pack_linears(lm.model)
+    return lm
+
+
+def adapt(model: Any, path: str = "", *, canary: bool = True) -> CausalLM:
+    """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out."""
+    check_config(model.config)
+    length = context_length(model.config)
+    route = _route(model.config)
+    shapes, vocab_size = probe_layers(model, route)
+    lm = CausalLM(model, path, route, shapes, vocab_size, length)
+    if canary:
+        with _quiet():
+            check_masks(lm)
+            check_logits(lm)
+    return lm
+
+
+def _load_weights(
+    path: str, config: Any, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> Any:
+    """The Transformers model, with each of its weights from the checkpoint."""
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    with _one_line(f"cannot load the weights of {path!r}"), _quiet():
+        try:
+            model, loaded = from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=_route(config).attn_implementation,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_check_complete` names them
+            )
+        except KeyError as error:
+            if error.args != (ATTENTION_NAME,):
+                raise
+            # Older models look their attention class up by name.
+            raise unsupported(config, "its attention does not go through the attention interface") from None
+    _check_complete(path, loaded)
+    return model
+
+
+def _route(config: Any) -> HookRoute | CacheRoute:
+    make = CACHE_ROUTES.get(config.model_type)
+    return make(config) if make else HookRoute()
+
+
+def _check_folder(path: str) -> None:
+    folder = Path(path)
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if folder.is_file() or (looks_local and not folder.is_dir()):
+        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{path!r} has no config.json; give a folder in Hugging Face format")
+
+
+def _check_weight_files(path: str) -> None:
+    folder = Path(path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
+
+
+def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
+    """Transformers fills missing weights with random numbers and drops unknown ones; both are errors here."""
+    mismatched = {key for key, *_ in loaded["mismatched_keys"]}
+    for what, keys in [
+        ("lacks", loaded["missing_keys"]),
+        ("has unknown", loaded["unexpected_keys"]),
+        ("has misshapen", mismatched),
+    ]:
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ModelError(f"the checkpoint {path!r} {what} weights: {min(keys)}{more}")
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Whatever Transformers raises, and it raises every kind, becomes a `ModelError` of one line."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise ModelError(f"{what}: {lines[0] if lines else type(error).__name__}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers' own progress bars and warnings out of the user's terminal while it loads."""
+    quiet: Any = logging
+    bars, verbosity = quiet.is_progress_bar_enabled(), quiet.get_verbosity()
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()
+    try:
+        yield
+    finally:
+        quiet.set_verbosity(verbosity)
+        if bars:
+            quiet.enable_progress_bar()

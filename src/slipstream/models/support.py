@@ -1,0 +1,79 @@
+"""What a configuration alone tells: whether a model can be decoded here, and how long its context is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slipstream.errors import UnsupportedModelError
+
+_ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
+
+_REFUSED = {
+    "bloom": _ALIBI,
+    "mpt": _ALIBI,
+    "reformer": "its hashed attention does not see all earlier positions",
+    "xlnet": "it does not decode from left to right",
+}
+
+_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Layer types that the hook can do; `chunked_attention` is not among them, since it has no such mask."""
+
+
+def check_config(config: Any) -> None:
+    """Raise `UnsupportedModelError` for what is known not to work, before any weights are read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "it is an encoder-decoder, not a decoder-only model")
+    if config.model_type in _REFUSED:
+        raise unsupported(config, _REFUSED[config.model_type])
+    if getattr(config, "alibi", False):
+        raise unsupported(config, _ALIBI)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in _remote_classes(
+        config
+    ):
+        raise unsupported(config, "it is not a causal language model")
+    others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - _ATTENDING_LAYERS)
+    if others:
+        names = ", ".join(others)
+        raise unsupported(
+            config, f"its {names} layers are not plain attention, so drafts cannot be masked or rolled back"
+        )
+
+
+def unsupported(config: Any, reason: str) -> UnsupportedModelError:
+    """The error that says why a family cannot be decoded."""
+    return UnsupportedModelError(f"{config.model_type} cannot be decoded: {reason}")
+
+
+def context_length(config: Any) -> int:
+    """Positions that the model can tell apart and that mean the same whatever else is in the batch.
+
+    LongRoPE switches to other frequencies for *all* rows of a pass as soon as one row lies beyond the
+    original length. One sequence would then change another's text, so such a model is held to its original
+    length.
+    """
+    config = text_config(config)
+    length = getattr(config, "max_position_embeddings", None)
+    if not length:
+        raise unsupported(config, "its configuration does not say how long its context is")
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            length = min(length, rope.get("original_max_position_embeddings") or length)
+    return int(length)
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a configuration."""
+    return config.get_text_config(decoder=True)
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One set of parameters, or one a layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def _remote_classes(config: Any) -> dict[str, str]:
+    """Which classes the checkpoint brings code for."""
+    return getattr(config, "auto_map", None) or {}

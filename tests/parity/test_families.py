@@ -1,0 +1,281 @@
+"""Families against Transformers' own model: prompts, chunks, packed sequences, draft trees, greedy text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB, WINDOW, save_tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM, RowGroup, load_model
+
+TOLERANCE = 1e-4
+TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(26)]
+"""Longer than several sliding windows."""
+
+NODES = [9, 40, 41, 77, 12, 64, 90]
+PARENTS = [-1, -1, 0, 0, 1, 3, 5]
+"""Siblings on two levels, branches of unequal depth; the deepest, node 6, has the root out of its window."""
+
+
+@dataclass
+class Pair:
+    """Our model and Transformers' own, with the same weights."""
+
+    ours: CausalLM
+    theirs: Any
+
+    @torch.inference_mode()
+    def expected(self, token_ids: Sequence[int]) -> Tensor:
+        """[tokens, vocab]"""
+        logits: Tensor = self.theirs(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return logits
+
+    @cached_property
+    def text_logits(self) -> Tensor:
+        return self.expected(TEXT)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(request.param, tmp_path_factory)
+
+
+def make_pair(family: str, tmp_path_factory: pytest.TempPathFactory, dtype: str = "float32") -> Pair:
+    folder = save_tiny(FAMILIES[family](), tmp_path_factory.mktemp("models") / family)
+    stock = "sdpa" if family.startswith("falcon") else "eager"
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=stock, dtype=getattr(torch, dtype)
+    )
+    return Pair(load_model(str(folder), dtype=dtype), theirs.eval())
+
+
+class Decoder:
+    """One sequence in a cache whose every unwritten or forgotten entry is NaN, so that reading one shows."""
+
+    def __init__(self, lm: CausalLM, cache: KVCache | None = None, owner: int = 0) -> None:
+        self.lm = lm
+        self.cache = cache or make_cache(lm)
+        self.owner = owner
+        assert self.cache.accounting.open(owner, [0] * 47) == 0
+
+    @property
+    def num_past(self) -> int:
+        return len(self.cache.accounting.segment(self.owner).token_ids)
+
+    def group(self, token_ids: Sequence[int], **options: Any) -> RowGroup:
+        start = self.cache.accounting.segment(self.owner).start
+        options.setdefault("logit_rows", range(len(token_ids)))
+        return RowGroup(start, self.num_past, token_ids, **options)
+
+    def forward(self, token_ids: Sequence[int], **options: Any) -> Tensor:
+        return self.lm.forward([self.group(token_ids, **options)], self.cache.pool).logits
+
+    def commit(self, token_ids: Sequence[int], kept: Sequence[int] | None = None) -> None:
+        self.cache.commit(self.owner, token_ids, range(len(token_ids)) if kept is None else kept)
+        segment = self.cache.accounting.segment(self.owner)
+        for tensor in (*self.cache.pool.keys, *self.cache.pool.values):
+            tensor[segment.start + len(segment.token_ids) : segment.end] = float("nan")
+
+    def feed(self, token_ids: Sequence[int]) -> Tensor:
+        """Compute and commit; logits of every row."""
+        logits = self.forward(token_ids)
+        self.commit(token_ids)
+        return logits
+
+
+def make_cache(lm: CausalLM) -> KVCache:
+    cache = KVCache(lm.shapes, 256, lm.dtype, lm.device)
+    for tensor in (*cache.pool.keys, *cache.pool.values):
+        tensor.fill_(float("nan"))
+    return cache
+
+
+def error(ours: Tensor, expected: Tensor) -> float:
+    """Largest difference; NaN counts as infinite."""
+    assert ours.shape == expected.shape
+    return float((ours - expected).abs().nan_to_num(float("inf")).max())
+
+
+def test_weights_are_random_enough(pair: Pair) -> None:
+    assert float(pair.text_logits.std()) > 0.3
+    reordered = [TEXT[1], TEXT[0], *TEXT[2:4]]
+    assert (
+        error(pair.expected(reordered)[-1], pair.text_logits[3]) > 0.01
+    )  # early tokens and their order count
+
+
+def test_whole_prompt_in_one_chunk(pair: Pair) -> None:
+    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) < TOLERANCE
+
+
+def test_chunked_prefill(pair: Pair) -> None:
+    decoder = Decoder(pair.ours)
+    chunks = [TEXT[:1], TEXT[1:6], TEXT[6:7], TEXT[7:20], TEXT[20:]]
+    logits = torch.cat([decoder.feed(chunk) for chunk in chunks])
+    assert error(logits, pair.text_logits) < TOLERANCE
+
+
+def test_sequences_of_different_lengths_in_one_pass(pair: Pair) -> None:
+    cache = make_cache(pair.ours)
+    texts = [TEXT, TEXT[5:8], TEXT[3:14], TEXT[::-1]]
+    decoders = [Decoder(pair.ours, cache, owner) for owner in range(4)]
+    decoders[3].feed(texts[3][:-1])  # one sequence decodes a single token while the others begin
+    rows = [*texts[:3], texts[3][-1:]]
+    groups = [decoder.group(ids) for decoder, ids in zip(decoders, rows, strict=True)]
+    logits = pair.ours.forward(groups, cache.pool).logits.split([len(ids) for ids in rows])
+    for text, ids, ours in zip(texts, rows, logits, strict=True):
+        assert error(ours, pair.expected(text)[-len(ids) :]) < TOLERANCE
+
+
+def path(node: int) -> list[int]:
+    return [*path(PARENTS[node]), node] if node >= 0 else []
+
+
+def tree_rows(nodes: Sequence[int], stored: Sequence[int], num_past: int) -> dict[str, Any]:
+    """Options of a group whose rows are `nodes` (-1 is the last committed token) behind the `stored` ones."""
+    tail = [*stored, *nodes]
+    positions = {node: num_past + len(path(node)) for node in tail}
+    visible = [[other == -1 or other in path(node) for other in tail] for node in nodes]
+    return {
+        "positions": [positions[node] for node in nodes],
+        "stored_positions": [positions[node] for node in stored],
+        "tail_visible": torch.tensor(visible),
+    }
+
+
+def tree_logits(decoder: Decoder, passes: Sequence[Sequence[int]], root: int) -> dict[int, Tensor]:
+    """Node (-1 for the last committed token) to its logits, computed in several passes over the same tree."""
+    logits: dict[int, Tensor] = {}
+    stored: list[int] = []
+    for nodes in passes:
+        ids = [root if node == -1 else NODES[node] for node in nodes]
+        output = decoder.forward(ids, **tree_rows(nodes, stored, decoder.num_past))
+        logits.update(zip(nodes, output, strict=True))
+        stored.extend(nodes)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "passes", [[range(-1, 7)], [[-1, 0, 1], [2, 3], [4, 5, 6]]], ids=["one-pass", "three"]
+)
+def test_draft_tree_and_commit(pair: Pair, passes: Sequence[Sequence[int]]) -> None:
+    prompt, root = TEXT[:11], TEXT[11]
+    decoder = Decoder(pair.ours)
+    decoder.feed(prompt)
+    logits = tree_logits(decoder, passes, root)
+    for node, ours in logits.items():
+        lone = [*prompt, root, *(NODES[step] for step in path(node))]
+        assert error(ours, pair.expected(lone)[-1]) < TOLERANCE, f"node {node}"
+    accepted = path(5)  # nodes 0, 3 and 5, which do not lie side by side
+    tokens = [root, *(NODES[node] for node in accepted)]
+    decoder.commit(tokens, [0, *(node + 1 for node in accepted)])
+    rest = TEXT[12:20]
+    logits_after = torch.cat([decoder.feed([token]) for token in rest])
+    assert error(logits_after, pair.expected([*prompt, *tokens, *rest])[-len(rest) :]) < TOLERANCE
+
+
+def test_a_tree_beside_a_prompt_and_a_single_token(pair: Pair) -> None:
+    cache = make_cache(pair.ours)
+    tree, prompt, single = (Decoder(pair.ours, cache, owner) for owner in range(3))
+    tree.feed(TEXT[:11])
+    single.feed(TEXT[5:20])
+    nodes = range(-1, 7)
+    groups = [
+        prompt.group(TEXT[2:9]),
+        tree.group([TEXT[11], *NODES], **tree_rows(nodes, [], 11)),
+        single.group(TEXT[20:21]),
+    ]
+    ours = pair.ours.forward(groups, cache.pool).logits
+    lone = [[*TEXT[:12], *(NODES[step] for step in path(node))] for node in nodes]
+    expected = [
+        pair.expected(TEXT[2:9]),
+        *(pair.expected(ids)[-1:] for ids in lone),
+        pair.expected(TEXT[5:21])[-1:],
+    ]
+    assert error(ours, torch.cat(expected)) < TOLERANCE
+
+
+def test_hidden_states(pair: Pair) -> None:
+    layers = [0, 2, 3]
+    decoder = Decoder(pair.ours)
+    output = pair.ours.forward([decoder.group(TEXT)], decoder.cache.pool, layers)
+    with torch.inference_mode():
+        expected = pair.theirs(
+            input_ids=torch.tensor([TEXT]), use_cache=False, output_hidden_states=True
+        ).hidden_states
+    assert sorted(output.hidden) == layers
+    for layer in layers:
+        assert error(output.hidden[layer], expected[layer][0]) < TOLERANCE, f"layer {layer}"
+
+
+def test_only_the_wanted_logit_rows(pair: Pair) -> None:
+    cache = make_cache(pair.ours)
+    first, second = Decoder(pair.ours, cache, 0), Decoder(pair.ours, cache, 1)
+    groups = [first.group(TEXT, logit_rows=[3, 25]), second.group(TEXT[:5], logit_rows=[4])]
+    logits = pair.ours.forward(groups, cache.pool).logits
+    assert error(logits, pair.text_logits[[3, 25, 4]]) < TOLERANCE
+    none = Decoder(pair.ours).forward(TEXT, logit_rows=[])
+    assert none.shape == (0, VOCAB)
+
+
+def test_greedy_text(pair: Pair) -> None:
+    prompt = TEXT[:9]
+    expected = pair.theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=14)[0].tolist()
+    decoder = Decoder(pair.ours)
+    text = list(prompt)
+    while len(text) < len(expected):
+        text.append(int(decoder.feed(text[decoder.num_past :])[-1].argmax()))
+    assert text == expected
+
+
+@pytest.mark.parametrize("length", range(WINDOW - 1, WINDOW + 3))
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt-oss"])
+def test_around_the_edge_of_the_window(
+    family: str, length: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pair = make_pair(family, tmp_path_factory)
+    decoder = Decoder(pair.ours)
+    decoder.feed(TEXT[: length - 1])
+    assert error(decoder.feed(TEXT[length - 1 : length]), pair.text_logits[length - 1 : length]) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "qwen3-moe", "gpt-oss", "falcon-new"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(family: str, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = make_pair(family, tmp_path_factory, dtype)
+    decoder = Decoder(pair.ours)
+    ours = torch.cat([decoder.feed(TEXT[:10]), decoder.feed(TEXT[10:])])
+    expected = pair.text_logits
+    assert ours.dtype == expected.dtype == getattr(torch, dtype)
+    # Half of the rows: near-ties of a router may send a row to another expert.
+    difference = (ours - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    assert float(difference.median()) < (0.1 if dtype == "bfloat16" else 0.02)
+
+
+def test_a_window_that_is_off_by_one_shows(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("mistral", tmp_path_factory)
+    view = RowGroup.view
+    monkeypatch.setattr(
+        RowGroup, "view", lambda self, window, *rest: view(self, window and window + 1, *rest)
+    )
+    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * TOLERANCE
+
+
+def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = make_pair("llama", tmp_path_factory)
+    decoder = Decoder(pair.ours)
+    decoder.feed(TEXT[:11])
+    rows = tree_rows(range(-1, 7), [], 11)
+    rows["tail_visible"][2, 1] = True  # node 1 sees node 0, its sibling
+    ours = decoder.forward([TEXT[11], *NODES], **rows)[2]
+    assert error(ours, pair.expected([*TEXT[:12], NODES[1]])[-1]) > 100 * TOLERANCE

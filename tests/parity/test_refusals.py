@@ -1,0 +1,261 @@
+"""Models that would be decoded wrongly are refused when they are loaded, in one line that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import FAMILIES, randomise, save_tiny
+from torch import Tensor, nn
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.models import CausalLM, adapt, attention, load_model, loading
+from slipstream.models.attention import ATTENTION_NAME
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_GQA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def _jamba() -> Any:
+    return tf.JambaForCausalLM(
+        tf.JambaConfig(
+            **{key: value for key, value in _GQA.items() if key != "head_dim"},
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=2,
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+            use_mamba_kernels=False,
+        )
+    )
+
+
+def _llama4() -> Any:
+    return tf.Llama4ForCausalLM(
+        tf.Llama4TextConfig(**_GQA, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8)
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (
+        lambda: tf.MambaForCausalLM(
+            tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ),
+        "linear_attention layers are not plain attention",
+    ),
+    "jamba": (_jamba, "linear_attention layers are not plain attention"),
+    "recurrent-gemma": (
+        lambda: tf.RecurrentGemmaForCausalLM(
+            tf.RecurrentGemmaConfig(**{**_SIZES, "num_hidden_layers": 3}, lru_width=32)
+        ),
+        "linear_attention layers are not plain attention",
+    ),
+    "rwkv": (
+        lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
+        "0 of its 2 layers attend through the attention interface",
+    ),
+    "llama4": (_llama4, "chunked_attention layers are not plain attention"),
+    "t5": (
+        lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ),
+        "it is an encoder-decoder",
+    ),
+    "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**_SIZES)), "its attention is not causal"),
+    "vit": (
+        lambda: tf.ViTModel(
+            tf.ViTConfig(
+                **{k: v for k, v in _SIZES.items() if k != "vocab_size"}, image_size=16, patch_size=8
+            )
+        ),
+        "it is not a causal language model",
+    ),
+    "bloom": (
+        lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+        "ALiBi",
+    ),
+    "mpt": (
+        lambda: tf.MptForCausalLM(tf.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)),
+        "ALiBi",
+    ),
+    "falcon-alibi": (
+        lambda: tf.FalconForCausalLM(
+            tf.FalconConfig(
+                vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+            )
+        ),
+        "ALiBi",
+    ),
+    "gpt-j": (
+        lambda: tf.GPTJForCausalLM(
+            tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+        ),
+        "does not go through the attention interface",
+    ),
+    "nemotron": (
+        lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_GQA)),
+        "does not pass the arguments of a call on to its attention",
+    ),
+    "phimoe-window": (  # its layers do not say that they have a window, only its mask does
+        lambda: tf.PhimoeForCausalLM(
+            tf.PhimoeConfig(**_SIZES, num_key_value_heads=2, sliding_window=20, num_local_experts=2)
+        ),
+        "the mask of layer 0 is neither causal nor a sliding window",
+    ),
+    "bart-decoder": (  # it counts positions by itself
+        lambda: tf.BartForCausalLM(
+            tf.BartConfig(
+                vocab_size=64,
+                d_model=32,
+                encoder_layers=2,
+                decoder_layers=2,
+                decoder_attention_heads=4,
+                decoder_ffn_dim=48,
+            )
+        ),
+        "its attention is not what the hook computes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    make, reason = REFUSED[name]
+    model = make()
+    randomise(model)
+    if name == "bart-decoder":
+        model.config.is_encoder_decoder = False
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(str(tmp_path))
+    message = str(caught.value)
+    assert reason in message
+    assert "\n" not in message
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def tiny_llama() -> Any:
+    """A Llama that was made with our attention, not yet tried out."""
+    model = tf.LlamaForCausalLM._from_config(FAMILIES["llama-gqa"](), attn_implementation=ATTENTION_NAME)
+    randomise(model)
+    return model.eval()
+
+
+class OwnAttention(nn.Module):
+    """What a custom model may bring: an attention that knows nothing of the interface."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+
+class TiltedAttention(nn.Module):
+    """One that calls the interface with something that the interface does not know: a bias on the positions."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+        return self.attention(hidden_states, position_bias=torch.zeros(1), **options)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "reason"),
+    [
+        (OwnAttention, "1 of its 3 layers attend through the attention interface"),
+        (TiltedAttention, "its attention uses position_bias"),
+    ],
+)
+def test_an_attention_that_bypasses_the_hook(replacement: type[nn.Module], reason: str) -> None:
+    model = tiny_llama()
+    for layer in model.model.layers[:2]:
+        layer.self_attn = replacement(layer.self_attn)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        adapt(model)
+
+
+def test_two_way_attention() -> None:
+    model = tiny_llama()
+    model.config.is_causal = False  # the layers say nothing of it; the mask that Transformers would make does
+    with pytest.raises(
+        UnsupportedModelError, match="the mask of layer 0 is neither causal nor a sliding window"
+    ):
+        adapt(model)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral", "gemma2", "gpt-oss", "falcon-new"])
+def test_the_canary_leaves_the_model_as_it_was(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[str] = []
+    for name in ("check_masks", "check_logits"):
+        _spy(monkeypatch, name, checks)
+    lm = load_model(str(save_tiny(FAMILIES[family](), tmp_path)))
+    assert checks == ["check_masks", "check_logits"]
+    assert lm.config._attn_implementation == lm.route.attn_implementation
+    load_model(str(tmp_path), canary=False)
+    assert len(checks) == 2
+
+
+def _spy(monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str]) -> None:
+    check: Callable[[CausalLM], None] = getattr(loading, name)
+
+    def spy(lm: CausalLM) -> None:
+        calls.append(name)
+        check(lm)
+
+    monkeypatch.setattr(loading, name, spy)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "dtype"),
+    [
+        ("gemma2", "softcap", "float32"),
+        ("gpt-oss", "sinks", "float32"),
+        ("gpt-oss", "sinks", "bfloat16"),
+        ("granite", "scaling", "float16"),
+    ],
+)
+def test_the_canary_finds_a_hook_that_leaves_something_out(
+    family: str, field: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(FAMILIES[family](), tmp_path)
+    load_model(str(tmp_path), dtype=dtype)
+    attend = attention.attend
+
+    def forgetful(*tensors: Any) -> Tensor:
+        variant = tensors[-1]
+        fields = {name: getattr(variant, name) for name in ("scaling", "sliding_window", "softcap", "sinks")}
+        return attend(
+            *tensors[:-1], attention.Variant(**{**fields, field: 1.0 if field == "scaling" else None})
+        )
+
+    monkeypatch.setattr(attention, "attend", forgetful)
+    with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
+        load_model(str(tmp_path), dtype=dtype)
+
+
+def test_a_model_that_cannot_switch_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    adapt(model)
+    assert "cannot switch its attention" in caplog.text

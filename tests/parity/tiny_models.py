@@ -1,0 +1,130 @@
+"""Tiny models of many families with weights that are random enough for mistakes to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+VOCAB = 128
+WINDOW = 4
+"""Sliding window of the families that have one: shorter than the texts and the draft trees in the tests."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_HEADS_OF_8: dict[str, Any] = {**_SHAPE, "head_dim": 8}
+_NO_GQA: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 4}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "alibi": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**_NO_GQA),
+    "llama-gqa": lambda: tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "mistral": lambda: tf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
+    "mixtral": lambda: tf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": lambda: tf.Qwen2Config(**_SHAPE),
+    "qwen2-window": lambda: tf.Qwen2Config(
+        **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: tf.Qwen3Config(**_HEADS_OF_8),
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(
+        **_HEADS_OF_8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "gemma2": lambda: tf.Gemma2Config(
+        **_HEADS_OF_8,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=8,
+    ),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING, query_pre_attn_scalar=8
+    ),
+    "phi": lambda: tf.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
+    "phi3": lambda: tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
+    "gpt2": lambda: tf.GPT2Config(**_GPT2),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(
+        **{key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}, rotary_pct=0.5
+    ),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **_HEADS_OF_8,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+    ),
+    "olmo2": lambda: tf.Olmo2Config(**_SHAPE),
+    "starcoder2": lambda: tf.Starcoder2Config(**_SHAPE, sliding_window=WINDOW),
+    "cohere": lambda: tf.CohereConfig(**_SHAPE, logit_scale=0.5, use_qk_norm=True),
+    "granite": lambda: tf.GraniteConfig(
+        **_SHAPE,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        embedding_multiplier=2.0,
+        logits_scaling=2.0,
+    ),
+    "falcon-old": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True),
+    "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+}
+
+
+def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:
+    """Draw every weight anew, large enough for attention to be picky and for biases and norms to count."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(dict(model.named_parameters()).items()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter += 0.3 * noise
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
+
+
+def save_tiny(config: Any, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint of a model with this configuration."""
+    model = tf.AutoModelForCausalLM.from_config(config)
+    randomise(model, seed)
+    model.to(dtype).save_pretrained(folder)
+    return folder

@@ -1,0 +1,161 @@
+"""Which entries a row may see, and the attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.models import RowGroup
+from slipstream.models.attention import PackedAttention, Variant, attend, slipstream_attention
+from slipstream.models.cache_route import CacheRoute
+from slipstream.models.rows import Batch
+
+CPU = torch.device("cpu")
+
+
+def visible(group: RowGroup, sliding_window: int | None = None) -> list[list[int]]:
+    """For each row the entries it may see, counted from the sequence's first one."""
+    skipped, mask = group.view(sliding_window, 1, CPU)
+    num_entries = group.end_slot - group.start
+    if mask is None:
+        return [list(range(skipped, num_entries))] * len(group.token_ids)
+    assert mask.shape == (len(group.token_ids), num_entries - skipped)
+    return [[skipped + entry for entry, seen in enumerate(row) if seen] for row in mask.tolist()]
+
+
+def test_a_chunk_sees_all_before_it() -> None:
+    assert visible(RowGroup(5, 2, [7, 7, 7], [])) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_a_single_row_needs_no_mask() -> None:
+    assert RowGroup(0, 9, [7], []).view(None, 1, CPU) == (0, None)
+    assert RowGroup(0, 9, [7], []).view(4, 1, CPU) == (6, None)
+
+
+@pytest.mark.parametrize("num_past", [0, 1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_a_window_holds_that_many_entries(num_past: int, num_rows: int, window: int) -> None:
+    rows = visible(RowGroup(0, num_past, [7] * num_rows, []), window)
+    for position, seen in enumerate(rows, start=num_past):
+        assert seen == list(range(max(position - window + 1, 0), position + 1))
+
+
+def tree(window: int | None) -> list[list[int]]:
+    """Past of 4; stored: the root at 4 and two children at 5; now: a child of each, at 6."""
+    tail = torch.tensor([[True, True, False, True, False], [True, False, True, False, True]])
+    group = RowGroup(0, 4, [7, 7], [], positions=[6, 6], stored_positions=[4, 5, 5], tail_visible=tail)
+    return visible(group, window)
+
+
+def test_a_tree_row_sees_its_path_only() -> None:
+    assert tree(None) == [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 6, 8]]
+
+
+def test_a_window_counts_depth_not_slots() -> None:
+    assert tree(4) == [[3, 4, 5, 7], [3, 4, 6, 8]]
+    assert tree(2) == [[5, 7], [6, 8]]
+
+
+def test_views_are_made_once_for_all_layers() -> None:
+    group = RowGroup(0, 0, [7] * 3, [])
+    assert group.view(None, 2, CPU)[1] is group.view(None, 2, CPU)[1] is group.view(9, 2, CPU)[1]
+    mask = group.view(None, 2, CPU)[1]
+    assert mask is not None
+    assert mask.shape == (6, 3)
+
+
+def explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: Variant) -> Tensor:
+    """Attention of one head at a time, as the definition has it."""
+    outputs = []
+    for head in range(len(query)):
+        shared = head * len(key) // len(query)
+        scores = query[head] @ key[shared].T * variant.scaling
+        if variant.softcap is not None:
+            scores = variant.softcap * torch.tanh(scores / variant.softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if variant.sinks is not None:
+            scores = torch.cat([scores, variant.sinks[head].expand(len(scores), 1)], dim=1)
+        outputs.append(F.softmax(scores, dim=-1)[:, : key.shape[1]] @ value[shared])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(0.3), Variant(0.3, softcap=1.5), Variant(0.3, sinks=torch.linspace(-1, 2, 12))],
+    ids=["plain", "softcap", "sinks"],
+)
+def test_attend(heads: tuple[int, int], variant: Variant) -> None:
+    num_heads, kv_heads = heads
+    if variant.sinks is not None:
+        variant = Variant(variant.scaling, sinks=variant.sinks[:num_heads])
+    query, key, value = torch.randn(num_heads, 3, 8), torch.randn(kv_heads, 5, 8), torch.randn(kv_heads, 5, 4)
+    mask = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    ours = attend(query, key, value, mask.repeat(num_heads // kv_heads, 1), variant)
+    torch.testing.assert_close(ours, explicit(query, key, value, mask, variant))
+
+
+def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool([LayerShape(2, 8, 8)], 16, torch.float32, CPU)
+    seen: list[tuple[Tensor, Tensor]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((key, value))
+        return kernel(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    sink = PackedAttention(Batch([RowGroup(3, 6, [7], []), RowGroup(12, 0, [7], [])], pool, CPU))
+    entry = torch.randn(1, 2, 2, 8)
+    output = sink.attend(0, torch.randn(1, 4, 2, 8), entry, entry, Variant(1.0), None)
+    assert output.shape == (1, 2, 4, 8)
+    for (key, value), slot in zip(seen, [3, 12], strict=True):
+        assert key.data_ptr() == pool.keys[0][slot].data_ptr()
+        assert value.data_ptr() == pool.values[0][slot].data_ptr()
+    torch.testing.assert_close(pool.keys[0][9], entry[0, :, 0])
+    torch.testing.assert_close(pool.values[0][12], entry[0, :, 1])
+
+
+def test_the_packed_mask_keeps_sequences_apart() -> None:
+    pool = KVPool([LayerShape(1, 4, 4)], 16, torch.float32, CPU)
+    batch = Batch([RowGroup(0, 1, [7, 7], []), RowGroup(8, 2, [7], [])], pool, CPU)
+    mask = CacheRoute(share=1).arguments(batch)["attention_mask"]
+    assert mask.int().tolist() == [[[[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]]]
+
+
+def test_copies_of_a_key_head_are_stored_once() -> None:
+    pool = KVPool([LayerShape(2, 4, 4)], 8, torch.float32, CPU)
+    cache = CacheRoute(share=3).arguments(Batch([RowGroup(0, 0, [7, 7], [])], pool, CPU))["past_key_values"]
+    heads = torch.randn(1, 2, 2, 4).repeat_interleave(3, dim=1)
+    keys, values = cache.update(heads, heads, 0)
+    torch.testing.assert_close(keys, heads)
+    torch.testing.assert_close(values, heads)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.ones(1, 1, 1, 1)}, "mask on their own"),
+        ({"slipstream_batch": None}, "does not pass the arguments"),
+    ],
+)
+def test_what_the_hook_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    pool = KVPool([LayerShape(1, 4, 4)], 8, torch.float32, CPU)
+    rows = torch.randn(1, 1, 1, 4)
+    arguments: dict[str, Any] = {
+        "attention_mask": None,
+        "slipstream_batch": PackedAttention(Batch([RowGroup(0, 0, [7], [])], pool, CPU)),
+        **options,
+    }
+    with pytest.raises(ValueError, match=message):
+        slipstream_attention(module, rows, rows, rows, **arguments)

@@ -1,0 +1,164 @@
+"""Folders that are no checkpoints, weights that are not the model's, what a loaded model says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
+
+from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
+from slipstream.models import load_config, load_model, load_tokenizer
+from slipstream.models.loading import resolve_device, resolve_dtype
+from slipstream.models.support import context_length
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    LlamaForCausalLM(tiny_config()).save_pretrained(folder)
+    return folder
+
+
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=48,
+        tie_word_embeddings=True,
+    )
+
+
+def refusal(folder: Path | str) -> str:
+    """The one line with which a folder is refused."""
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder))
+    message = str(caught.value)
+    assert "\n" not in message
+    error = caught.value  # the user is not shown where Transformers gave up
+    assert error.__cause__ is None
+    assert error.__suppress_context__ or error.__context__ is None
+    return message
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    weights = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: weight for name, weight in weights.items() if weight is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_loaded_model(checkpoint: Path) -> None:
+    lm = load_model(str(checkpoint), pack=False)
+    assert (lm.family, lm.vocab_size, lm.context_length) == ("llama", 64, 48)
+    assert (lm.dtype, lm.device.type) == (torch.float32, "cpu" if not torch.cuda.is_available() else "cuda")
+    assert lm.kv_bytes_per_token == 2 * 2 * (4 + 4) * 4  # layers, key heads, key and value width, bytes
+    assert lm.weight_bytes == 4 * lm.num_parameters
+    assert not lm.cost_expanded
+    assert load_model(str(checkpoint), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is not a folder; give a checkpoint folder" in refusal(tmp_path / "nothing")
+    assert "is not a folder; give a checkpoint folder" in refusal(tmp_path / "file")
+    assert "has no config.json" in refusal(tmp_path)
+
+
+def test_a_configuration_that_cannot_be_read(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{not json")
+    assert refusal(checkpoint).startswith("cannot read the configuration of")
+    (checkpoint / "config.json").write_text('{"model_type": "no_such_family"}')
+    assert "no_such_family" in refusal(checkpoint)
+    (checkpoint / "config.json").write_text("[]")
+    assert refusal(checkpoint).startswith("cannot read the configuration of")
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no weights" in refusal(checkpoint)
+
+
+def test_truncated_weights(checkpoint: Path) -> None:
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    (checkpoint / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert refusal(checkpoint).startswith("cannot load the weights of")
+
+
+def test_missing_weights_are_not_made_up(checkpoint: Path) -> None:
+    edit_weights(checkpoint, **{"model.layers.1.mlp.up_proj.weight": None})
+    assert "lacks weights: model.layers.1.mlp.up_proj.weight" in refusal(checkpoint)
+    edit_weights(checkpoint, **{"model.norm.weight": None})
+    assert refusal(checkpoint).endswith("and 1 more")
+
+
+def test_unknown_weights_are_not_dropped(checkpoint: Path) -> None:
+    edit_weights(checkpoint, **{"model.layers.2.mlp.up_proj.weight": torch.zeros(32, 16)})
+    assert "has unknown weights: model.layers.2.mlp.up_proj.weight" in refusal(checkpoint)
+
+
+def test_misshapen_weights(checkpoint: Path) -> None:
+    edit_weights(checkpoint, **{"model.norm.weight": torch.zeros(17)})
+    assert "has misshapen weights: model.norm.weight" in refusal(checkpoint)
+
+
+def test_quantised_weights_that_cannot_run_here(checkpoint: Path) -> None:
+    edit_config(checkpoint, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    assert refusal(checkpoint).startswith("cannot load the weights of")
+
+
+def test_no_context_length(checkpoint: Path) -> None:
+    edit_config(checkpoint, max_position_embeddings=0)
+    with pytest.raises(UnsupportedModelError, match="how long its context is"):
+        load_model(str(checkpoint))
+
+
+def test_a_context_is_held_to_the_length_at_which_longrope_switches() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    assert context_length(config) == 128
+    assert context_length(tiny_config()) == 48
+
+
+def test_tokenizer(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
+        load_tokenizer(str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    config.dtype = torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cpu"), config) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda"), config) == torch.bfloat16
+    assert resolve_dtype("float16", torch.device("cpu"), config) == torch.float16
+    with pytest.raises(ConfigError, match="unknown device 'abacus'"):
+        resolve_device("abacus")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="PyTorch sees no GPU"):
+        resolve_device("cuda")
+
+
+def test_load_config(checkpoint: Path) -> None:
+    assert load_config(str(checkpoint)).hidden_size == 16
