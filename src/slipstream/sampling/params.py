@@ -1,0 +1,201 @@
+"""What a request asks of the sampler: names and meanings as in vLLM, checked when the object is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError, RequestError
+
+T = TypeVar("T")
+
+MAX_SEED = 2**63 - 1
+MIN_TEMPERATURE = 1e-5
+"""Below this a temperature other than 0 would overflow float32 logits; nobody means it."""
+
+
+def _strict_keywords(cls: type[T]) -> type[T]:
+    """Make the dataclass `cls` answer an unknown keyword with the nearest valid one, not a bare TypeError."""
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, **values: Any) -> None:
+        try:
+            reject_unknown(values, names, "sampling parameter")
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        init(self, **values)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the answers to one prompt are drawn and when they end.
+
+    Frozen and validated: a bad value raises `RequestError` in one line that says what would be right. Lists
+    are kept as tuples. `check_vocabulary` does the checks for which the model must be known.
+    """
+
+    n: int = 1
+    """Answers a prompt."""
+    temperature: float = 1.0
+    """0 is greedy: always the most probable token, the lowest id among equals."""
+    top_k: int = 0
+    """Keep the k most probable tokens, and those that tie with the last of them; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the most probable tokens until their mass reaches `top_p`, and those that tie with the last."""
+    min_p: float = 0.0
+    """Drop tokens less probable than `min_p` times the most probable one."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt or answer are divided by it, the others multiplied; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that the answer already holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time that the answer already holds it."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id to what is added to its logit, each within [-100, 100]."""
+    min_tokens: int = 0
+    """No stop token before the answer holds this many tokens."""
+    max_tokens: int = 256
+    bad_words: Seq[str] = ()
+    allowed_token_ids: Seq[int] | None = None
+    """Only these tokens may come; None allows all."""
+    seed: int | None = None
+    """0 to 2**63 - 1; None draws a fresh one, which the answer reports."""
+    stop: Seq[str] = ()
+    """A string, or several, at which the answer ends."""
+    stop_token_ids: Seq[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    """Alternatives to report for each token; 0 reports the token alone, None nothing."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("n", 1), ("top_k", -1), ("min_tokens", 0), ("max_tokens", 1)):
+            self._set(name, _whole(name, getattr(self, name), minimum))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, _whole(name, getattr(self, name), 0))
+        if self.seed is not None:
+            self._set("seed", _whole("seed", self.seed, 0, MAX_SEED))
+        for name, low, high in (
+            ("temperature", 0.0, math.inf),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, math.inf),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            self._set(name, _number(name, getattr(self, name), low, high))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("stop", "bad_words"):
+            self._set(name, _strings(name, getattr(self, name)))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature!r}"
+            )
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise RequestError(f"{name} must be above 0, got 0; 1 turns it off")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}"
+            )
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids is empty, so no token could come; leave it out to allow all"
+                )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            ids = _token_ids("logit_bias token ids", self.logit_bias)
+            biases = [_number("a logit_bias", bias, -100.0, 100.0) for bias in self.logit_bias.values()]
+            self._set("logit_bias", dict(zip(ids, biases, strict=True)))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen from the end of __post_init__ on
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """From decoded JSON, whose keys are strings: `logit_bias` may have token ids such as "50256"."""
+        if not isinstance(mapping, Mapping):
+            raise RequestError(f"sampling parameters must be an object of names and values, got {mapping!r}")
+        values = dict(mapping)
+        if isinstance(values.get("logit_bias"), Mapping):
+            values["logit_bias"] = {
+                int(token) if isinstance(token, str) and token.isdecimal() else token: bias
+                for token, bias in values["logit_bias"].items()
+            }
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `RequestError` for token ids past `vocab_size`, the width of the model's logits."""
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+            beyond = [token for token in getattr(self, name) or () if token >= vocab_size]
+            if beyond:
+                raise RequestError(
+                    f"{name} has token id {beyond[0]}; this model's ids are 0 to {vocab_size - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise RequestError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(self, name)}"
+                )
+
+
+def _whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < minimum or (maximum is not None and value > maximum):
+        most = "" if maximum is None else f" and at most {maximum}"
+        raise RequestError(f"{name} must be a whole number of at least {minimum}{most}, got {value!r}")
+    return int(value)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        limits = f"within [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
+        raise RequestError(f"{name} must be a finite number {limits}, got {value!r}")
+    return float(value)
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    values = (values,) if isinstance(values, str) else () if values is None else values
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
+        raise RequestError(f"{name} must be a string or a list of strings, got {values!r}")
+    strings = tuple(values)
+    for value in strings:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} must hold strings that are not empty, got {value!r}")
+    return strings
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise RequestError(f"{name} must be a list of token ids, got {values!r}")
+    return tuple(_whole(f"each of {name}", value, 0) for value in values)

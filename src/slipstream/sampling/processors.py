@@ -1,0 +1,219 @@
+"""From the target's logits to the distribution that a request asked for, row by row and exactly.
+
+The order is fixed, and documented because it matters:
+
+1. masks: allowed tokens, bad words, `logit_bias`, then no stop token before `min_tokens`;
+2. penalties: repetition, frequency, presence;
+3. temperature;
+4. filters: top-k, then top-p of what is left, then min-p.
+
+Every rule that looks at the text looks at the text *of its row*: prompt, answer so far and the path to the
+node. A row on a path is therefore the same, bit for bit, as the row of that text once it is committed. No row
+depends on another.
+
+Ties have one rule: a filter draws its line at a value, and all tokens on the line stay. So the result depends
+neither on a sort's stability nor on the order of the vocabulary. Greedy takes the lowest id among equals.
+
+A row in which the masks leave nothing becomes a stop: only the stop tokens remain, with equal logits. Where
+there is no stop token either, the masks give way and the row keeps the logits that came in, for a model must
+say something.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import cached_property
+
+import torch
+
+from slipstream.sampling.params import SamplingParams
+
+NUM_NUCLEUS_CANDIDATES = 1024
+"""Sorting a vocabulary is slow on a CPU: top-p ranks this many tokens first, all only if they fall short."""
+
+
+class LogitsProcessor:
+    """Everything that `SamplingParams` does to the logits of one request. Stateless after it is built.
+
+    `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored; `bad_words` are
+    the tokenised bad words; `vocab_size` is the width of the logits. Works on any device without a host
+    synchronisation, except that on a CPU top-p decides by the data how much to sort.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Seq[int],
+        stop_token_ids: Iterable[int],
+        bad_words: Iterable[Seq[int]],
+        vocab_size: int,
+    ) -> None:
+        params.check_vocabulary(vocab_size)
+        words = {tuple(word) for word in bad_words if len(word)}
+        self._params = params
+        self._vocab_size = vocab_size
+        self._stop = sorted(set(stop_token_ids))
+        self._bad_tokens = sorted(word[0] for word in words if len(word) == 1)
+        self._bad_phrases = sorted(word for word in words if len(word) > 1)
+        self._phrase_reach = max((len(word) - 1 for word in self._bad_phrases), default=0)
+        self._prompt_tail = list(prompt_token_ids[-self._phrase_reach :]) if self._phrase_reach else []
+        self._prompt_tokens = frozenset(prompt_token_ids) if params.repetition_penalty != 1 else frozenset()
+        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @cached_property
+    def is_plain_greedy(self) -> bool:
+        """True when the token is simply the argmax of the raw logits, so that nothing here need run."""
+        return self._params.greedy and not (self._masks or self._biases or self._penalises)
+
+    @cached_property
+    def _masks(self) -> bool:
+        waits = self._params.min_tokens > 0 and bool(self._stop)
+        return (
+            self._params.allowed_token_ids is not None or bool(self._bad_tokens or self._bad_phrases) or waits
+        )
+
+    @cached_property
+    def _biases(self) -> bool:
+        return bool(self._params.logit_bias)
+
+    @cached_property
+    def _penalises(self) -> bool:
+        params = self._params
+        return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+    def log_probs(
+        self, logits: torch.Tensor, output_token_ids: Seq[int], paths: Seq[Seq[int]]
+    ) -> torch.Tensor:
+        """Normalised log-probabilities [R, V] of the processed distributions; forbidden tokens are -inf.
+
+        Row r of `logits` [R, V] follows prompt + `output_token_ids` + `paths[r]`. float64 stays float64,
+        everything else is computed in float32. Temperature 0 gives one-hot rows. `logits` is not changed.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self._masks or self._biases or self._penalises:
+            scores = scores.clone()
+        if self._biases:
+            self._add_bias(scores)
+        if self._masks:
+            self._mask(scores, output_token_ids, paths)
+            scores = self._revive(scores, logits)
+        if self._penalises:
+            self._penalise(scores, output_token_ids, paths)
+        if self._params.greedy:
+            return _one_hot(scores)
+        if self._params.temperature != 1:
+            scores = scores / self._params.temperature
+        return self._filter(scores).log_softmax(-1)
+
+    def _add_bias(self, scores: torch.Tensor) -> None:
+        bias = self._params.logit_bias or {}
+        tokens = self._tensor("bias tokens", list(bias), scores.device)
+        scores[:, tokens] += self._tensor("bias", list(bias.values()), scores.device).to(scores.dtype)
+
+    def _mask(self, scores: torch.Tensor, output: Seq[int], paths: Seq[Seq[int]]) -> None:
+        allowed = self._params.allowed_token_ids
+        if allowed is not None:
+            forbidden = self._tensors.get(("forbidden", scores.device))
+            if forbidden is None:
+                forbidden = torch.ones(self._vocab_size, dtype=torch.bool, device=scores.device)  # [V]
+                forbidden[self._tensor("allowed", list(allowed), scores.device)] = False
+                self._tensors["forbidden", scores.device] = forbidden
+            scores.masked_fill_(forbidden, -math.inf)
+        if self._bad_tokens:
+            scores[:, self._tensor("bad tokens", self._bad_tokens, scores.device)] = -math.inf
+        cells = [
+            (row, token) for row, path in enumerate(paths) for token in self._forbidden_after(output, path)
+        ]
+        if cells:
+            rows, tokens = torch.tensor(cells, device=scores.device).unbind(-1)
+            scores[rows, tokens] = -math.inf
+
+    def _forbidden_after(self, output: Seq[int], path: Seq[int]) -> list[int]:
+        """Tokens that one row's text forbids: last tokens of bad phrases, stop tokens that come too early."""
+        early = len(output) + len(path) < self._params.min_tokens
+        forbidden = list(self._stop) if early else []
+        if self._bad_phrases:
+            tail = [*self._prompt_tail, *output[-self._phrase_reach :], *path]
+            forbidden += [word[-1] for word in self._bad_phrases if tail[1 - len(word) :] == list(word[:-1])]
+        return forbidden
+
+    def _revive(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Give rows in which nothing stayed allowed something to say; see the module's docstring."""
+        dead = scores.amax(-1, keepdim=True) == -math.inf  # [R, 1]
+        if self._stop:
+            last_words = torch.full_like(scores[0], -math.inf)  # [V]
+            last_words[self._tensor("stop", self._stop, scores.device)] = 0.0
+        else:
+            last_words = logits.to(scores.dtype)  # [R, V]
+        return torch.where(dead, last_words, scores)
+
+    def _penalise(self, scores: torch.Tensor, output: Seq[int], paths: Seq[Seq[int]]) -> None:
+        """Repetition, frequency and presence, for the few columns whose tokens occur in any row's text."""
+        params = self._params
+        counts = Counter(output)
+        tokens = sorted(self._prompt_tokens.union(counts, *paths))
+        if not tokens:
+            return
+        column = {token: index for index, token in enumerate(tokens)}
+        cells = [(row, column[token]) for row, path in enumerate(paths) for token in path]
+        base = torch.tensor(
+            [float(counts[token]) for token in tokens], dtype=scores.dtype, device=scores.device
+        )
+        occurrences = base.repeat(len(paths), 1)  # [R, U], U columns
+        if cells:
+            rows, columns = torch.tensor(cells, device=scores.device).unbind(-1)
+            occurrences.index_put_((rows, columns), base.new_ones(len(cells)), accumulate=True)
+        columns = torch.tensor(tokens, device=scores.device)
+        picked = scores[:, columns]  # [R, U]
+        if params.repetition_penalty != 1:
+            in_prompt = torch.tensor([token in self._prompt_tokens for token in tokens], device=scores.device)
+            penalty = params.repetition_penalty
+            repeated = torch.where(picked > 0, picked / penalty, picked * penalty)
+            picked = torch.where(in_prompt | (occurrences > 0), repeated, picked)
+        picked = picked - params.frequency_penalty * occurrences
+        scores[:, columns] = picked - params.presence_penalty * occurrences.clamp(max=1)
+
+    def _filter(self, scores: torch.Tensor) -> torch.Tensor:
+        """Top-k, top-p and min-p on `scores` [R, V], which are logits over temperature."""
+        top_k, top_p, min_p = self._params.top_k, self._params.top_p, self._params.min_p
+        if 0 < top_k < self._vocab_size:
+            cut = scores.topk(top_k).values[:, -1:]  # [R, 1]
+            scores = scores.masked_fill(scores < cut, -math.inf)
+        if top_p < 1:
+            probs = scores.softmax(-1)
+            scores = scores.masked_fill(probs < _nucleus_cut(probs, top_p), -math.inf)
+        if min_p > 0:
+            cut = scores.amax(-1, keepdim=True) + math.log(min_p)
+            scores = scores.masked_fill(scores < cut, -math.inf)
+        return scores
+
+    def _tensor(self, name: str, values: Seq[int] | Seq[float], device: torch.device) -> torch.Tensor:
+        """`values` as a tensor, made once a device; floats are float64, to be cast where they are used."""
+        if (name, device) not in self._tensors:
+            dtype = torch.float64 if isinstance(values[0], float) else torch.int64
+            self._tensors[name, device] = torch.tensor(values, dtype=dtype, device=device)
+        return self._tensors[name, device]
+
+
+def _one_hot(scores: torch.Tensor) -> torch.Tensor:
+    """Log of one-hot rows at the argmax, the lowest id among equals."""
+    return torch.full_like(scores, -math.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+
+
+def _nucleus_cut(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest probability that top-p keeps, [R, 1]: a token stays while the mass before it is below."""
+    vocab_size = probs.shape[-1]
+    if not probs.is_cuda and vocab_size > NUM_NUCLEUS_CANDIDATES:
+        ranked = probs.topk(NUM_NUCLEUS_CANDIDATES).values  # [R, C], descending
+        if float(ranked.double().sum(-1).min()) >= top_p + 1e-9:  # clear of rounding: the line falls inside
+            return _cut_of_ranked(ranked, top_p)
+    return _cut_of_ranked(probs.sort(-1, descending=True).values, top_p)
+
+
+def _cut_of_ranked(ranked: torch.Tensor, top_p: float) -> torch.Tensor:
+    mass = ranked.double().cumsum(-1)  # float64: the line must not move with the order of additions
+    num_kept = (mass - ranked < top_p).sum(-1, keepdim=True).clamp_(min=1)
+    return ranked.gather(-1, num_kept - 1)

@@ -1,0 +1,149 @@
+"""Sampling parameters: what is refused, in which words, and what is normalised."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.errors import RequestError
+from slipstream.sampling.params import SamplingParams
+
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "1", None, [1]]
+
+BAD: list[tuple[str, Any]] = [
+    *((name, value) for name in ("temperature", "top_p", "min_p") for value in [*NOT_NUMBERS, -0.1]),
+    *(
+        (name, value)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for value in NOT_NUMBERS
+    ),
+    *((name, value) for name in ("n", "max_tokens") for value in (0, -1, 1.0, True, "2", None)),
+    *((name, value) for name in ("min_tokens",) for value in (-1, 0.5, False, None)),
+    *((name, value) for name in ("top_k",) for value in (-2, 1.5, True, None)),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "1")),
+    *((name, value) for name in ("seed",) for value in (-1, 2**63, 1.0, True, "7")),
+    *((name, value) for name in ("ignore_eos", "include_stop_str_in_output") for value in (1, None, "yes")),
+    ("skip_special_tokens", 0),
+    ("temperature", 1e-6),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("min_p", 1.01),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", -2.1),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("min_tokens", 257),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop", b"a"),
+    ("bad_words", [""]),
+    ("bad_words", [3]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", "12"),
+    ("stop_token_ids", 5),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [True]),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"a": 1.0}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: 100.5}),
+    ("logit_bias", {1: "2"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_bad_value_is_refused_in_one_line_that_names_it(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{name: value})
+    message = str(error.value)
+    assert name in message
+    assert "\n" not in message
+    assert any(word in message for word in ("must", "leave it out"))
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1e-5},
+    {"top_k": -1, "top_p": 1, "min_p": 1},
+    {"repetition_penalty": 0.1, "presence_penalty": -2, "frequency_penalty": 2},
+    {"seed": 0},
+    {"seed": 2**63 - 1},
+    {"logprobs": 0, "prompt_logprobs": 5},
+    {"min_tokens": 3, "max_tokens": 3},
+    {"stop": "end", "bad_words": ["no"], "stop_token_ids": [3], "allowed_token_ids": [0]},
+    {"logit_bias": {0: -100, 5: 100}},
+    {"stop": None, "bad_words": None, "stop_token_ids": None},
+    {"n": np.int64(2), "temperature": np.float32(0.5)},
+]
+
+
+@pytest.mark.parametrize("values", GOOD)
+def test_good_values_survive_copies(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert SamplingParams.from_mapping(values) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert copy.deepcopy(params) == params
+    assert dataclasses.replace(params, n=3).n == 3
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_k, params.top_p, params.min_p) == (1, 1.0, 0, 1.0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (256, 0, None, None)
+    assert params.skip_special_tokens
+    assert not params.greedy
+    assert SamplingParams(temperature=0).greedy
+
+
+def test_values_are_normalised() -> None:
+    params = SamplingParams(stop="end", stop_token_ids=[1, 2], temperature=1, logit_bias={3: 1})
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (1, 2)
+    assert isinstance(params.temperature, float)
+    assert params.logit_bias == {3: 1.0}
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("make", [lambda values: SamplingParams(**values), SamplingParams.from_mapping])
+def test_unknown_name_gets_the_nearest_valid_one(make: Callable[[dict[str, Any]], SamplingParams]) -> None:
+    with pytest.raises(RequestError, match=r"'temprature'; did you mean 'temperature'"):
+        make({"temprature": 1})
+
+
+def test_from_mapping() -> None:
+    assert SamplingParams.from_mapping({"logit_bias": {"12": 1.5}}).logit_bias == {12: 1.5}
+    with pytest.raises(RequestError, match="must be an object"):
+        SamplingParams.from_mapping([1])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams.from_mapping({"logit_bias": {"x": 1.5}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"allowed_token_ids": [5, 10]}, {"logit_bias": {10: 1}}, {"stop_token_ids": [10]}, {"logprobs": 11}],
+)
+def test_what_only_the_vocabulary_shows(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    params.check_vocabulary(11)
+    with pytest.raises(RequestError, match=next(iter(values))):
+        params.check_vocabulary(10)
