@@ -1,0 +1,1 @@
+"""Public fakes, exact enumeration and the drafter conformance kit."""

@@ -1,0 +1,252 @@
+"""Exact proof, with no sampling error, that a verifier and a drafter leave the target's distribution alone.
+
+**How.** The real verifier judges the real drafter's proposals over several steps, but every random decision
+asks a `BranchingNoise`, which takes all outcomes in turn and keeps their exact weights. What comes out is the
+full distribution of the first T tokens in float64, to be compared with the target's own by total variation:
+about 1e-16 when all is well, and well above 1e-3 for each of the classical mistakes.
+
+    gap = exactness_gap(Target(TableModel(seed=1), SamplingParams(top_p=0.9)), drafter, verifier,
+    num_tokens=3) assert gap < 1e-12
+
+A drafter is any function of (text, noise, max_depth); `TableDrafter` makes many. It may use `noise.draw`,
+`noise.draw_without_replacement` and `noise.accepts`.
+
+**Numbers used twice.** Real noise gives the same number to the same (position, stream, index); branching would
+give it two independent values. So a second use in one step raises `ValueError`.
+
+**Rows at one position.** Real noise is shared by the rows of one position (cousins in a tree), and the joint
+law of their choices is not enumerated. The `coupled` verifier does not need it: its walk reads one row a
+depth, hence one row a position, and positions are independent. So a choice is decided when it is read, which
+also keeps large trees cheap, and a verifier that reads two rows of one position is told that it cannot be
+judged this way.
+
+**Drafts made with the target's noise** are outside this: the joint law of the two choices would be needed. For
+them see `slipstream.testing.coupled_identity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from slipstream.core import Proposal
+from slipstream.sampling.noise import Noise, Stream
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
+from slipstream.testing.table_model import TableModel, Text
+from slipstream.verify.base import Judgement, Verifier
+
+T = TypeVar("T")
+Distribution = dict[Text, float]
+EnumerableDrafter = Callable[[Text, Noise, int], Proposal]
+
+
+class BranchingNoise(Noise):
+    """`Noise` whose every decision is taken from a script and extended by first branches; see `all_runs`."""
+
+    def __init__(self, root_position: int, script: list[_Branch]) -> None:
+        super().__init__(seed=0, root_position=root_position)
+        self.weight = 1.0
+        self._script = script
+        self._next = 0
+        self._used: set[tuple[Stream, int, int]] = set()
+
+    def choose(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
+        return torch.tensor(list(_LazyChoices(self, log_probs, positions)))
+
+    @classmethod
+    def choose_all(cls, steps: Seq[tuple[Noise, torch.Tensor, Seq[int]]]) -> list[Seq[int]]:
+        return [_LazyChoices(noise, log_probs, positions) for noise, log_probs, positions in steps]
+
+    def draw(self, log_probs: torch.Tensor, position: int, stream: Stream, index: int = 0) -> int:
+        self._use(stream, position, index)
+        return self.pick(log_probs.softmax(-1).tolist())
+
+    def draw_without_replacement(
+        self, log_probs: torch.Tensor, k: int, position: int, index: int = 0
+    ) -> list[int]:
+        self._use(Stream.DRAFT, position, index)
+        left = log_probs.clone()
+        drawn: list[int] = []
+        while len(drawn) < k and bool(left.isfinite().any()):
+            drawn.append(self.pick(left.softmax(-1).tolist()))
+            left[drawn[-1]] = -torch.inf
+        return drawn
+
+    def accepts(self, probability: float, position: int, candidate: int) -> bool:
+        self._use(Stream.ACCEPTANCE, position, candidate)
+        return self.pick([1.0 - probability, probability]) == 1
+
+    def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
+        raise NotImplementedError(
+            "the noise itself cannot be enumerated, only decisions; see coupled_identity"
+        )
+
+    def key(self, position: int, stream: Stream = Stream.TARGET, index: int = 0) -> int:
+        raise NotImplementedError(
+            "decide through choose, draw or accepts, so that every outcome can be enumerated"
+        )
+
+    def _use(self, stream: Stream, position: int, index: int) -> None:
+        """Branching treats all decisions as independent; real noise would give the same number again."""
+        if (stream, position, index) in self._used:
+            raise ValueError(
+                f"{stream.name} noise of position {position}, index {index} is used twice in a step"
+            )
+        self._used.add((stream, position, index))
+
+    def pick(self, probs: Seq[float]) -> int:
+        """One index, with the probability that stands there."""
+        if self._next == len(self._script):
+            self._script.append(_Branch([(i, p) for i, p in enumerate(probs) if p > 0]))
+        outcome, probability = self._script[self._next].outcomes[0]
+        self._next += 1
+        self.weight *= probability
+        return outcome
+
+
+class _LazyChoices(Seq[int]):
+    """The target's tokens for some rows, each decided when it is first read."""
+
+    def __init__(self, noise: Noise, log_probs: torch.Tensor, positions: Seq[int]) -> None:
+        assert isinstance(noise, BranchingNoise)
+        self._noise, self._log_probs, self._positions = noise, log_probs, positions
+        self._chosen: dict[int, tuple[int, int]] = {}  # position to (row, token)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, row: Any) -> Any:
+        position = self._positions[row]
+        if position not in self._chosen:
+            self._chosen[position] = row, self._noise.pick(self._log_probs[row].softmax(-1).tolist())
+        decided_row, token = self._chosen[position]
+        if decided_row != row:
+            raise NotImplementedError(f"rows {decided_row} and {row} share the noise of position {position}")
+        return token
+
+
+@dataclass
+class _Branch:
+    """A decision of the current run: its outcomes that are still to be explored, the current one first."""
+
+    outcomes: list[tuple[int, float]]
+
+
+def all_runs(run: Callable[[BranchingNoise], T], root_position: int = 0) -> Iterator[tuple[float, T]]:
+    """Every (weight, result) of `run`, which must be a function of its noise; the weights sum to 1."""
+    script: list[_Branch] = []
+    while True:
+        noise = BranchingNoise(root_position, script)
+        result = run(noise)
+        yield noise.weight, result
+        while script and len(script[-1].outcomes) == 1:
+            script.pop()
+        if not script:
+            return
+        script[-1].outcomes.pop(0)
+
+
+@dataclass
+class Target:
+    """What is to be left alone: a table model under sampling parameters. Texts are without the prompt."""
+
+    model: TableModel
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: Text = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[Text, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._processor = LogitsProcessor(
+            self.params, self.prompt, self.stop_token_ids, self.bad_words, self.model.vocab_size
+        )
+        self._cache: dict[tuple[Text, tuple[Text, ...]], torch.Tensor] = {}
+
+    def log_probs(self, output: Text, paths: tuple[Text, ...] = ((),)) -> torch.Tensor:
+        """Processed log-probabilities, float64 [len(paths), V], after `output` and each path."""
+        if (output, paths) not in self._cache:
+            logits = torch.stack([self.model.logits((*self.prompt, *output, *path)) for path in paths])
+            self._cache[output, paths] = self._processor.log_probs(logits, output, paths)
+        return self._cache[output, paths]
+
+    def judgement(self, output: Text, proposal: Proposal, noise: Noise) -> Judgement:
+        """What a verifier is given for `proposal` after `output`."""
+        nodes = range(len(proposal))
+        paths = [tuple(proposal.token_ids[step] for step in proposal.path(node)) for node in nodes]
+        return Judgement(self.log_probs(output, ((), *paths)), proposal, noise)
+
+    def ends(self, output: Text, num_tokens: int) -> bool:
+        return len(output) >= num_tokens or (bool(output) and output[-1] in self.stop_token_ids)
+
+    def cut(self, output: Text, committed: Seq[int], num_tokens: int) -> Text:
+        """`output` with the committed tokens up to the first stop token, or up to `num_tokens` in all."""
+        for token in committed:
+            if self.ends(output, num_tokens):
+                break
+            output = (*output, token)
+        return output
+
+
+def plain_distribution(target: Target, num_tokens: int) -> Distribution:
+    """The target's own distribution of answers of at most `num_tokens` tokens: products of its rows."""
+
+    def step(output: Text) -> Distribution:
+        return {
+            (*output, token): p for token, p in enumerate(target.log_probs(output)[0].exp().tolist()) if p > 0
+        }
+
+    return _unroll(target, num_tokens, step)
+
+
+def output_distribution(
+    target: Target, drafter: EnumerableDrafter, verifier: Verifier, num_tokens: int
+) -> Distribution:
+    """The distribution of answers of at most `num_tokens` tokens that speculative decoding gives.
+
+    A draft is at most as deep as the tokens that are left, so that blocks are cut at the limit and at stop
+    tokens.
+    """
+
+    def step(output: Text) -> Distribution:
+        def run(noise: BranchingNoise) -> Text:
+            text = (*target.prompt, *output)
+            proposal = drafter(text, noise, num_tokens - len(output))
+            (verdict,) = verifier.verify([target.judgement(output, proposal, noise)])
+            return target.cut(output, verdict.token_ids(proposal), num_tokens)
+
+        outcomes: Distribution = {}
+        for weight, text in all_runs(run, root_position=len(target.prompt) + len(output)):
+            outcomes[text] = outcomes.get(text, 0.0) + weight
+        return outcomes
+
+    return _unroll(target, num_tokens, step)
+
+
+def _unroll(target: Target, num_tokens: int, step: Callable[[Text], Distribution]) -> Distribution:
+    """Apply `step` to all texts, shortest first, until each has ended; equal texts are merged."""
+    alive: Distribution = {(): 1.0}
+    ended: Distribution = {}
+    while alive:
+        output = min(alive, key=len)
+        weight = alive.pop(output)
+        for text, probability in step(output).items():
+            pool = ended if target.ends(text, num_tokens) else alive
+            pool[text] = pool.get(text, 0.0) + weight * probability
+    return ended
+
+
+def total_variation(left: Distribution, right: Distribution) -> float:
+    """Half the summed difference: the most that the probability of any event differs."""
+    return sum(abs(left.get(text, 0.0) - right.get(text, 0.0)) for text in left.keys() | right.keys()) / 2
+
+
+def exactness_gap(target: Target, drafter: EnumerableDrafter, verifier: Verifier, num_tokens: int) -> float:
+    """Total variation between speculative decoding's answers and the target's own; about 0 if lossless."""
+    return total_variation(
+        output_distribution(target, drafter, verifier, num_tokens), plain_distribution(target, num_tokens)
+    )

@@ -1,0 +1,39 @@
+"""The contract of a verifier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from slipstream.core import Proposal, ProposalKind, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.sampling.noise import Noise
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one sequence's verdict depends on, and nothing else."""
+
+    log_probs: torch.Tensor
+    """[1 + n, vocab] fully processed target log-probabilities: row 0 follows the committed text, row i + 1 follows
+    node i. Each row is normalised; forbidden tokens are -inf; a greedy row is one-hot."""
+    proposal: Proposal
+    noise: Noise
+    """The randomness of this sequence at this step."""
+
+
+class Verifier(ABC):
+    """A pure function from processed target distributions, a proposal and noise to a verdict."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[frozenset[ProposalKind]]
+    """The proposal kinds for which the verdicts follow the target's distribution exactly."""
+
+    @abstractmethod
+    def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
+        """One verdict a judgement, in order."""

@@ -1,0 +1,95 @@
+"""Rejection sampling, the classical rule, for chains and trees."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+import torch
+
+from slipstream.core import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.sampling.noise import Stream
+from slipstream.verify.base import Judgement, Verifier
+
+CLASSICAL_KINDS = frozenset(ProposalKind) - {ProposalKind.COUPLED}
+
+
+class RejectionVerifier(Verifier):
+    """Accept a draft token with min(1, p/q), else go on with what p has left over q; siblings take turns.
+
+    For chains: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
+    (ICML 2023), and Chen et al., "Accelerating large language model decoding with speculative sampling"
+    (2023). For siblings: the multi-round rule of SpecInfer (Miao et al., ASPLOS 2024), without replacement as
+    in Sequoia (Chen et al., NeurIPS 2024). A token that was chosen, not drawn, has q = 1, so that it is
+    accepted with p.
+
+    Lossless only if q is what the draft was really drawn from, and if no draft was dropped for the token that
+    it turned out to be. Raises `ValueError` for coupled proposals, whose drafts know the target's noise.
+    """
+
+    name: ClassVar[str] = "rejection"
+    kinds: ClassVar[frozenset[ProposalKind]] = CLASSICAL_KINDS
+
+    def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
+        return [verify_tree(judgement) for judgement in judgements]
+
+
+def verify_tree(judgement: Judgement) -> Verdict:
+    """Walk one tree from the root; every node's row of p is used once at most."""
+    proposal, noise = judgement.proposal, judgement.noise
+    refuse_coupled(proposal)
+    node, accepted = ROOT, list[int]()
+    while True:
+        position = noise.root_position + len(accepted)
+        target = judgement.log_probs[node + 1].double().exp()  # [V]
+        tried: list[int] = []
+        for child in proposal.children.get(node, ()):
+            token = proposal.token_ids[child]
+            draft = draft_row(proposal, child, tried, like=target)
+            if noise.accepts(min(1.0, likelihood_ratio(target, draft, token)), position, child):
+                accepted.append(child)
+                node = child
+                break
+            target = residual(target, draft)
+            tried.append(token)
+        else:
+            return Verdict(tuple(accepted), noise.draw(target.log(), position, Stream.NEXT_TOKEN))
+
+
+def refuse_coupled(proposal: Proposal) -> None:
+    if len(proposal) and proposal.kind is ProposalKind.COUPLED:
+        raise ValueError(
+            "a coupled proposal knows the target's noise; only the coupled verifier can judge it"
+        )
+
+
+def draft_row(proposal: Proposal, node: int, tried: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    """The distribution q, float64 [V], from which `node` came, after its siblings with the tokens `tried`."""
+    if proposal.kind is ProposalKind.ONE_HOT:
+        draft = torch.zeros_like(like)
+        draft[proposal.token_ids[node]] = 1.0
+        return draft
+    assert proposal.draft_probs is not None  # Proposal has checked it
+    row = proposal.draft_probs[node].to(like)  # [V'], V' <= V: a draft may know fewer tokens
+    draft = torch.nn.functional.pad(row, (0, len(like) - len(row)))
+    if proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and tried:
+        draft[list(tried)] = 0.0
+        draft /= draft.sum().clamp(min=torch.finfo(draft.dtype).tiny)
+    return draft
+
+
+def likelihood_ratio(target: torch.Tensor, draft: torch.Tensor, token: int) -> float:
+    """p/q of one token. q = 0 comes from underflow only; the result stays finite even then."""
+    return float(target[token]) / max(float(draft[token]), sys.float_info.min)
+
+
+def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """norm(max(p - q, 0)), [V]: what p has left when a draft from q was rejected.
+
+    Where nothing is left, p equals q up to rounding and the rejection was itself an accident of rounding: p
+    stands.
+    """
+    left = (target - draft).clamp_(min=0.0)
+    mass = left.sum()
+    return torch.where(mass > 0, left / mass, target)

@@ -1,0 +1,108 @@
+"""What the exact grid is made of: targets under every processor, draft distributions, tree shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slipstream.core import ROOT, ProposalKind
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.enumeration import Target
+from slipstream.testing.table_model import CHAIN_3, SIBLINGS_2, TWO_LEVELS, UNBALANCED, TableModel, Text
+
+EXACT = 1e-12
+"""Total variation up to which two enumerations are the same; rounding makes about 1e-16."""
+BIASED = 1e-3
+"""What a real mistake exceeds."""
+
+MODEL = TableModel(vocab_size=3, seed=2)
+PROMPT = (0, 2)
+
+TARGETS: dict[str, Target] = {
+    "plain": Target(MODEL),
+    "wide": Target(TableModel(vocab_size=4, seed=2)),
+    "sharp": Target(TableModel(seed=5, spread=4.0)),
+    "greedy": Target(MODEL, SamplingParams(temperature=0)),
+    "temperature": Target(MODEL, SamplingParams(temperature=0.5)),
+    "top_k": Target(MODEL, SamplingParams(top_k=2)),
+    "top_p": Target(MODEL, SamplingParams(top_p=0.7)),
+    "min_p": Target(MODEL, SamplingParams(min_p=0.4)),
+    "repetition": Target(MODEL, SamplingParams(repetition_penalty=1.8), (0,)),
+    "presence_frequency": Target(MODEL, SamplingParams(presence_penalty=0.9, frequency_penalty=0.7), PROMPT),
+    "logit_bias": Target(MODEL, SamplingParams(logit_bias={0: 1.5, 2: -0.8})),
+    "min_tokens": Target(MODEL, SamplingParams(min_tokens=2), stop_token_ids=(1,)),
+    "stop": Target(MODEL, stop_token_ids=(2,)),
+    "allowed": Target(MODEL, SamplingParams(allowed_token_ids=[0, 2])),
+    "bad_words": Target(MODEL, prompt=PROMPT, bad_words=((0, 1), (2, 2, 1), (2, 0))),
+    "nothing_left": Target(
+        MODEL,
+        SamplingParams(allowed_token_ids=[0, 1]),
+        stop_token_ids=(2,),
+        bad_words=((0, 0), (0, 1), (1, 1)),
+    ),
+    "combined": Target(
+        MODEL,
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.95,
+            min_p=0.05,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=-0.4,
+            logit_bias={1: 0.5},
+            min_tokens=1,
+        ),
+        PROMPT,
+        stop_token_ids=(1,),
+        bad_words=((0, 2),),
+    ),
+}
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "empty": (),
+    "chain_1": (ROOT,),
+    "chain_2": (ROOT, 0),
+    "chain_3": CHAIN_3,
+    "siblings_2": SIBLINGS_2,
+    "siblings_3": (ROOT, ROOT, ROOT),
+    "two_levels": TWO_LEVELS,
+    "unbalanced": UNBALANCED,
+}
+
+CLASSICAL_KINDS = (
+    ProposalKind.ONE_HOT,
+    ProposalKind.SAMPLED_IID,
+    ProposalKind.SAMPLED_WITHOUT_REPLACEMENT,
+)
+VERIFIERS = ("coupled", "rejection", "block")
+
+
+def far(target: Target) -> Callable[[Text], torch.Tensor]:
+    """A draft that knows nothing of the target."""
+    return TableModel(target.model.vocab_size, seed=99, spread=1.5).log_probs
+
+
+def close(target: Target) -> Callable[[Text], torch.Tensor]:
+    """The target's raw logits, a little off."""
+    other = TableModel(target.model.vocab_size, seed=98, spread=0.3)
+    return lambda text: (target.model.logits(text) + other.logits(text)).log_softmax(-1)
+
+
+def equal(target: Target) -> Callable[[Text], torch.Tensor]:
+    """The target's own processed distribution: nothing is ever rejected, and residuals are numerically zero."""
+    return lambda text: target.log_probs(text[len(target.prompt) :])[0]
+
+
+def with_zeros(target: Target) -> Callable[[Text], torch.Tensor]:
+    """A draft that gives its least likely token no chance."""
+    draft = Target(TableModel(target.model.vocab_size, seed=97), SamplingParams(top_k=2))
+    return lambda text: draft.log_probs(text)[0]
+
+
+def narrow(target: Target) -> Callable[[Text], torch.Tensor]:
+    """A draft whose vocabulary lacks the target's last token."""
+    return TableModel(target.model.vocab_size - 1, seed=96).log_probs
+
+
+DRAFTS = {"far": far, "close": close, "equal": equal, "with_zeros": with_zeros, "narrow": narrow}

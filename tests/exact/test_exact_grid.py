@@ -1,0 +1,103 @@
+"""Every verifier, on every kind of proposal and shape of tree, leaves every processed distribution as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from exact_cases import CLASSICAL_KINDS, DRAFTS, EXACT, SHAPES, TARGETS, VERIFIERS
+
+from slipstream.core import Proposal, ProposalKind, Verdict
+from slipstream.sampling.noise import Noise
+from slipstream.testing.enumeration import (
+    Target,
+    all_runs,
+    exactness_gap,
+    output_distribution,
+    plain_distribution,
+)
+from slipstream.testing.table_model import TableDrafter, TableModel
+from slipstream.verify import Judgement, Verifier, create_verifier
+
+
+def gap(verifier: str, kind: ProposalKind, shape: str, target: Target, draft: str = "far") -> float:
+    depths = Proposal((0,) * len(SHAPES[shape]), SHAPES[shape]).depths
+    num_tokens = max(2, *depths) if len(depths) > 4 else 3  # big trees: enough to reach their leaves
+    drafter = TableDrafter(DRAFTS[draft](target), SHAPES[shape], kind)
+    return exactness_gap(target, drafter, create_verifier(verifier), num_tokens)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", CLASSICAL_KINDS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_processor(verifier: str, kind: ProposalKind, target: str) -> None:
+    shapes = ("chain_2", "siblings_2") if verifier != "block" else ("chain_3",)
+    for shape in shapes:
+        assert gap(verifier, kind, shape, TARGETS[target]) < EXACT, shape
+
+
+@pytest.mark.parametrize("target", ["plain", "combined"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", CLASSICAL_KINDS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_shape(verifier: str, kind: ProposalKind, shape: str, target: str) -> None:
+    assert gap(verifier, kind, shape, TARGETS[target]) < EXACT
+
+
+@pytest.mark.parametrize("target", ["wide", "top_k", "sharp"])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("kind", CLASSICAL_KINDS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_draft_distribution(verifier: str, kind: ProposalKind, draft: str, target: str) -> None:
+    for shape in ("chain_2", "siblings_2"):
+        assert gap(verifier, kind, shape, TARGETS[target], draft) < EXACT, shape
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_targets_differ_from_the_plain_one(name: str) -> None:
+    """Else the grid would prove nothing about processors."""
+    distribution = plain_distribution(TARGETS[name], 3)
+    assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-12)
+    if name != "plain":
+        assert distribution != plain_distribution(TARGETS["plain"], 3)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_drafts_are_accepted(verifier: str) -> None:
+    """A verifier that rejects everything is exact too; a draft equal to the target must mostly stand."""
+    target = TARGETS["sharp"]
+    drafter = TableDrafter(DRAFTS["equal"](target), SHAPES["chain_2"], ProposalKind.ONE_HOT)
+    steps: list[int] = []
+
+    class Counting(Verifier):
+        name = "counting"
+        kinds = frozenset(ProposalKind)
+
+        def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
+            verdicts = create_verifier(verifier).verify(judgements)
+            steps.extend(len(verdict.accepted) for verdict in verdicts)
+            return verdicts
+
+    output_distribution(target, drafter, Counting(), 3)
+    assert max(steps) == 2
+
+
+def test_block_accepts_more_than_token_by_token_as_in_the_paper() -> None:
+    """The paper's example: p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 accepted tokens against 10/9."""
+    rows = [math.log(1 / 3), math.log(2 / 3)]
+    texts = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    target = Target(TableModel(2, rows=dict.fromkeys(texts, rows)))
+    drafter = TableDrafter(lambda text: torch.tensor(rows[::-1]).double(), (-1, 0), ProposalKind.SAMPLED_IID)
+
+    def mean_accepted(verifier: str) -> float:
+        def run(noise: Noise) -> int:
+            proposal = drafter((), noise, 2)
+            (verdict,) = create_verifier(verifier).verify([target.judgement((), proposal, noise)])
+            return len(verdict.accepted)
+
+        return sum(weight * accepted for weight, accepted in all_runs(run))
+
+    assert mean_accepted("block") == pytest.approx(11 / 9, abs=1e-6)
+    assert mean_accepted("rejection") == pytest.approx(10 / 9, abs=1e-6)
