@@ -1,0 +1,18 @@
+"""Files that ship with the package: the embedded model pair and sample prompts by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_PAIR = Path(__file__).parent / "pair"
+
+EMBEDDED_TARGET = str(_PAIR / "target")
+EMBEDDED_DRAFT = str(_PAIR / "draft")
+
+
+def sample_prompts() -> list[dict[str, Any]]:
+    """350 held-out prompts, 50 a task, tasks in turn: `{"task", "source", "split", "messages"}`."""
+    with (Path(__file__).parent / "prompts.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
