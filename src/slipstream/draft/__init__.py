@@ -1,0 +1,1 @@
+"""Everything that guesses ahead: one file a drafter."""

@@ -1,0 +1,91 @@
+"""The contract of a drafter: anything that guesses the target's next tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slipstream.core import Proposal, ProposalKind, Sequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may know when it is made."""
+
+    engine_config: EngineConfig
+    tokenizer: Any
+    """The target's tokenizer (Transformers, fast)."""
+    vocab_size: int
+    """Width of the target's logits; a proposed token id is below it."""
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+    verifier: str
+    """Name of the verifier that will judge the proposals."""
+
+
+class Drafter(ABC):
+    """Guesses ahead for many sequences at once.
+
+    The engine calls `propose` once a step for the sequences that decode, then `observe` when their verdicts have
+    been committed to `sequence.token_ids`, and `release` once for each sequence that has finished, was aborted or
+    was preempted (it may come back later under the same id). A drafter keeps whatever state it needs by
+    `sequence.id`; a sequence that it has not seen before may already be long. Nothing that a drafter proposes can
+    change the text; it can only be slow.
+    """
+
+    Options: ClassVar[type]
+    """Frozen dataclass of the keys that `speculative_config` may hold for this drafter."""
+    kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
+    """The proposal kinds that this drafter may return."""
+
+    def __init__(self, options: Any, context: DraftContext) -> None:
+        self.options = options
+        self.context = context
+
+    @abstractmethod
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """One proposal a sequence, each of at most its budget in nodes and in depth; the empty one is always allowed.
+
+        Must not change the sequences, and may be called twice in a step: if it raises for a batch, the engine asks
+        again for each sequence alone, and retires it for those for which it raises again.
+        """
+
+    @abstractmethod
+    def max_nodes(self) -> int:
+        """The most nodes that one proposal can have; the engine never asks for more."""
+
+    def observe(self, sequences: Seq[Sequence], num_accepted: Seq[int]) -> None:
+        """Learn the verdicts: `token_ids` now hold the accepted tokens and the target's own next one."""
+        return
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence; unknown ones are ignored."""
+        return
+
+    def reset(self) -> None:
+        """Forget all that was kept from finished sequences, so that the next request meets a fresh drafter."""
+        return
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""
+        return 0
+
+    def allocate(self, num_tokens: int) -> None:
+        """Make room for the keys and values of `num_tokens` tokens in all; called once, before any proposal."""
+        return
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds now: weights, keys and values, tables."""
+        return 0
+
+    def integrity(self) -> list[str]:
+        """What is wrong in the drafter's own books (empty when nothing is); tests call it after every scenario."""
+        return []

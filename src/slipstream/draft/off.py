@@ -1,0 +1,28 @@
+"""Ordinary decoding, as a drafter: it never guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import Drafter
+
+
+@dataclass(frozen=True)
+class OffOptions:
+    """Nothing to choose."""
+
+
+class OffDrafter(Drafter):
+    """Speculation off is not another loop: it is the empty proposal, every step."""
+
+    Options = OffOptions
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """The empty proposal for each sequence."""
+        return [EMPTY_PROPOSAL] * len(sequences)
+
+    def max_nodes(self) -> int:
+        """0: there is nothing to ask for."""
+        return 0

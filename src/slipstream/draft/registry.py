@@ -1,0 +1,80 @@
+"""Drafters by name. Built-in ones are imported when they are asked for; others come as entry points.
+
+A package adds a drafter with one line of its own `pyproject.toml`:
+
+    [project.entry-points."slipstream.drafters"]
+    my_drafter = "my_package.module:MyDrafter"
+
+and without packaging, `method` may itself be `"my_package.module:MyDrafter"`. A built-in name cannot be taken
+over.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from slipstream.config import SpeculativeConfig, options_from, reject_unknown
+from slipstream.core import ProposalKind
+from slipstream.draft.base import DraftContext, Drafter
+from slipstream.errors import ConfigError
+
+ENTRY_POINT_GROUP = "slipstream.drafters"
+
+_BUILT_IN = {
+    "off": "slipstream.draft.off:OffDrafter",
+    "ngram": "slipstream.draft.ngram:NgramDrafter",
+    "suffix": "slipstream.draft.suffix:SuffixDrafter",
+    "draft_model": "slipstream.draft.draft_model:DraftModelDrafter",
+}
+
+
+def drafter_names() -> list[str]:
+    """Every name that `method` may have, sorted."""
+    return sorted(_locations())
+
+
+def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
+    """The drafter's class and its parsed options; raises `ConfigError` for anything wrong in `config`.
+
+    Loads no model, so that a bad configuration costs one clear line and no waiting.
+    """
+    cls = _drafter_class(config.method)
+    if config.verifier != "coupled" and cls.kinds <= {ProposalKind.COUPLED}:
+        raise ConfigError(
+            f"verifier {config.verifier!r} cannot judge coupled proposals, and drafter {config.method!r} "
+            f"makes no others; use verifier 'coupled'"
+        )
+    return cls, options_from(cls.Options, config.options, config.method)
+
+
+def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
+    """The drafter that `config` names, ready to propose; raises `ConfigError` as `validate` does."""
+    cls, options = validate(config)
+    return cls(options, context)
+
+
+def _locations() -> dict[str, str]:
+    """Name to "module:Class"."""
+    found = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return found | _BUILT_IN
+
+
+def _drafter_class(method: str) -> type[Drafter]:
+    locations = _locations()
+    if ":" in method:
+        location = method
+    else:
+        reject_unknown([method], locations, "drafter")
+        location = locations[method]
+    module, _, name = location.partition(":")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+        raise ConfigError(
+            f"drafter {method!r}: {location!r} is not a subclass of slipstream.draft.base.Drafter"
+        )
+    return cls

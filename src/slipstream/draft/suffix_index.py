@@ -1,0 +1,188 @@
+"""Where have these last tokens stood before, and what followed? Hash chains over one flat text, as in LZ77.
+
+A suffix tree answers the same question and costs about a kilobyte a token in Python. Here the text is one
+array of token ids, and for two short *anchor* lengths each position links to the previous position at which
+the same n-gram ended. A look-up walks the two chains that the text's tail selects, newest first and at most
+`max_occurrences` links each, and measures how far each occurrence agrees backwards. Positions only grow, so
+the oldest text is forgotten by cutting off the front of the arrays: links that point before it are simply
+dead.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+ANCHOR_LENGTHS = (3, 1)
+"""Three tokens are rare enough to lead to long matches in few links; one token finds the short ones."""
+
+_SEPARATOR = -1
+"""Stands before every document. It equals no token, so that matches and continuations stop at it."""
+
+_NOWHERE = -1
+
+
+class _Chains:
+    """For every n-gram of one length the positions where it ended, from the newest back."""
+
+    __slots__ = ("heads", "n", "previous")
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.heads: dict[bytes, int] = {}
+        """N-gram to the newest position at which it ended."""
+        self.previous = array("q")
+        """Entry i, for the i-th live position: the position before it with the same n-gram."""
+
+    def memory_bytes(self) -> int:
+        entry_bytes = sys.getsizeof(bytes(4 * self.n)) + sys.getsizeof(1 << 20)
+        return sys.getsizeof(self.previous) + sys.getsizeof(self.heads) + len(self.heads) * entry_bytes
+
+
+class SuffixIndex:
+    """A queue of documents in which contexts of up to `max_depth` tokens are looked up.
+
+    A token takes 1.3 µs to append and 75 bytes in a large index, up to 170 in a small one; `occurrences` is
+    O(max_occurrences * max_depth).
+    """
+
+    def __init__(self, max_depth: int, max_occurrences: int) -> None:
+        self._max_depth = max_depth
+        self._max_occurrences = max_occurrences
+        self._text = array("i")
+        self._base = 0
+        """Position of `_text[0]`."""
+        self._first = 0
+        """Position of the oldest live document; what lies before it is cut off now and then."""
+        self._chains = [_Chains(n) for n in ANCHOR_LENGTHS]
+        self._starts: deque[int] = deque()
+        """Positions of the separators, oldest document first."""
+
+    def __len__(self) -> int:
+        """Tokens held, one separator a document included."""
+        return self._base + len(self._text) - self._first
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._starts)
+
+    def begin_document(self) -> None:
+        """What is appended from now on has nothing to do with what came before."""
+        self._starts.append(self._base + len(self._text))
+        self._push(_SEPARATOR)
+
+    def extend(self, token_ids: Seq[int], num_context: int = 0) -> None:
+        """Append to the newest document. The first `num_context` tokens are never themselves a continuation.
+
+        A position enters the chains when the token after it arrives: an occurrence that nothing follows
+        predicts nothing, and the text's own tail is no occurrence of itself.
+        """
+        start = self._starts[-1]
+        for i, token in enumerate(token_ids):
+            end = self._base + len(self._text) - 1
+            if i >= num_context and end > start:
+                self._link(end, end - start)
+            self._push(token)
+
+    def drop_oldest_document(self) -> None:
+        """Forget the document that was begun first, and every link to it."""
+        start = self._starts.popleft()
+        end = self._starts[0] if self._starts else self._base + len(self._text)
+        for chains in self._chains:
+            for position in range(start + chains.n, end):
+                ngram = self._ngram(position, chains.n)
+                if chains.heads.get(ngram) == position:
+                    del chains.heads[ngram]
+        self._first = end
+        # Moving all that stays costs milliseconds when it is a million tokens, so it is not done every time.
+        num_dead = end - self._base
+        if num_dead > len(self._text) // 4:
+            for cut in (self._text, *(chains.previous for chains in self._chains)):
+                del cut[:num_dead]
+            self._base = end
+
+    def occurrences(self, tail: Seq[int]) -> list[tuple[int, int]]:
+        """Where the end of `tail` stood: (position of the next token, number of tokens that agree).
+
+        Those that agree in a whole longer anchor come first, and of each kind the newest.
+        """
+        last_first = tail[: -self._max_depth - 1 : -1]
+        found = []
+        longer = self._max_depth + 1
+        for chains in self._chains:
+            if len(last_first) >= chains.n:
+                for position in self._walk(chains, array("i", tail[-chains.n :]).tobytes()):
+                    length = self._agreement(position, last_first)
+                    # A longer anchor has found these already: among the newest occurrences of the shorter one
+                    # there is none that is not also among the newest of its own.
+                    if length < longer:
+                        found.append((position + 1, length))
+            longer = chains.n
+        return found
+
+    def continuations(self, places: list[int], depth: int) -> dict[int, list[int]]:
+        """`places` by the token that stands `depth` tokens after each; texts that have ended are left out."""
+        groups: dict[int, list[int]] = {}
+        text, offset = self._text, depth - self._base
+        for place in places:
+            at = place + offset
+            if at < len(text) and (token := text[at]) != _SEPARATOR:
+                groups.setdefault(token, []).append(place)
+        return groups
+
+    def memory_bytes(self) -> int:
+        """Bytes held by the text, the links and their tables."""
+        starts_bytes = sys.getsizeof(self._starts) + self.num_documents * sys.getsizeof(1 << 20)
+        return sys.getsizeof(self._text) + starts_bytes + sum(c.memory_bytes() for c in self._chains)
+
+    def integrity(self) -> list[str]:
+        """What is wrong in the books; walks everything, so it is for tests."""
+        end = self._base + len(self._text)
+        problems = []
+        for chains in self._chains:
+            if len(chains.previous) != len(self._text):
+                problems.append(f"{len(chains.previous)} links for {len(self._text)} positions")
+            for ngram, head in chains.heads.items():
+                if not self._first <= head < end or self._ngram(head, chains.n) != ngram:
+                    problems.append(f"the chain of {ngram!r} starts at {head}, where it does not stand")
+        live = range(self._first, end)
+        if list(self._starts) != [at for at in live if self._text[at - self._base] == _SEPARATOR]:
+            problems.append("documents do not begin where their separators stand")
+        return problems
+
+    def _push(self, token: int) -> None:
+        self._text.append(token)
+        for chains in self._chains:
+            chains.previous.append(_NOWHERE)
+
+    def _link(self, position: int, num_tokens: int) -> None:
+        """Enter `position`, up to which its document has `num_tokens` tokens, into the chains."""
+        for chains in self._chains:
+            if num_tokens >= chains.n:
+                ngram = self._ngram(position, chains.n)
+                chains.previous[position - self._base] = chains.heads.get(ngram, _NOWHERE)
+                chains.heads[ngram] = position
+
+    def _ngram(self, position: int, n: int) -> bytes:
+        end = position - self._base + 1
+        return self._text[end - n : end].tobytes()
+
+    def _walk(self, chains: _Chains, ngram: bytes) -> Iterator[int]:
+        """The newest live positions at which `ngram` ended."""
+        position = chains.heads.get(ngram, _NOWHERE)
+        for _ in range(self._max_occurrences):
+            if position < self._first:
+                return
+            yield position
+            position = chains.previous[position - self._base]
+
+    def _agreement(self, position: int, last_first: Seq[int]) -> int:
+        """How many tokens up to `position` equal `last_first`, going backwards."""
+        text, at = self._text, position - self._base
+        for length, token in enumerate(last_first):
+            if text[at - length] != token:
+                return length
+        return len(last_first)

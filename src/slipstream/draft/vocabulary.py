@@ -1,0 +1,32 @@
+"""Do two tokenizers mean the same by a token id?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import VocabularyMismatchError
+
+
+def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
+    """Raise `VocabularyMismatchError`, naming the first difference, unless every id means the same in both."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    advice = "use a draft that was made for this target"
+    if ours != theirs:
+        token = min(
+            (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
+            key=lambda t: ours.get(t, theirs.get(t, 0)),
+        )
+        raise VocabularyMismatchError(
+            f"draft {name!r} has another vocabulary ({len(theirs)} tokens, the target {len(ours)}): token {token!r} "
+            f"is {_id(theirs.get(token))} there and {_id(ours.get(token))} in the target; {advice}"
+        )
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+        if getattr(target, role, None) != getattr(draft, role, None):
+            raise VocabularyMismatchError(
+                f"draft {name!r} has {role} {getattr(draft, role, None)}, the target "
+                f"{getattr(target, role, None)}; {advice}"
+            )
+
+
+def _id(token_id: int | None) -> str:
+    return "absent" if token_id is None else f"id {token_id}"

@@ -1,0 +1,93 @@
+"""The drafter conformance kit: whoever writes a drafter proves here that an engine can rely on it.
+
+    def test_my_drafter_keeps_the_contract():
+        context = draft_context(vocab_size=50)
+        check_drafter(lambda: MyDrafter(MyDrafter.Options(), context), vocab_size=50)
+
+No model is needed. A scene is improvised (see `slipstream.testing.rehearsal`), then repeated in other ways,
+and the proposals are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from slipstream.core import Proposal, Sequence
+from slipstream.draft.base import Drafter
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.rehearsal import Scene, Stage, Step, improvise, repeat, require, same_proposal
+
+
+def check_drafter(
+    make: Callable[[], Drafter],
+    vocab_size: int,
+    *,
+    shares_across_requests: bool = False,
+    depends_on_text_only: bool = False,
+    verifier: str = "coupled",
+    params: Seq[SamplingParams] = (),
+    max_len: int = 96,
+    num_sequences: int = 8,
+    seed: int = 0,
+) -> None:
+    """Raise AssertionError, with a sentence, where the drafters that `make` makes break the contract.
+
+    Every call of `make` must return an equal, unused drafter. `params` are dealt out to the sequences in
+    turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a drafter may
+    learn from one request for another *of the same tenant* and must forget it at `reset`; without, a
+    sequence's proposals must not depend on its company. `depends_on_text_only` demands more than the contract
+    does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
+    followed it all along.
+    """
+    scene = Scene(vocab_size, max_len, num_sequences, verifier, tuple(params) or (SamplingParams(),))
+
+    def fresh() -> Stage:
+        return Stage(make(), scene)
+
+    used = fresh()
+    used.call("release", Sequence(-1, "never seen", 0, [0], 1, scene.params[0], 0))
+    steps = improvise(used, random.Random(seed), first_id=0)
+    level = _memory_when_idle(used, shares_across_requests)
+    improvise(used, random.Random(seed + 1), first_id=num_sequences)
+    later = _memory_when_idle(used, shares_across_requests)
+    require(
+        later <= level,
+        f"memory grows though no sequence is left: {level} bytes, and {later} after as many more requests",
+    )
+
+    _compare(steps, repeat(fresh(), steps), "an equal drafter drafts otherwise for the same requests")
+    again = improvise(used, random.Random(seed + 2), first_id=0)  # other texts, under ids used before
+    _compare(
+        again, repeat(fresh(), again), "a drafter that released everything drafts otherwise than a new one"
+    )
+    arrivals = {i: arrival for step in steps for i, arrival in step.arrivals.items()}
+    if shares_across_requests:
+        for tenant in {arrival.tenant for arrival in arrivals.values()}:
+            own = {i for i, arrival in arrivals.items() if arrival.tenant == tenant}
+            alone = [step.only(own) for step in steps]
+            _compare(alone, repeat(fresh(), alone), "proposals depend on other tenants' requests")
+    else:
+        for i in arrivals:
+            alone = [step.only({i}) for step in steps]
+            _compare(alone, repeat(fresh(), alone), "proposals depend on the other sequences of the batch")
+    if depends_on_text_only:
+        first_met = repeat(fresh(), steps, cold=fresh())
+        _compare(steps, first_met, "proposals depend on more than the committed text")
+
+
+def _memory_when_idle(stage: Stage, shares_across_requests: bool) -> int:
+    if shares_across_requests:
+        stage.call("reset")
+    return stage.memory_bytes()
+
+
+def _compare(steps: list[Step], repeated: list[dict[int, Proposal]], complaint: str) -> None:
+    for number, (step, proposals) in enumerate(zip(steps, repeated, strict=True)):
+        for i, proposal in proposals.items():
+            first = step.proposals[i]
+            require(
+                same_proposal(first, proposal),
+                f"{complaint} (sequence {i}, step {number}: {first.token_ids}, then {proposal.token_ids})",
+            )

@@ -1,0 +1,301 @@
+"""An engine without a model, for the drafter conformance kit: it plays one scene, writes it down, plays it
+again.
+
+Sequences arrive with short and long prompts, are drafted for in changing company and order with budgets from
+0 up, see speculation go off for a while, are preempted and come back, finish in the middle of an accepted
+block, run into the length limit or are aborted. The target repeats itself often, and agrees with the draft
+never, sometimes or always. Every answer of the drafter is checked on the spot.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.core import EMPTY_PROPOSAL, ROOT, FinishReason, Proposal, ProposalKind, Sequence, Verdict
+from slipstream.draft.base import Drafter
+from slipstream.sampling.params import SamplingParams
+
+MAX_LIVE = 4
+"""Sequences that are under way at one time."""
+TENANTS = ("", "red", "blue")
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raise AssertionError; unlike `assert`, under `python -O` too."""
+    if not condition:
+        raise AssertionError(sentence)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is fixed throughout one check."""
+
+    vocab_size: int
+    max_len: int
+    """The most tokens of prompt and answer together."""
+    num_sequences: int
+    verifier: str
+    params: tuple[SamplingParams, ...]
+    """Dealt out to the sequences in turn."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, as far as a drafter can see it."""
+
+    prompt: tuple[int, ...]
+    tenant: str
+    seed: int
+
+
+@dataclass
+class Step:
+    """One step of the engine, written down so that it can be repeated. All by sequence id."""
+
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    preempted: dict[int, None] = field(default_factory=dict)
+    budgets: dict[int, int] = field(default_factory=dict)
+    proposals: dict[int, Proposal] = field(default_factory=dict)
+    commits: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    """New tokens, and how many of them were draft tokens."""
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+
+    def only(self, ids: set[int]) -> Step:
+        """What of this step concerns the sequences `ids`."""
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Step(**{name: {i: x for i, x in part.items() if i in ids} for name, part in parts.items()})
+
+
+class Stage:
+    """One drafter and the engine's side of the contract."""
+
+    def __init__(self, drafter: Drafter, scene: Scene) -> None:
+        self.drafter = drafter
+        self.scene = scene
+        self.live: dict[int, Sequence] = {}
+        self.max_nodes = self.call("max_nodes")
+        is_count = isinstance(self.max_nodes, int) and self.max_nodes >= 0
+        require(is_count, f"max_nodes() returned {self.max_nodes!r}")
+        self.call("allocate", MAX_LIVE * (scene.max_len + self.max_nodes + 1))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call the drafter; it must neither raise nor touch what it is given."""
+        before = _copy(arguments)
+        try:
+            result = getattr(self.drafter, name)(*arguments)
+        except Exception as error:
+            raise AssertionError(f"{name} raised {error!r}") from error
+        require(_copy(arguments) == before, f"{name} changed the sequences or lists that it was given")
+        return result
+
+    def arrive(self, arrivals: dict[int, Arrival]) -> None:
+        """Let requests in; the drafter learns of them when it is first asked."""
+        for i, arrival in arrivals.items():
+            params = self.scene.params[i % len(self.scene.params)]
+            prompt = list(arrival.prompt)
+            self.live[i] = Sequence(i, str(i), 0, prompt, len(prompt), params, arrival.seed, arrival.tenant)
+
+    def preempt(self, ids: dict[int, None]) -> None:
+        """Take back what sequences hold; they may return under the same id."""
+        for i in ids:
+            self.live[i].num_computed = 0
+            self.call("release", self.live[i])
+
+    def propose(self, budgets: dict[int, int]) -> dict[int, Proposal]:
+        """Ask for proposals and check each; with speculation off nobody asks."""
+        if not budgets:
+            return {}
+        sequences = [self.live[i] for i in budgets]
+        proposals = self.call("propose", sequences, list(budgets.values()))
+        one_each = isinstance(proposals, list) and len(proposals) == len(sequences)
+        require(one_each, f"propose returned {proposals!r} for {len(sequences)} sequences")
+        for proposal, budget in zip(proposals, budgets.values(), strict=True):
+            self._check(proposal, budget)
+        return dict(zip(budgets, proposals, strict=True))
+
+    def ask_again(self, i: int, step: Step) -> None:
+        """Ask for one sequence alone, as an engine does to find out who made a batch fail."""
+        again = self.propose({i: step.budgets[i]})[i]
+        require(
+            same_proposal(again, step.proposals[i]), "asked again in the same step, it proposes otherwise"
+        )
+
+    def commit(self, commits: dict[int, tuple[list[int], int]], finished: dict[int, FinishReason]) -> None:
+        """Append what was decided, tell the drafter, and release whoever is done."""
+        for i, (token_ids, _) in commits.items():
+            self.live[i].token_ids.extend(token_ids)
+            self.live[i].num_computed = len(self.live[i].token_ids) - 1
+        for i, reason in finished.items():
+            self.live[i].finish_reason = reason
+        if commits:
+            self.call("observe", [self.live[i] for i in commits], [num for _, num in commits.values()])
+        for i in finished:
+            self.call("release", self.live.pop(i))
+        problems = self.call("integrity")
+        require(not problems, f"integrity() reports: {problems}")
+
+    def memory_bytes(self) -> int:
+        """What the drafter says it holds."""
+        memory_bytes = self.call("memory_bytes")
+        is_count = isinstance(memory_bytes, int) and memory_bytes >= 0
+        require(is_count, f"memory_bytes() returned {memory_bytes!r}")
+        return int(memory_bytes)
+
+    def _check(self, proposal: Proposal, budget: int) -> None:
+        require(isinstance(proposal, Proposal), f"propose returned a {type(proposal).__name__}")
+        if not len(proposal):
+            return
+        require(len(proposal) <= budget, f"{len(proposal)} draft tokens exceed the budget of {budget}")
+        for token in proposal.token_ids:
+            require(
+                isinstance(token, int) and 0 <= token < self.scene.vocab_size,
+                f"draft token {token!r} is not an id below {self.scene.vocab_size}",
+            )
+        kind = proposal.kind
+        declared = sorted(self.drafter.kinds)
+        require(kind in declared, f"a {kind} proposal, but kinds declares {declared}")
+        require(
+            kind != ProposalKind.COUPLED or self.scene.verifier == "coupled",
+            f"a coupled proposal, which the {self.scene.verifier} verifier cannot judge",
+        )
+        if kind != ProposalKind.SAMPLED_IID:
+            for siblings in proposal.children.values():
+                tokens = [proposal.token_ids[node] for node in siblings]
+                require(len(set(tokens)) == len(tokens), f"{kind} siblings repeat a token: {tokens}")
+        if proposal.draft_probs is not None:
+            self._check_draft_probs(proposal)
+
+    def _check_draft_probs(self, proposal: Proposal) -> None:
+        probs: Any = proposal.draft_probs
+        shape = (len(proposal), self.scene.vocab_size)
+        require(tuple(probs.shape) == shape, f"draft_probs has shape {tuple(probs.shape)}, not {shape}")
+        rows = probs.double().tolist()
+        for row, token in zip(rows, proposal.token_ids, strict=True):
+            require(min(row) >= 0 and abs(sum(row) - 1) < 1e-3, "a row of draft_probs is not a distribution")
+            require(row[token] > 0, f"draft token {token} has draft probability 0")
+        if proposal.kind == ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
+            for siblings in proposal.children.values():
+                same = all(rows[node] == rows[siblings[0]] for node in siblings)
+                require(same, "siblings drawn without replacement have different rows of draft_probs")
+
+
+def same_proposal(a: Proposal, b: Proposal) -> bool:
+    """Equal trees of equal kind; probabilities may differ in their last bits."""
+    if (a.token_ids, a.parents) != (b.token_ids, b.parents):
+        return False
+    if not len(a):  # the empty proposal is ordinary decoding, whatever kind it says it is
+        return True
+    if a.draft_probs is None or b.draft_probs is None:
+        return a.kind == b.kind and a.draft_probs is b.draft_probs
+    return a.kind == b.kind and bool((a.draft_probs - b.draft_probs).abs().max() < 1e-4)
+
+
+def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[Step]:
+    """Play until every sequence has come and gone; returns what happened."""
+    steps: list[Step] = []
+    waiting = list(range(first_id, first_id + stage.scene.num_sequences))
+    paused: set[int] = set()
+    while waiting or stage.live:
+        step = Step()
+        steps.append(step)
+        if waiting and len(stage.live) < MAX_LIVE and (not stage.live or rng.random() < 0.6):
+            step.arrivals[waiting.pop(0)] = _arrival(rng, stage.scene)
+        stage.arrive(step.arrivals)
+        step.preempted = {i: None for i in stage.live if i not in paused and rng.random() < 0.06}
+        stage.preempt(step.preempted)
+        paused = {i for i in paused if rng.random() < 0.7} | set(step.preempted)
+
+        decoding = [i for i in stage.live if i not in paused]
+        rng.shuffle(decoding)
+        if len(steps) % 12 < 9:  # speculation is off for three steps in twelve
+            for i in decoding:
+                room = stage.scene.max_len - len(stage.live[i].token_ids) - 1
+                step.budgets[i] = min(rng.randint(0, stage.max_nodes), room)
+        step.proposals = stage.propose(step.budgets)
+        if step.budgets and rng.random() < 0.2:
+            stage.ask_again(rng.choice(list(step.budgets)), step)
+        for i in decoding:
+            _decide(rng, stage, step, i)
+        for i in stage.live:
+            if i not in step.finished and rng.random() < 0.01:
+                step.finished[i] = FinishReason.ABORT
+        stage.commit(step.commits, step.finished)
+        paused -= step.finished.keys()
+    return steps
+
+
+def repeat(stage: Stage, steps: list[Step], cold: Stage | None = None) -> list[dict[int, Proposal]]:
+    """Play `steps` again; returns what `stage` proposes, or what `cold` does, to which each text is new."""
+    proposals = []
+    for step in steps:
+        stage.arrive(step.arrivals)
+        stage.preempt(step.preempted)
+        proposals.append(stage.propose(step.budgets))
+        if cold is not None:
+            cold.live = {i: copy.deepcopy(stage.live[i]) for i in step.budgets}
+            proposals[-1] = cold.propose(step.budgets)
+            cold.preempt(dict.fromkeys(step.budgets))
+        stage.commit(step.commits, step.finished)
+    return proposals
+
+
+def _arrival(rng: random.Random, scene: Scene) -> Arrival:
+    length = rng.choice((1, 2, rng.randint(3, scene.max_len // 2), scene.max_len * 2 // 3))
+    prompt: list[int] = []
+    for _ in range(length):
+        prompt.append(_target_token(rng, prompt, scene.vocab_size))
+    return Arrival(tuple(prompt), rng.choice(TENANTS), rng.getrandbits(32))
+
+
+def _decide(rng: random.Random, stage: Stage, step: Step, i: int) -> None:
+    """Write down what sequence `i` gains in this step, and whether that ends it."""
+    proposal = step.proposals.get(i, EMPTY_PROPOSAL)
+    text = stage.live[i].token_ids
+    verdict = _verdict(rng, proposal, text, stage.scene.vocab_size)
+    token_ids = verdict.token_ids(proposal)
+    if rng.random() < 0.04:  # a stop token, anywhere in the accepted block
+        token_ids = token_ids[: rng.randint(1, len(token_ids))]
+        step.finished[i] = FinishReason.STOP
+    elif len(text) + len(token_ids) >= stage.scene.max_len:
+        step.finished[i] = FinishReason.LENGTH
+    step.commits[i] = (token_ids, min(len(verdict.accepted), len(token_ids)))
+
+
+def _verdict(rng: random.Random, proposal: Proposal, text: list[int], vocab_size: int) -> Verdict:
+    """Descend as a verifier does, with a target that agrees with the draft never, sometimes or always."""
+    agreement = rng.choice((0.0, 0.6, 1.0))
+    accepted: list[int] = []
+    while True:
+        below = proposal.children.get(accepted[-1] if accepted else ROOT, [])
+        children = {proposal.token_ids[node]: node for node in below}
+        if children and rng.random() < agreement:
+            token = rng.choice(list(children))
+        else:
+            path = [proposal.token_ids[node] for node in accepted]
+            token = _target_token(rng, text + path, vocab_size)
+        if token not in children:
+            return Verdict(tuple(accepted), token)
+        accepted.append(children[token])
+
+
+def _target_token(rng: random.Random, text: list[int], vocab_size: int) -> int:
+    """Often what stood five tokens ago, so that there is something to guess."""
+    return text[-5] if len(text) >= 5 and rng.random() < 0.7 else rng.randrange(vocab_size)
+
+
+def _copy(arguments: tuple[Any, ...]) -> list[Any]:
+    """What can be compared with a later copy; a Sequence itself compares by identity."""
+    parts: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Sequence):
+            state = {name: copy.deepcopy(value) for name, value in vars(argument).items() if name != "params"}
+            parts.append(state)
+        elif isinstance(argument, list):
+            parts.append(_copy(tuple(argument)))
+        else:
+            parts.append(argument)
+    return parts
