@@ -1,0 +1,1 @@
+"""The loop: plan, propose, forward, verify, commit."""

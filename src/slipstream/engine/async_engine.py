@@ -1,0 +1,201 @@
+"""The engine for asyncio: many callers, one thread that steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.inputs import Prompt
+from slipstream.engine.outputs import RequestOutput, Update
+from slipstream.errors import SlipstreamError
+from slipstream.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStoppedError(SlipstreamError):
+    """The engine was shut down, or failed, while the request was under way."""
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """One caller's queue of updates; an exception in it ends the stream."""
+
+    loop: asyncio.AbstractEventLoop
+    updates: asyncio.Queue[Update | BaseException] = field(default_factory=asyncio.Queue)
+
+    def put(self, item: Update | BaseException) -> None:
+        """Called from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the caller's loop has closed: nobody listens
+            self.loop.call_soon_threadsafe(self.updates.put_nowait, item)
+
+
+class AsyncEngine:
+    """Serves any number of concurrent requests; the engine steps in a thread of its own while any are under way.
+
+        async with AsyncEngine(EngineConfig("model")) as engine:
+            async for update in engine.stream("Once upon a time"):
+                print(update.text, end="")
+
+    Leaving a stream early, or cancelling the task that reads it, aborts the request and frees what it holds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        speculative: SpeculativeConfig | None = None,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
+        if engine is None:
+            if config is None:
+                raise ValueError("give a config or an engine")
+            engine = Engine(config, speculative)
+        self.engine = engine
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._ids = itertools.count()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
+        self._thread.start()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        max_draft_tokens: int | None = None,
+    ) -> AsyncIterator[Update]:
+        """The request's updates as they come; the last one carries the whole `output`.
+
+        Raises `RequestError` before the first update when the request cannot be served, `EngineStoppedError` when
+        the engine stops under way.
+        """
+        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        stream = _Stream(asyncio.get_running_loop())
+
+        def add() -> None:
+            try:
+                self.engine.add_request(
+                    name,
+                    prompt,
+                    params,
+                    tenant=tenant,
+                    max_draft_tokens=max_draft_tokens,
+                    on_update=stream.put,
+                )
+                self._streams[name] = stream
+            except Exception as error:
+                stream.put(error)
+
+        self._post(add)
+        finished = False
+        try:
+            while not finished:
+                item = await stream.updates.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.output is not None
+                yield item
+        finally:
+            if not finished:
+                with contextlib.suppress(EngineStoppedError):
+                    self._post(lambda: self._abort(name, stream))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        max_draft_tokens: int | None = None,
+    ) -> RequestOutput:
+        """The finished request; parameters and errors as for `stream`."""
+        updates = self.stream(
+            prompt, params, request_id=request_id, tenant=tenant, max_draft_tokens=max_draft_tokens
+        )
+        async for update in updates:
+            if update.output is not None:
+                return update.output
+        raise AssertionError("a stream ends with an output or an error")
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""
+        self._post(lambda: self._abort(request_id))
+
+    async def idle(self) -> None:
+        """Wait until no request is under way."""
+        while await asyncio.wrap_future(self._ask(lambda: self.engine.has_unfinished)):
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """Stop the thread; requests under way end with `EngineStoppedError`."""
+        self._calls.put(None)
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    # --- between the callers and the engine's thread ----------------------------------------------------------
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread run `call` between two steps."""
+        if self._failure is not None or not self._thread.is_alive():
+            raise EngineStoppedError(f"the engine has stopped: {self._failure or 'closed'}")
+        self._calls.put(call)
+
+    def _ask(self, question: Callable[[], bool]) -> Future[bool]:
+        """The answer to `question`, asked between two steps."""
+        answer: Future[bool] = Future()
+        self._post(lambda: answer.set_result(question()))
+        return answer
+
+    def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
+        """Engine's thread: end a request, but only the one that `stream` belongs to when that is given."""
+        if stream is None or self._streams.get(request_id) is stream:
+            self._streams.pop(request_id, None)
+            self.engine.abort(request_id)
+
+    def _run(self) -> None:
+        """The engine's thread: take calls, step while there is work, wait while there is none."""
+        try:
+            while True:
+                while not self.engine.has_unfinished or not self._calls.empty():
+                    call = self._calls.get()
+                    if call is None:
+                        self._stop(EngineStoppedError("the engine was closed"))
+                        return
+                    call()
+                for update in self.engine.step():
+                    if update.output is not None:
+                        self._streams.pop(update.request_id, None)
+        except Exception as error:
+            logger.exception("the engine failed; every request under way ends with an error")
+            self._failure = error
+            self._stop(EngineStoppedError(f"the engine failed: {error}"))
+
+    def _stop(self, error: EngineStoppedError) -> None:
+        for request_id, stream in list(self._streams.items()):
+            stream.put(error)
+            with contextlib.suppress(Exception):  # a failed engine may not even abort
+                self.engine.abort(request_id)
+        self._streams.clear()

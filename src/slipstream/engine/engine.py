@@ -1,0 +1,420 @@
+"""The engine: every decoding step is a tree step.
+
+    plan -> propose -> one target pass -> verify -> commit
+
+Speculation off is the empty proposal on this same path, and a prompt is a step whose rows are prompt tokens. There is
+no second loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.core import (
+    EMPTY_PROPOSAL,
+    ROOT,
+    FinishReason,
+    Proposal,
+    ScheduledSequence,
+    Sequence,
+    StepPlan,
+    Verdict,
+)
+from slipstream.draft.base import DraftContext
+from slipstream.draft.registry import create_drafter, validate
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
+from slipstream.engine.logprobs import token_logprobs
+from slipstream.engine.memory import plan_memory
+from slipstream.engine.outputs import RequestOutput, Update, completion
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.stopping import StopRules
+from slipstream.engine.text import TextStream
+from slipstream.errors import RequestError
+from slipstream.kv.cache import KVCache
+from slipstream.models import load_model, load_tokenizer
+from slipstream.sampling.noise import Noise, derive_seed, draw_seed
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
+from slipstream.schedule.scheduler import Scheduler
+from slipstream.verify import create_verifier
+from slipstream.verify.base import Judgement
+
+UpdateCallback = Callable[[Update], None]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the engine keeps beside a running sequence."""
+
+    sequence: Sequence
+    processor: LogitsProcessor
+    text: TextStream
+    stop: StopRules
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the engine keeps of a request until its last answer has ended."""
+
+    id: str
+    prompt: str | None
+    sequences: list[Sequence]
+    arrived_s: float
+    on_update: UpdateCallback | None
+    unfinished: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unfinished = len(self.sequences)
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    """When the phases of one step ended."""
+
+    planned_s: float
+    drafted_s: float
+    verified_s: float
+
+
+class Engine:
+    """A target model, a drafter and a verifier, serving many requests at once. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig, speculative: SpeculativeConfig | None = None) -> None:
+        speculative = speculative or SpeculativeConfig()
+        validate(speculative)
+        self.config = config
+        self.speculative = speculative
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.tokenizer = load_tokenizer(
+            config.tokenizer or config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.model = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        max_model_len = min(config.max_model_len or self.model.context_length, self.model.context_length)
+        self.drafter = create_drafter(
+            speculative,
+            DraftContext(
+                engine_config=config,
+                tokenizer=self.tokenizer,
+                vocab_size=self.model.vocab_size,
+                max_model_len=max_model_len,
+                device=self.model.device,
+                dtype=self.model.dtype,
+                verifier=speculative.verifier,
+            ),
+        )
+        self.verifier = create_verifier(speculative.verifier)
+        self.memory_plan = plan_memory(
+            config,
+            self.model,
+            self.drafter.memory_bytes(),
+            self.drafter.kv_bytes_per_token(),
+            self.drafter.max_nodes(),
+        )
+        self.max_model_len = self.memory_plan.max_model_len
+        self.drafter.allocate(self.memory_plan.num_slots)
+        cache = KVCache(
+            self.model.shapes,
+            self.memory_plan.num_slots,
+            self.model.dtype,
+            self.model.device,
+            config.enable_prefix_caching,
+        )
+        self.runner = ModelRunner(self.model, cache)
+        self.drafting = Drafting(self.drafter, self.model.vocab_size, self.verifier.kinds)
+        self.scheduler = Scheduler(
+            cache.accounting,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_tokens_limit=self.max_model_len,
+            max_draft_tokens=self.drafter.max_nodes(),
+        )
+        self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
+        self._seeds = None if config.seed is None else itertools.count()
+        self._ids = itertools.count()
+        self._requests: dict[str, _Request] = {}
+        self._answers: dict[int, _Answer] = {}
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tenant: str = "",
+        max_draft_tokens: int | None = None,
+        on_update: UpdateCallback | None = None,
+    ) -> None:
+        """Queue a request; raises `RequestError` before any work when it cannot be served.
+
+        Nothing is shared between `tenant`s. `max_draft_tokens` bounds the speculation of this request, 0 turns it
+        off. `on_update` is called from `step` with each of the request's updates.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
+        params = params or SamplingParams()
+        params.check_vocabulary(self.model.vocab_size)
+        token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
+        seed = self._next_seed() if params.seed is None else params.seed
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                id=next(self._ids),
+                request_id=request_id,
+                index=index,
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                params=params,
+                seed=derive_seed(seed, index),
+                tenant=tenant,
+                max_draft_tokens=max_draft_tokens,
+                leader=sequences[0] if sequences and self.config.enable_prefix_caching else None,
+            )
+            sequence.metrics.num_prompt_tokens = len(token_ids)
+            sequence.metrics.seed = sequence.seed
+            sequences.append(sequence)
+        text = prompt if isinstance(prompt, str) else None
+        self._requests[request_id] = _Request(request_id, text, sequences, time.perf_counter(), on_update)
+        for sequence in sequences:
+            self._answers[sequence.id] = self._new_answer(sequence)
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> list[Update]:
+        """End a request now and free what it holds; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        updates: list[Update] = []
+        for sequence in request.sequences:
+            if not sequence.finished:
+                sequence.finish_reason = FinishReason.ABORT
+                updates.append(self._emit(self._answers[sequence.id], 0))
+        return updates
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Run one step for everyone who is scheduled; returns what it added to their answers."""
+        plan = self.scheduler.plan()
+        for sequence in plan.preempted:
+            self.drafting.release(sequence)
+        if not plan.scheduled:
+            return []
+        planned_s = time.perf_counter()
+        proposals = self.drafting.propose(plan.decoding)
+        drafted_s = time.perf_counter()
+        logits = self.runner.forward(plan, proposals)
+        verdicts = self._verify(plan, proposals, logits)
+        times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
+        return self._commit(plan, proposals, verdicts, logits, times)
+
+    def _verify(
+        self, plan: StepPlan, proposals: dict[int, Proposal], logits: list[Tensor]
+    ) -> dict[int, Verdict]:
+        """Sequence id to verdict, for every sequence that decodes."""
+        judgements: dict[int, Judgement] = {}
+        for item, rows in zip(plan.scheduled, logits, strict=True):
+            if not item.decodes:
+                continue
+            sequence = item.sequence
+            proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
+            paths = [
+                [proposal.token_ids[n] for n in proposal.path(node)] for node in range(ROOT, len(proposal))
+            ]
+            log_probs = self._answers[sequence.id].processor.log_probs(
+                rows[-len(paths) :], sequence.output_token_ids, paths
+            )
+            noise = Noise(sequence.seed, len(sequence.token_ids), greedy=sequence.params.temperature == 0)
+            judgements[sequence.id] = Judgement(log_probs, proposal, noise)
+        verdicts = self.verifier.verify(list(judgements.values()))
+        return dict(zip(judgements, verdicts, strict=True))
+
+    def _commit(
+        self,
+        plan: StepPlan,
+        proposals: dict[int, Proposal],
+        verdicts: dict[int, Verdict],
+        logits: list[Tensor],
+        times: _StepTimes,
+    ) -> list[Update]:
+        """Append what was verified, keep its cache entries, and tell everyone concerned."""
+        decoded: list[tuple[_Answer, int, int]] = []  # answer, tokens emitted, draft tokens among them
+        for item, rows in zip(plan.scheduled, logits, strict=True):
+            sequence = item.sequence
+            self._record_prompt_logprobs(item, rows)
+            self._record_times(sequence, times)
+            verdict = verdicts.get(sequence.id)
+            if verdict is None:
+                self.runner.commit(item, ())
+                continue
+            answer = self._answers[sequence.id]
+            proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
+            emitted = self._append(answer, verdict, proposal, rows)
+            kept = verdict.accepted[:emitted]
+            self.runner.commit(item, kept)
+            _record_acceptance(sequence, proposal, kept, emitted)
+            decoded.append((answer, emitted, len(kept)))
+        self.drafting.observe([a.sequence for a, _, _ in decoded], [accepted for _, _, accepted in decoded])
+        return [self._emit(answer, emitted) for answer, emitted, _ in decoded]
+
+    def _append(self, answer: _Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
+        """Append the verdict's tokens until a stop rule ends the answer; returns how many were appended."""
+        sequence = answer.sequence
+        token_ids = verdict.token_ids(proposal)
+        emitted = 0
+        for token_id in token_ids:
+            emitted += 1
+            if answer.stop.append(token_id, from_draft=emitted <= len(verdict.accepted)):
+                break
+        if sequence.params.logprobs is not None:
+            # Row 0 of the last 1 + n precedes the first token, row i + 1 what follows node i.
+            tail = rows[-1 - len(proposal) :]
+            preceding = [0, *(node + 1 for node in verdict.accepted)][:emitted]
+            entries = token_logprobs(tail[preceding], token_ids[:emitted], sequence.params.logprobs)
+            sequence.logprobs = [*(sequence.logprobs or []), *entries]
+        return emitted
+
+    def _emit(self, answer: _Answer, num_new: int) -> Update:
+        """Report what a sequence has gained; when it is finished, free what it holds."""
+        sequence = answer.sequence
+        request = self._requests[sequence.request_id]
+        metrics = sequence.metrics
+        metrics.num_output_tokens = sequence.num_output_tokens
+        metrics.total_s = time.perf_counter() - request.arrived_s
+        metrics.other_s = metrics.total_s - metrics.queue_s - metrics.draft_s - metrics.verify_s
+        if num_new and metrics.num_output_tokens == num_new:
+            metrics.time_to_first_token_s = metrics.total_s
+        pieces = answer.text.take(sequence.finished)
+        sequence.text = answer.text.text
+        output = self._finish(request, sequence) if sequence.finished else None
+        new = len(sequence.token_ids) - num_new
+        update = Update(
+            request_id=request.id,
+            index=sequence.index,
+            token_ids=sequence.token_ids[new:],
+            pieces=pieces,
+            logprobs=None
+            if sequence.logprobs is None
+            else sequence.logprobs[len(sequence.logprobs) - num_new :],
+            finish_reason=sequence.finish_reason,
+            output=output,
+        )
+        if request.on_update is not None:
+            request.on_update(update)
+        return update
+
+    def _finish(self, request: _Request, sequence: Sequence) -> RequestOutput | None:
+        """Free what a finished sequence holds; the request's output when it was the last one."""
+        self.scheduler.remove(sequence)
+        self.drafting.release(sequence)
+        del self._answers[sequence.id]
+        request.unfinished -= 1
+        if request.unfinished:
+            return None
+        del self._requests[request.id]
+        first = request.sequences[0]
+        return RequestOutput(
+            request_id=request.id,
+            prompt=request.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[completion(s) for s in request.sequences],
+            prompt_logprobs=first.prompt_logprobs,
+        )
+
+    # --- books ------------------------------------------------------------------------------------------------
+
+    def reset_caches(self) -> None:
+        """Forget all that finished requests left behind: retained prefixes, and what the drafter learned."""
+        self.runner.cache.accounting.clear()
+        self.drafter.reset()
+
+    def integrity(self) -> list[str]:
+        """What is wrong in the books; an idle engine must hold nothing. Tests call it after every scenario."""
+        accounting = self.runner.cache.accounting
+        faults = [*accounting.integrity(), *self.drafter.integrity()]
+        if not self.has_unfinished:
+            if accounting.num_held:
+                faults.append(f"{accounting.num_held} slots are held though nothing runs")
+            if self._answers or self.scheduler.has_work:
+                faults.append("sequences are left though nothing runs")
+        return faults
+
+    def _new_answer(self, sequence: Sequence) -> _Answer:
+        params = sequence.params
+        prompt = sequence.token_ids
+        text = TextStream(
+            self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
+        )
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        processor = LogitsProcessor(
+            params,
+            list(prompt),
+            sorted(eos | set(params.stop_token_ids)),
+            encode_bad_words(self.tokenizer, params.bad_words),
+            self.model.vocab_size,
+        )
+        return _Answer(sequence, processor, text, StopRules(sequence, text, eos, self.max_model_len))
+
+    def _next_seed(self) -> int:
+        if self._seeds is None:
+            return draw_seed()
+        assert self.config.seed is not None
+        return derive_seed(self.config.seed, next(self._seeds) + 1)
+
+    def _record_prompt_logprobs(self, item: ScheduledSequence, rows: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's rows; the first token has none."""
+        sequence = item.sequence
+        if not sequence.wants_prompt_logprobs:
+            return
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = [None]
+        first = sequence.num_computed + 1
+        token_ids = sequence.token_ids[first : min(first + item.num_rows, sequence.num_prompt_tokens)]
+        if not token_ids:
+            return
+        assert sequence.params.prompt_logprobs is not None
+        entries = token_logprobs(rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
+        known = len(sequence.prompt_logprobs) - first
+        sequence.prompt_logprobs.extend(entries[max(known, 0) :])
+
+    def _record_times(self, sequence: Sequence, times: _StepTimes) -> None:
+        metrics = sequence.metrics
+        if metrics.verify_s == 0:  # its first step
+            metrics.queue_s = times.planned_s - self._requests[sequence.request_id].arrived_s
+        metrics.draft_s += times.drafted_s - times.planned_s
+        metrics.verify_s += times.verified_s - times.drafted_s
+
+
+def _record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, ...], emitted: int) -> None:
+    """Count what was proposed, reached and accepted; what a stop rule cut off was not reached."""
+    last = kept[-1] if kept else ROOT
+    was_cut = emitted == len(kept)
+    reached = len(kept) + (0 if was_cut or last not in proposal.children else 1)
+    sequence.metrics.record_step(
+        proposed_depth=max(proposal.depths, default=0),
+        num_proposed=len(proposal),
+        path_proposed=reached,
+        num_accepted=len(kept),
+    )

@@ -1,0 +1,73 @@
+"""Prompts and words to token ids, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from slipstream.errors import RequestError
+
+Prompt = str | Seq[int]
+"""Text, or token ids."""
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len: int) -> list[int]:
+    """Token ids of `prompt`; raises `RequestError` when it is empty, too long or not of this vocabulary."""
+    if isinstance(prompt, str):
+        token_ids = list(tokenizer(prompt).input_ids)
+    elif all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        token_ids = list(prompt)
+    else:
+        raise RequestError("a prompt is a string or a list of token ids")
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} in the prompt is outside the vocabulary; use 0 to {vocab_size - 1}"
+            )
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have {max_model_len}; "
+            "shorten it or raise max_model_len"
+        )
+    return token_ids
+
+
+def encode_chat(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer."""
+    if not tokenizer.chat_template:
+        raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
+    if not messages:
+        raise RequestError("the conversation is empty; give at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {message!r}')
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
+    except Exception as error:  # a template may raise anything
+        raise RequestError(f"the chat template refuses this conversation: {error}") from None
+
+
+def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
+    """Each word as it is tokenised at the start of a text and after a space."""
+    sequences: list[list[int]] = []
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            token_ids = tokenizer(text, add_special_tokens=False).input_ids
+            if token_ids and token_ids not in sequences:
+                sequences.append(list(token_ids))
+    return sequences
+
+
+def end_token_ids(tokenizer: Any, model: Any) -> frozenset[int]:
+    """The model's own end tokens: generation config first, then model config, then tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,118 @@
+"""Offline generation: a batch of prompts in, their answers out. Shaped as vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig, options_from
+from slipstream.engine.engine import Engine, UpdateCallback
+from slipstream.engine.inputs import Prompt, encode_chat
+from slipstream.engine.outputs import RequestOutput
+from slipstream.errors import RequestError
+from slipstream.sampling.params import SamplingParams
+
+Messages = Seq[dict[str, Any]]
+Params = SamplingParams | Seq[SamplingParams] | None
+
+
+class LLM:
+    """A model with its drafter, for synchronous use.
+
+    `model` is a checkpoint folder or a hub id; None takes the small pair that ships with the package.
+    `speculative_config` is a mapping as vLLM's (`{"method": "ngram", "num_speculative_tokens": 4}`), a
+    `SpeculativeConfig`, or None for speculation off. Other keywords are the fields of `EngineConfig`.
+    Raises `ConfigError` or `ModelError` when something cannot be loaded as asked.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = options_from(EngineConfig, {"model": model or EMBEDDED_TARGET, **engine_options}, "engine")
+        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
+            speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+        self.engine = Engine(config, speculative_config)
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: Params = None,
+        *,
+        tenant: str = "",
+        max_draft_tokens: int | None = None,
+        on_update: UpdateCallback | None = None,
+    ) -> list[RequestOutput]:
+        """Answer the prompts, texts or token ids, in one batch; the outputs come in the order of the prompts.
+
+        `sampling_params` is one for all or one for each. `max_draft_tokens` bounds the speculation, 0 turns it off.
+        `on_update` sees every step's new tokens as they are committed.
+        """
+        return self._run(_as_list(prompts), sampling_params, tenant, max_draft_tokens, on_update)
+
+    def chat(
+        self,
+        conversations: Messages | Seq[Messages],
+        sampling_params: Params = None,
+        *,
+        tenant: str = "",
+        max_draft_tokens: int | None = None,
+        on_update: UpdateCallback | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`."""
+        several = conversations if conversations and isinstance(conversations[0], list) else [conversations]
+        prompts = [encode_chat(self.engine.tokenizer, list(messages)) for messages in several]  # type: ignore[arg-type]
+        return self._run(prompts, sampling_params, tenant, max_draft_tokens, on_update)
+
+    def reset_caches(self) -> None:
+        """Forget what finished requests left behind: retained prefixes, and what the drafter learned from them."""
+        self.engine.reset_caches()
+
+    def _run(
+        self,
+        prompts: Seq[Prompt],
+        sampling_params: Params,
+        tenant: str,
+        max_draft_tokens: int | None,
+        on_update: UpdateCallback | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(f"{len(sampling_params)} sampling parameters for {len(prompts)} prompts")
+        ids: list[str] = []
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                request_id = f"offline-{next(self._request_ids)}"
+                self.engine.add_request(
+                    request_id,
+                    prompt,
+                    params,
+                    tenant=tenant,
+                    max_draft_tokens=max_draft_tokens,
+                    on_update=on_update,
+                )
+                ids.append(request_id)
+            outputs: dict[str, RequestOutput] = {}
+            while len(outputs) < len(ids):
+                for update in self.engine.step():
+                    if update.output is not None:
+                        outputs[update.request_id] = update.output
+        except BaseException:  # a bad prompt, Ctrl-C: leave nothing behind
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

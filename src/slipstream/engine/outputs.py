@@ -1,0 +1,79 @@
+"""What callers get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.core import FinishReason, Sequence, TokenLogprob
+from slipstream.engine.text import Piece
+from slipstream.metrics.request import RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer. `token_ids` include the end or stop token; `text` does not."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool]
+    """One a token: True for an accepted draft token, False for the target's own."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended the answer; None at the model's own end token."""
+    seed: int
+    """With this seed and n = 1 the same answer comes again."""
+    logprobs: list[TokenLogprob] | None
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request: its prompt and its `n` answers."""
+
+    request_id: str
+    prompt: str | None
+    """None when the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The counters of all answers together."""
+        return RequestMetrics.merged([output.metrics for output in self.outputs])
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step added to one answer."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    pieces: list[Piece]
+    """Text released by this step; it may lag behind the tokens."""
+    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason | None
+    output: RequestOutput | None
+    """Set with the update that ends the request's last answer."""
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+def completion(sequence: Sequence) -> CompletionOutput:
+    """The finished `sequence` as its caller sees it."""
+    assert sequence.finish_reason is not None
+    return CompletionOutput(
+        index=sequence.index,
+        text=sequence.text,
+        token_ids=sequence.output_token_ids,
+        from_draft=sequence.from_draft,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        seed=sequence.seed,
+        logprobs=sequence.logprobs,
+        metrics=sequence.metrics,
+    )

@@ -1,0 +1,77 @@
+"""One target pass: from a plan and its proposals to logits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ScheduledSequence, StepPlan
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM, RowGroup
+
+
+class ModelRunner:
+    """Runs the target over the rows of a plan and keeps the cache in step with the verdicts."""
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        self.model = model
+        self.cache = cache
+
+    def forward(self, plan: StepPlan, proposals: dict[int, Proposal]) -> list[Tensor]:
+        """One pass over all scheduled rows and all proposals.
+
+        Returns for each scheduled sequence the logits, [rows, vocab], of its rows that matter: every computed row
+        while prompt log-probabilities are wanted, else the last committed token's row and one a draft node (none
+        for a prompt chunk that does not reach the end).
+        """
+        groups = [
+            self._row_group(item, proposals.get(item.sequence.id, EMPTY_PROPOSAL)) for item in plan.scheduled
+        ]
+        logits = self.model.forward(groups, self.cache.pool).logits
+        ends = list(itertools.accumulate(len(group.logit_rows) for group in groups))
+        return [logits[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+    def commit(self, item: ScheduledSequence, kept_nodes: Seq[int]) -> None:
+        """Keep the entries of the computed committed tokens and of the accepted nodes; forget the others.
+
+        The accepted tokens are already in `sequence.token_ids`.
+        """
+        sequence = item.sequence
+        rows = [*range(item.num_rows), *(item.num_rows + node for node in kept_nodes)]
+        end = sequence.num_computed + len(rows)
+        self.cache.commit(sequence.id, sequence.token_ids[sequence.num_computed : end], rows)
+        sequence.num_computed = end
+
+    def _row_group(self, item: ScheduledSequence, proposal: Proposal) -> RowGroup:
+        sequence = item.sequence
+        past, num_rows = sequence.num_computed, item.num_rows
+        total = num_rows + len(proposal)
+        if sequence.wants_prompt_logprobs:
+            logit_rows = range(total)
+        else:
+            logit_rows = range(num_rows - 1, total) if item.decodes else range(0)
+        is_chain = proposal.is_chain
+        root = past + num_rows - 1  # position of the last committed token
+        return RowGroup(
+            start=self.cache.accounting.segment(sequence.id).start,
+            num_past=past,
+            token_ids=[*sequence.token_ids[past : past + num_rows], *proposal.token_ids],
+            logit_rows=logit_rows,
+            positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
+            tail_visible=None if is_chain else tree_visibility(num_rows, proposal),
+        )
+
+
+def tree_visibility(num_rows: int, proposal: Proposal) -> Tensor:
+    """bool [num_rows + n, num_rows + n]: committed rows see those before them, nodes see those and their ancestors."""
+    visible = torch.ones(num_rows + len(proposal), num_rows + len(proposal), dtype=torch.bool).tril()
+    visible[num_rows:, num_rows:] = False
+    for node, parent in enumerate(proposal.parents):
+        row = num_rows + node
+        if parent >= 0:
+            visible[row, num_rows:] = visible[num_rows + parent, num_rows:]
+        visible[row, row] = True
+    return visible

@@ -1,0 +1,47 @@
+"""When an answer ends. The rules are applied token by token, so they hold inside an accepted block."""
+
+from __future__ import annotations
+
+from slipstream.core import FinishReason, Sequence
+from slipstream.engine.text import TextStream
+
+
+class StopRules:
+    """End tokens, stop tokens, stop strings, `max_tokens` and the context limit of one sequence."""
+
+    def __init__(
+        self, sequence: Sequence, text: TextStream, eos_token_ids: frozenset[int], num_tokens_limit: int
+    ) -> None:
+        params = sequence.params
+        self._sequence = sequence
+        self._text = text
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        self._num_tokens_limit = num_tokens_limit
+
+    def append(self, token_id: int, from_draft: bool) -> bool:
+        """Commit one token to the sequence and its text; True when the answer ends with it."""
+        sequence, params = self._sequence, self._sequence.params
+        sequence.token_ids.append(token_id)
+        sequence.from_draft.append(from_draft)
+        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+            if params.include_stop_str_in_output:
+                self._text.push(token_id, from_draft, check_stop=False)
+            is_eos = token_id in self._eos_token_ids
+            return self._finish(FinishReason.STOP, None if is_eos else token_id)
+        check_stop = sequence.num_output_tokens > params.min_tokens
+        stop = self._text.push(token_id, from_draft, check_stop)
+        if stop is not None:
+            return self._finish(FinishReason.STOP, stop)
+        if sequence.num_output_tokens >= params.max_tokens:
+            return self._finish(FinishReason.LENGTH)
+        if len(sequence.token_ids) >= self._num_tokens_limit:
+            return self._finish(FinishReason.LENGTH)
+        return False
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+        self._sequence.finish_reason = reason
+        self._sequence.stop_reason = stop_reason
+        if not isinstance(stop_reason, str):  # a stop string has already cut the text
+            self._text.flush()
+        return True

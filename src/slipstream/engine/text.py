@@ -1,0 +1,105 @@
+"""From committed tokens to text that may be shown: UTF-8 and stop strings are never shown half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the decoder sees first, so that a leading space is decoded as in running text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that may be shown now, and whether a draft token or the target's own yielded it."""
+
+    text: str
+    from_draft: bool
+
+
+class TextStream:
+    """Decodes one answer token by token, finds stop strings, and releases what can no longer change.
+
+    Text that could be the beginning of a stop string is held back until it is known not to be; a character whose
+    bytes are spread over several tokens appears with its last one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(
+            ids=list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens
+        )
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._undecoded: list[int] = []
+        self._boundaries: list[tuple[int, bool]] = []  # (end of a token's text, from_draft)
+        self._released = 0
+        self.text = ""
+        """Everything decoded so far; cut at the stop string once one was found."""
+
+    def push(self, token_id: int, from_draft: bool, check_stop: bool = True) -> str | None:
+        """Add a committed token; returns the stop string that it completes, if any, and cuts the text there."""
+        self._undecoded.append(token_id)
+        piece = self._stream.step(self._backend, token_id)
+        if piece is None:
+            return None
+        self._undecoded.clear()
+        searched = len(self.text)
+        self._append(piece, from_draft)
+        return self._find_stop(searched) if check_stop else None
+
+    def flush(self, from_draft: bool = False) -> None:
+        """The answer has ended: decode what is left, replacing bytes that never became a character."""
+        rest = self._backend.decode(self._undecoded, skip_special_tokens=self._skip_special_tokens)
+        self._undecoded.clear()
+        self._append(rest, from_draft)
+
+    def take(self, finished: bool) -> list[Piece]:
+        """The text released since the last call, token by token; everything that is left when `finished`."""
+        end = len(self.text) if finished else len(self.text) - self._held_back()
+        pieces: list[Piece] = []
+        for boundary, from_draft in self._boundaries:
+            stop = min(boundary, end)
+            if stop > self._released:
+                pieces.append(Piece(self.text[self._released : stop], from_draft))
+                self._released = stop
+        self._boundaries = [b for b in self._boundaries if b[0] > self._released]
+        return pieces
+
+    def _append(self, text: str, from_draft: bool) -> None:
+        self.text += text
+        self._boundaries.append((len(self.text), from_draft))
+
+    def _find_stop(self, searched: int) -> str | None:
+        """The stop string that begins earliest in the text behind `searched`, less what may reach back."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, searched - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return None
+        at, stop = found
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        return stop
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text with which a stop string begins."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

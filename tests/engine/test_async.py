@@ -1,0 +1,150 @@
+"""Many callers at once: every answer is its lone answer, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+
+import psutil
+import pytest
+from conftest import MakeLLM
+
+from slipstream import LLM, AsyncEngine, SamplingParams, Update
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.engine.async_engine import EngineStoppedError
+from slipstream.errors import RequestError
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
+
+
+def test_two_hundred_requests_with_random_aborts(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    rng = random.Random(0)
+    jobs = []
+    for number in range(200):
+        prompt = prompts[number % 20][: rng.randint(1, 120)]
+        jobs.append((prompt, rng.randint(1, 24), rng.random() < 0.25))
+    lone: dict[tuple[int, ...], list[int]] = {}
+    for prompt, _, _ in jobs:
+        if tuple(prompt) not in lone:
+            params = SamplingParams(temperature=0, max_tokens=24)
+            lone[tuple(prompt)] = plain.generate(prompt, params)[0].outputs[0].token_ids
+    llm = make_llm(DRAFT)
+
+    async def one(engine: AsyncEngine, prompt: list[int], max_tokens: int, leaves: bool) -> list[int] | None:
+        await asyncio.sleep(rng.random() * 2)
+        received: list[int] = []
+        async for update in engine.stream(prompt, SamplingParams(temperature=0, max_tokens=max_tokens)):
+            received.extend(update.token_ids)
+            if leaves and len(received) >= max_tokens // 2:
+                return None
+        return received
+
+    async def all_of_them() -> list[list[int] | None]:
+        async with AsyncEngine(engine=llm.engine) as engine:
+            answers = await asyncio.gather(*(one(engine, *job) for job in jobs))
+            await asyncio.wait_for(engine.idle(), 60)
+            assert llm.engine.integrity() == []
+            return answers
+
+    asyncio.run(all_of_them())  # a first round, so that the second meets warm buffers
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    answers = asyncio.run(all_of_them())
+    gc.collect()
+    grown = psutil.Process().memory_info().rss - before
+    survivors = 0
+    for (prompt, max_tokens, _), answer in zip(jobs, answers, strict=True):
+        if answer is not None:
+            survivors += 1
+            assert answer == lone[tuple(prompt)][:max_tokens]
+    assert 120 < survivors < 200
+    assert grown < 32 * 2**20, f"memory grew by {grown / 2**20:.0f} MiB in the second round"
+
+
+def test_stream_is_incremental_and_ends_with_the_whole_output(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    async def main() -> list[Update]:
+        async with AsyncEngine(engine=make_llm(DRAFT).engine) as engine:
+            params = SamplingParams(temperature=0.5, seed=1, n=2, max_tokens=10, ignore_eos=True, logprobs=1)
+            return [update async for update in engine.stream(prompts[0], params)]
+
+    updates = asyncio.run(main())
+    assert len(updates) >= 4
+    output = updates[-1].output
+    assert output is not None
+    assert all(update.output is None for update in updates[:-1])
+    for index in (0, 1):
+        mine = [update for update in updates if update.index == index]
+        answer = output.outputs[index]
+        assert [t for update in mine for t in update.token_ids] == answer.token_ids
+        assert "".join(update.text for update in mine) == answer.text
+        assert [e for update in mine for e in update.logprobs or []] == answer.logprobs
+
+
+def test_bad_requests_and_aborts_reach_their_caller_only(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine=make_llm().engine) as engine:
+            good = asyncio.create_task(
+                engine.generate(prompts[0], SamplingParams(max_tokens=20, ignore_eos=True))
+            )
+            with pytest.raises(RequestError, match="empty"):
+                await engine.generate([])
+            stream = engine.stream(
+                prompts[1], SamplingParams(max_tokens=500, ignore_eos=True), request_id="x"
+            )
+            await anext(stream)
+            await engine.abort("x")
+            rest = [update async for update in stream]
+            assert rest[-1].finish_reason == "abort"
+            assert rest[-1].output is not None
+            assert len((await good).outputs[0].token_ids) == 20
+
+    asyncio.run(main())
+
+
+def test_cancelled_task_frees_its_request(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine=make_llm().engine) as engine:
+            task = asyncio.create_task(
+                engine.generate(prompts[0], SamplingParams(max_tokens=1000, ignore_eos=True))
+            )
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.wait_for(engine.idle(), 10)
+
+    asyncio.run(main())
+
+
+def test_a_closed_or_failed_engine_ends_its_streams(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(
+            engine.generate(prompts[0], SamplingParams(max_tokens=1000, ignore_eos=True))
+        )
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await task
+        with pytest.raises(EngineStoppedError, match="stopped"):
+            await engine.generate(prompts[0])
+
+    asyncio.run(main(AsyncEngine(engine=make_llm().engine)))
+
+    async def failing(engine: AsyncEngine) -> None:
+        with pytest.raises(EngineStoppedError, match="out of luck"):
+            await engine.generate(prompts[0], SamplingParams(max_tokens=5))
+
+    broken = make_llm().engine
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(broken.runner, "forward", fail)
+    asyncio.run(failing(AsyncEngine(engine=broken)))
