@@ -1,0 +1,256 @@
+"""Enlarge a Llama checkpoint without changing what it computes: speed at a size that nobody had to train.
+
+    python -m slipstream.testing.expand SOURCE TARGET --parameters 300M
+
+The result costs as much time and memory as a trained model of its size and writes the source's text, so
+that draft acceptance stays what training made it. Quality and speed can then be measured on one pair of
+models. What is added computes on real numbers and adds zero: new layers have a zero `o_proj` and
+`down_proj`, new heads and new intermediate units a zero column there, and the new part of the hidden state
+stays zero. RMSNorm divides by the mean square over all dimensions, which the zeros lower by h/H; its
+weights are scaled by sqrt(h/H) and its epsilon by h/H.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.models import load_config, load_model
+
+IDEAL_LAYERS = 24
+INTERMEDIATE_RATIO = 2.75
+"""Intermediate over hidden size where only a number of parameters is given: 1024 goes with 2816, as usual."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama model that can be enlarged."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """A model's own sizes."""
+        return cls(
+            config.hidden_size,
+            config.num_hidden_layers,
+            config.intermediate_size,
+            config.num_attention_heads,
+        )
+
+    def layer_parameters(self, config: Any) -> int:
+        """Weights of one layer, with the heads' width and sharing of `config`."""
+        query = self.num_heads * config.head_dim
+        key_value = 2 * query * config.num_key_value_heads // config.num_attention_heads
+        weights: int = self.hidden_size * (2 * query + key_value + 3 * self.intermediate_size + 2)
+        return weights
+
+
+def expand(
+    source: str | Path,
+    target: str | Path,
+    *,
+    target_parameters: int | None = None,
+    hidden_size: int | None = None,
+    num_layers: int | None = None,
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> int:
+    """Write an enlarged checkpoint of the same function to the folder `target`; returns its parameter count.
+
+    Sizes that are not given stay as they are, or follow from `target_parameters`. Tokenizer files are
+    copied along, and the configuration says `cost_expanded`. Raises `ConfigError` for sizes that cannot be
+    reached and `ModelError` for a source that is not a plain Llama checkpoint or a target that is not
+    empty.
+    """
+    source, target = Path(source), Path(target)
+    config = _check_source(source)
+    if target.exists() and any(target.iterdir()):
+        raise ModelError(f"{str(target)!r} is not empty; give a new folder")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+    small = Shape.of(config)
+    default = small if target_parameters is None else shape_for(config, target_parameters)
+    large = Shape(
+        hidden_size or default.hidden_size,
+        num_layers or default.num_layers,
+        intermediate_size or default.intermediate_size,
+        num_heads or default.num_heads,
+    )
+    _check_shapes(config, small, large)
+
+    old = load_model(str(source), dtype="float32", device="cpu", canary=False, pack=False).model
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        new: Any = LlamaForCausalLM(_large_config(config, large))  # what is not written below stays random
+        _fill(new, old, small, large)
+    num_parameters: int = sum(parameter.numel() for parameter in new.parameters())
+    new.config.cost_expanded = {"from": source.resolve().name, "parameters": num_parameters}
+    new.to(getattr(torch, dtype)).save_pretrained(target)
+    _copy_other_files(source, target)
+    return num_parameters
+
+
+def shape_for(config: Any, target_parameters: int) -> Shape:
+    """A usual shape of about `target_parameters` weights: close to 24 layers, hidden size in steps of 128."""
+    small = Shape.of(config)
+    best: tuple[int, Shape] | None = None
+    for hidden_size in range(128, 16385, 128):
+        intermediate_size = int(hidden_size * INTERMEDIATE_RATIO)
+        num_heads = hidden_size // config.head_dim
+        shape = Shape(hidden_size, 1, intermediate_size, num_heads)
+        embeddings = config.vocab_size * hidden_size * (1 if config.tie_word_embeddings else 2)
+        num_layers: int = round((target_parameters - embeddings) / shape.layer_parameters(config))
+        shape = Shape(hidden_size, num_layers, intermediate_size, num_heads)
+        distance = abs(num_layers - IDEAL_LAYERS)
+        if not _misfits(config, small, shape) and (best is None or distance < best[0]):
+            best = (distance, shape)
+    if best is None:
+        raise ConfigError(f"no usual shape of {target_parameters:,} parameters is larger than the source")
+    return best[1]
+
+
+def _check_source(source: Path) -> Any:
+    if not source.is_dir():
+        raise ModelError(f"{str(source)!r} is not a folder")
+    config = load_config(str(source))
+    if config.model_type != "llama":
+        raise ModelError(f"{str(source)!r} holds a {config.model_type} model; only llama can be enlarged")
+    if config.attention_bias or config.mlp_bias or getattr(config, "quantization_config", None):
+        raise ModelError(f"{str(source)!r} has biases or quantised weights, which cannot be enlarged")
+    return config
+
+
+def _misfits(config: Any, small: Shape, large: Shape) -> list[str]:
+    """What stops a model of the sizes `small` from being a part of one of the sizes `large`."""
+    faults = [
+        f"{name} {getattr(large, name)} is below the source's {getattr(small, name)}"
+        for name in ("hidden_size", "num_layers", "intermediate_size", "num_heads")
+        if getattr(large, name) < getattr(small, name)
+    ]
+    group = config.num_attention_heads // config.num_key_value_heads
+    if large.num_heads % group:
+        faults.append(
+            f"num_heads {large.num_heads} is not a multiple of {group}, as in the source's key heads"
+        )
+    if large.hidden_size % large.num_heads:
+        faults.append(f"hidden_size {large.hidden_size} is not a multiple of num_heads {large.num_heads}")
+    return faults
+
+
+def _check_shapes(config: Any, small: Shape, large: Shape) -> None:
+    if faults := _misfits(config, small, large):
+        raise ConfigError(f"cannot enlarge: {'; '.join(faults)}")
+
+
+def _large_config(config: Any, large: Shape) -> LlamaConfig:
+    values = {key: value for key, value in config.to_dict().items() if key not in ("dtype", "architectures")}
+    group = config.num_attention_heads // config.num_key_value_heads
+    values.update(
+        hidden_size=large.hidden_size,
+        num_hidden_layers=large.num_layers,
+        intermediate_size=large.intermediate_size,
+        num_attention_heads=large.num_heads,
+        num_key_value_heads=large.num_heads // group,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps * config.hidden_size / large.hidden_size,
+    )
+    return LlamaConfig(**values)
+
+
+def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
+    """Write the old weights into the new model, and zeros wherever something new would add to its state."""
+    _place(new.model.embed_tokens.weight, old.model.embed_tokens.weight)
+    if not old.config.tie_word_embeddings:
+        _place(new.lm_head.weight, old.lm_head.weight)
+    _place_norm(new.model.norm, old.model.norm, small, large)
+    for index, layer in enumerate(new.model.layers):
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+        source_index = _source_layer(index, small.num_layers, large.num_layers)
+        if source_index is None:
+            continue
+        source = old.model.layers[source_index]
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            _place(getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            _place(getattr(layer.mlp, name).weight, getattr(source.mlp, name).weight)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            _place_norm(getattr(layer, name), getattr(source, name), small, large)
+
+
+def _source_layer(index: int, small: int, large: int) -> int | None:
+    """Which old layer the new layer `index` is, None for one in between; the old ones are spread evenly."""
+    before, after = index * small // large, (index + 1) * small // large
+    return before if after > before else None
+
+
+def _place(new: Tensor, old: Tensor) -> None:
+    """`old` goes into the top left corner; zeros beside it, random weights stay below it."""
+    rows, columns = old.shape
+    new[:rows] = 0
+    new[:rows, :columns] = old
+
+
+def _place_norm(new: Any, old: Any, small: Shape, large: Shape) -> None:
+    new.weight[: small.hidden_size] = old.weight * (small.hidden_size / large.hidden_size) ** 0.5
+
+
+def _copy_other_files(source: Path, target: Path) -> None:
+    """The tokenizer's files, the generation settings, and whatever else is not weights or configuration."""
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
+
+
+def parse_count(text: str) -> int:
+    """`300M`, `1G` or plain digits."""
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    try:
+        return round(float(number) * unit)
+    except ValueError:
+        raise ConfigError(f"cannot read {text!r} as a number of parameters; write 300M or 1G") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: 0 when the checkpoint was written, 2 with one line on stderr when it was not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.testing.expand",
+        description="Enlarge a Llama checkpoint without changing what it computes.",
+    )
+    parser.add_argument("source", help="folder of a Llama checkpoint")
+    parser.add_argument("target", help="folder to write")
+    parser.add_argument("--parameters", help="about how many, for example 300M or 1G")
+    for name in ("hidden-size", "num-layers", "intermediate-size", "num-heads"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    options = vars(parser.parse_args(arguments))
+    parameters = options.pop("parameters")
+    try:
+        options["target_parameters"] = parse_count(parameters) if parameters else None
+        num_parameters = expand(options.pop("source"), options.pop("target"), **options)
+    except SlipstreamError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{num_parameters:,} parameters", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
