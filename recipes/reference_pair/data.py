@@ -1,0 +1,144 @@
+"""Conversations to training rows: clean, tokenize, mix and pack, all of it a function of the seed."""
+
+import json
+import re
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+IGNORE = -1  # document number of padding
+
+# End markers that the models which wrote the `chat` answers left in the text.
+FOREIGN_END = re.compile(r"\s*(<\|endoftext\|>|</s>)\s*$")
+
+
+class Message(TypedDict):
+    role: str
+    content: str
+
+
+class Conversation(TypedDict):
+    task: str
+    source: str
+    messages: list[Message]
+
+
+class Piece(NamedTuple):
+    """A conversation, or as many of its turns as fit a row."""
+
+    task: str
+    tokens: np.ndarray  # [L] int64
+    is_answer: np.ndarray  # [L] bool: the assistant's own tokens, its <|end|> included
+
+
+class Rows(NamedTuple):
+    """Packed rows. A token attends only to earlier tokens of its own document."""
+
+    tokens: np.ndarray  # [N, T] int64
+    documents: np.ndarray  # [N, T] int16: number within the row, IGNORE on padding
+    is_answer: np.ndarray  # [N, T] bool
+
+
+def load_conversations(path: Path) -> list[Conversation]:
+    """Read JSONL of `{"task", "source", "messages": [{"role", "content"}]}`, cut foreign end markers."""
+    with path.open(encoding="utf-8") as lines:
+        conversations = [json.loads(line) for line in lines]
+    for conversation in conversations:
+        for message in conversation["messages"]:
+            message["content"] = FOREIGN_END.sub("", message["content"])
+    return conversations
+
+
+def repeats(tokens: Sequence[int], size: int = 16, times: int = 3) -> bool:
+    """Whether some run of `size` tokens occurs `times` times: the mark of a text caught in a loop."""
+    runs = Counter(tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1))
+    return bool(runs) and max(runs.values()) >= times
+
+
+def to_pieces(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    max_answer_tokens: int | None = None,
+) -> list[Piece]:
+    """Tokenize, and cut what is longer than `length` tokens, before a user's turn where that is possible.
+
+    With `max_answer_tokens`, conversations with a longer answer, or with one that runs in circles, are left
+    out: a model that has seen only answers that end learns to end its own.
+    """
+    messages = [message for conversation in conversations for message in conversation["messages"]]
+    encoded = iter(
+        tokenizer([message["content"] for message in messages], add_special_tokens=False)["input_ids"]
+    )
+    end = int(tokenizer.eos_token_id)
+    role_ids = {
+        role: tokenizer.convert_tokens_to_ids(f"<|{role}|>") for role in {m["role"] for m in messages}
+    }
+
+    pieces: list[Piece] = []
+    for conversation in conversations:
+        turns = [(message["role"], next(encoded)) for message in conversation["messages"]]
+        answers = [ids for role, ids in turns if role == "assistant"]
+        if max_answer_tokens is not None and any(len(a) > max_answer_tokens or repeats(a) for a in answers):
+            continue
+        runs: list[tuple[list[int], list[bool]]] = [([], [])]
+        for role, ids in turns:
+            if role == "user" and len(runs[-1][0]) + len(ids) + 2 > length:
+                runs.append(([], []))
+            runs[-1][0].extend([role_ids[role], *ids, end])
+            runs[-1][1].extend([False] + [role == "assistant"] * (len(ids) + 1))
+        for tokens, is_answer in runs:
+            for start in range(0, len(tokens), length):
+                cut = slice(start, start + length)
+                pieces.append(Piece(conversation["task"], np.array(tokens[cut]), np.array(is_answer[cut])))
+    return pieces
+
+
+def mix_pieces(
+    pieces: Sequence[Piece], weights: Mapping[str, float], rng: np.random.Generator
+) -> list[Piece]:
+    """Repeat each piece `weights[task]` times on average (1 where absent): 1.5 is one copy or two, evenly."""
+    expected = np.array([weights.get(piece.task, 1.0) for piece in pieces])
+    copies = np.floor(expected + rng.random(len(pieces))).astype(int)
+    return [piece for piece, n in zip(pieces, copies, strict=True) for _ in range(n)]
+
+
+def pack(pieces: Sequence[Piece], length: int, pad: int, rng: np.random.Generator) -> Rows:
+    """Fill rows of `length` tokens by best fit, longest piece first, then shuffle the rows.
+
+    Padding comes to well under 1 % on a few thousand conversations.
+    """
+    bins: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    shuffled = rng.permutation(len(pieces))
+    for i in sorted(shuffled, key=lambda i: -len(pieces[i].tokens)):
+        size = len(pieces[i].tokens)
+        at = bisect_left(rooms, (size, -1))
+        if at < len(rooms):
+            free, row = rooms.pop(at)
+        else:
+            free, row = length, len(bins)
+            bins.append([])
+        bins[row].append(pieces[i])
+        if free > size:
+            insort(rooms, (free - size, row))
+
+    tokens = np.full((len(bins), length), pad, dtype=np.int64)
+    documents = np.full((len(bins), length), IGNORE, dtype=np.int16)
+    is_answer = np.zeros((len(bins), length), dtype=bool)
+    for row, b in enumerate(rng.permutation(len(bins))):
+        at = 0
+        for number, piece in enumerate(bins[b]):
+            span = slice(at, at + len(piece.tokens))
+            tokens[row, span], documents[row, span], is_answer[row, span] = (
+                piece.tokens,
+                number,
+                piece.is_answer,
+            )
+            at = span.stop
+    return Rows(tokens, documents, is_answer)
