@@ -1,0 +1,150 @@
+"""Acceptance of every drafter on the embedded pair, by task: the table of docs/reference/drafters.md.
+
+    python benchmarks/drafters.py                # 7 tasks x 50 held-out prompts, greedy and temperature 0.8
+    python benchmarks/drafters.py --prompts 5    # a quick look
+
+Nothing here is timed. τ and α depend on the models, prompts and drafter alone, so the machine may be busy. Every
+text is compared with the one without speculation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from provenance import provenance
+
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.metrics.request import RequestMetrics
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "docs/benchmarks/drafters.json"
+PAGE = ROOT / "docs/reference/drafters.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "suffix, tree of 16": {"method": "suffix", "tree": True, "num_draft_nodes": 16},
+    "draft_model, chain of 4": DRAFT,
+    "draft_model, greedy chain of 4": {**DRAFT, "draft_sample_method": "greedy"},
+    "draft_model, tree of 12": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12},
+    "draft_model, chain of 4, verifier rejection": {**DRAFT, "verifier": "rejection"},
+    "draft_model, chain of 4, verifier block": {**DRAFT, "verifier": "block"},
+}
+TEMPERATURES = (0.0, 0.8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=50, help="prompts a task")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    options = parser.parse_args()
+    by_task: dict[str, list[list[dict[str, str]]]] = {}
+    for row in sample_prompts():
+        by_task.setdefault(row["task"], []).append(row["messages"])
+    by_task = {task: prompts[: options.prompts] for task, prompts in sorted(by_task.items())}
+
+    rows: list[dict[str, Any]] = []
+    reference = measure({"method": "off"}, by_task, options.max_tokens)
+    for name, spec in DRAFTERS.items():
+        outputs = measure(spec, by_task, options.max_tokens)
+        for (temperature, task), answers in outputs.items():
+            if temperature == 0 and "verifier" in spec:
+                continue  # greedy, all verifiers are the same
+            rows.append(
+                {
+                    "drafter": name,
+                    "speculative_config": {k: v for k, v in spec.items() if k != "model"},
+                    "temperature": temperature,
+                    "task": task,
+                    **summary(answers, reference[temperature, task]),
+                }
+            )
+    result = {
+        "provenance": provenance(),
+        "prompts_a_task": options.prompts,
+        "max_tokens": options.max_tokens,
+        "rows": rows,
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    if options.prompts == 50:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{tables(rows)}{END}{after}")
+    print(tables(rows))
+
+
+def measure(
+    spec: dict[str, Any], by_task: dict[str, list[list[dict[str, str]]]], max_tokens: int
+) -> dict[tuple[float, str], list[RequestOutput]]:
+    """All answers by temperature and task; each task meets a drafter that has learned nothing yet."""
+    llm = LLM(speculative_config=spec, max_num_seqs=16)
+    outputs: dict[tuple[float, str], list[RequestOutput]] = {}
+    for temperature in TEMPERATURES:
+        for task, conversations in by_task.items():
+            started = time.perf_counter()
+            llm.reset_caches()
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+                for number in range(len(conversations))
+            ]
+            outputs[temperature, task] = llm.chat(conversations, params)
+            elapsed_s = time.perf_counter() - started
+            print(f"{spec} T={temperature} {task}: {elapsed_s:.0f} s", file=sys.stderr)
+    return outputs
+
+
+def summary(answers: list[RequestOutput], reference: list[RequestOutput]) -> dict[str, Any]:
+    """Counters of one cell, pooled over its prompts."""
+    metrics = RequestMetrics.merged([answer.metrics for answer in answers])
+    equal = [
+        a.outputs[0].token_ids == r.outputs[0].token_ids for a, r in zip(answers, reference, strict=True)
+    ]
+    return {
+        "alpha": round(metrics.acceptance_rate, 4),
+        "conditional_alpha": [round(rate, 4) for rate in metrics.conditional_acceptance],
+        "tau": round(metrics.acceptance_length, 4),
+        "steps_saved": round(1 - metrics.num_steps / metrics.num_output_tokens, 4),
+        "num_steps": metrics.num_steps,
+        "num_output_tokens": metrics.num_output_tokens,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "texts_equal_to_off": sum(equal),
+        "texts": len(equal),
+    }
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """One Markdown table a temperature; a cell is α / τ / steps saved."""
+    text = ""
+    for temperature in TEMPERATURES:
+        chosen = [row for row in rows if row["temperature"] == temperature]
+        tasks = sorted({row["task"] for row in chosen})
+        title = "Greedy" if temperature == 0 else f"Temperature {temperature}"
+        text += f"\n### {title}\n\n| drafter | {' | '.join(tasks)} | texts equal |\n|---|{'---|' * (len(tasks) + 1)}\n"
+        for name in dict.fromkeys(row["drafter"] for row in chosen):
+            cells = {row["task"]: row for row in chosen if row["drafter"] == name}
+            figures = [
+                f"{cells[t]['alpha']:.2f} / {cells[t]['tau']:.2f} / {cells[t]['steps_saved']:.0%}"
+                for t in tasks
+            ]
+            equal = sum(row["texts_equal_to_off"] for row in cells.values())
+            total = sum(row["texts"] for row in cells.values())
+            keeps_draw = "verifier" not in name
+            same = f"{equal} of {total}" if keeps_draw else "same distribution, other draws"
+            text += f"| {name} | {' | '.join(figures)} | {same} |\n"
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    main()
