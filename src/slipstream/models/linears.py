@@ -40,11 +40,8 @@ class PackedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
         flat = rows.reshape(-1, self.in_features)
-        tiles = (
-            [self._tile(tile) for tile in flat.split(TILES[-1])]
-            if len(flat) > TILES[-1]
-            else [self._tile(flat)]
-        )
+        largest = TILES[-1]
+        tiles = [self._tile(flat[begin : begin + largest]) for begin in range(0, max(len(flat), 1), largest)]
         output = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
         return output.view(*rows.shape[:-1], self.out_features)
 
