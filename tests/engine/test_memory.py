@@ -1,0 +1,101 @@
+"""Memory is decided at start, and odd sizes are nothing special."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import MakeLLM
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.config import EngineConfig
+from slipstream.engine.memory import format_bytes, plan_memory
+from slipstream.errors import CapacityError
+
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+
+
+@pytest.mark.parametrize("spec", [None, DRAFT], ids=["off", "draft"])
+@pytest.mark.parametrize("kv_cache_bytes", [8 * 2**20, 50_000_001])
+def test_all_keys_and_values_stay_within_the_bound(
+    make_llm: MakeLLM, spec: dict[str, Any] | None, kv_cache_bytes: int
+) -> None:
+    engine = make_llm(spec, kv_cache_bytes=kv_cache_bytes).engine
+    plan = engine.memory_plan
+    held = engine.runner.cache.memory_bytes()
+    if spec:
+        held += engine.drafter.cache.memory_bytes()  # type: ignore[attr-defined]
+    assert held == plan.kv_bytes
+    assert 0.9 * kv_cache_bytes < held <= kv_cache_bytes
+    assert plan.target_bytes == engine.model.weight_bytes
+    assert (plan.draft_bytes > 0) == (spec is not None)
+
+
+def test_no_more_is_planned_than_can_ever_be_used(plain: LLM) -> None:
+    config = EngineConfig("x", max_num_seqs=2, max_model_len=100, kv_cache_bytes=2**40)
+    plan = plan_memory(config, plain.engine.model, 0, 0, max_draft_tokens=4)
+    assert plan.num_slots < 400
+    assert plan.max_model_len == 100
+
+
+def test_too_little_memory_says_how_much_is_needed(plain: LLM) -> None:
+    with pytest.raises(CapacityError, match="kv_cache_bytes to at least") as caught:
+        plan_memory(EngineConfig("x", kv_cache_bytes=10_000), plain.engine.model, 0, 0, max_draft_tokens=4)
+    advised = float(str(caught.value).split()[-2]) * 2**20
+    config = EngineConfig("x", kv_cache_bytes=int(advised * 1.1))
+    assert plan_memory(config, plain.engine.model, 0, 0, max_draft_tokens=4).max_model_len >= 64
+
+
+def test_bytes_are_written_as_people_read_them() -> None:
+    sizes = [0, 1023, 1536, 5 * 2**20, 3 * 2**30]
+    assert [format_bytes(n) for n in sizes] == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+def test_every_batch_size_and_row_count(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]) -> None:
+    """Batches of 1 to 33 and prompts of 1 to 65 tokens, mixed, drafted as trees: each is its lone answer."""
+    llm = make_llm({**DRAFT, "tree_top_k": 2, "num_draft_nodes": 5}, max_num_seqs=33)
+    text = [token for prompt in prompts for token in prompt]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    lone = {
+        length: plain.generate(text[length : 2 * length], params)[0].outputs[0].token_ids
+        for length in range(1, 66)
+    }
+    length = 0
+    for batch in range(1, 34):
+        lengths = [1 + (length + number) % 65 for number in range(batch)]
+        length += batch
+        outputs = llm.generate([text[n : 2 * n] for n in lengths], params)
+        assert [output.outputs[0].token_ids for output in outputs] == [lone[n] for n in lengths]
+
+
+def test_reuse_of_prefixes_is_the_same_with_and_without_speculation(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    cached: list[list[int]] = []
+    for spec in (None, {"method": "ngram"}, DRAFT):
+        llm = make_llm(spec)
+        for prompt in prompts[:6]:
+            llm.generate(prompt, params)
+        again = [
+            llm.generate([*prompt, 7, 8, 9], params)[0].metrics.num_cached_tokens for prompt in prompts[:6]
+        ]
+        assert again == [len(prompt) for prompt in prompts[:6]]
+        cached.append(again)
+    assert cached[0] == cached[1] == cached[2]
+
+
+def test_parallel_engines_do_not_disturb_each_other(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    """Two engines step in turn; state that is global by mistake would show."""
+    first, second = make_llm(DRAFT).engine, make_llm({"method": "ngram"}).engine
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=16)
+    texts: dict[str, list[int]] = {}
+    for name, engine in (("a", first), ("b", second)):
+        engine.add_request(name, prompts[0], params)
+    while len(texts) < 2:
+        for engine in (first, second):
+            for update in engine.step() if engine.has_unfinished else []:
+                if update.output is not None:
+                    texts[update.request_id] = update.output.outputs[0].token_ids
+    assert texts["a"] == texts["b"]

@@ -1,0 +1,84 @@
+"""The real engine on the real pair: sampled answers follow the target's exact distribution, whatever drafts.
+
+The enumeration grid proves the verifiers; this catches what lies around them (wrong rows, wrong q, reused noise).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.engine.inputs import encode_chat
+from slipstream.kv.pool import KVPool
+from slipstream.models import RowGroup
+
+NUM_SAMPLES = 1200
+NUM_TOKENS = 3
+TOP_K = 3
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return encode_chat(LLM().engine.tokenizer, sample_prompts()[1]["messages"])
+
+
+@pytest.fixture(scope="module")
+def truth(prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """The probability of every answer of three tokens, from 13 passes of the target."""
+    model = LLM().engine.model
+
+    def next_tokens(path: tuple[int, ...]) -> dict[int, float]:
+        text = [*prompt, *path]
+        pool = KVPool(model.shapes, len(text), model.dtype, model.device)
+        logits = model.forward([RowGroup(0, 0, text, [len(text) - 1])], pool).logits[0].double()
+        top = logits.topk(TOP_K)
+        return dict(zip(top.indices.tolist(), torch.softmax(top.values, 0).tolist(), strict=True))
+
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        children = {path: next_tokens(path) for path in paths}
+        paths = {(*path, token): paths[path] * p for path in paths for token, p in children[path].items()}
+    assert len(paths) == TOP_K**NUM_TOKENS
+    assert sum(paths.values()) == pytest.approx(1)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"method": "off"},
+        DRAFT,
+        {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 6},
+        {**DRAFT, "verifier": "rejection"},
+        {**DRAFT, "verifier": "block"},
+        {**DRAFT, "verifier": "rejection", "tree_top_k": 2, "num_draft_nodes": 6},
+    ],
+    ids=["off", "coupled", "coupled-tree", "rejection", "block", "rejection-tree"],
+)
+def test_answers_follow_the_targets_distribution(
+    spec: dict[str, Any], prompt: list[int], truth: dict[tuple[int, ...], float]
+) -> None:
+    llm = LLM(speculative_config=spec)
+    params = [
+        SamplingParams(temperature=1, top_k=TOP_K, max_tokens=NUM_TOKENS + 1, ignore_eos=True, seed=seed)
+        for seed in range(NUM_SAMPLES)
+    ]
+    outputs = llm.generate([prompt] * NUM_SAMPLES, params)
+    counts = Counter(tuple(output.outputs[0].token_ids[:NUM_TOKENS]) for output in outputs)
+    assert set(counts) <= set(truth)
+    common = [path for path in truth if truth[path] * NUM_SAMPLES >= 5]
+    observed = [counts[path] for path in common]
+    expected = [truth[path] * NUM_SAMPLES for path in common]
+    rest = NUM_SAMPLES - sum(observed), NUM_SAMPLES - sum(expected)
+    if rest[1] > 1e-6:
+        observed.append(rest[0])
+        expected.append(rest[1])
+    assert len(common) > 8
+    assert chisquare(observed, expected).pvalue > 1e-3
