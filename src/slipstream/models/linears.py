@@ -20,6 +20,8 @@ oneDNN compiles a kernel for every number of rows and shape that it meets, about
 them: with any number of rows the process grew by half a gigabyte. A few numbers of rows also mean few ways in which
 a row's last bits can depend on its neighbours."""
 
+_TILES = frozenset(TILES)
+
 
 class PackedLinear(nn.Module):
     """A float32 linear layer whose weight lives in oneDNN's own layout, and nowhere else."""
@@ -39,22 +41,22 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
+        if rows.numel() // self.in_features in _TILES:
+            return self._multiply(rows)
         flat = rows.reshape(-1, self.in_features)
         largest = TILES[-1]
-        tiles = [self._tile(flat[begin : begin + largest]) for begin in range(0, max(len(flat), 1), largest)]
-        output = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        tiles = [self._padded(flat[begin : begin + largest]) for begin in range(0, len(flat), largest)]
+        output = torch.cat(tiles) if tiles else rows.new_empty(0, self.out_features)
         return output.view(*rows.shape[:-1], self.out_features)
 
-    def _tile(self, rows: Tensor) -> Tensor:
-        """[n, in_features] -> [n, out_features] for n up to the largest tile."""
-        num_rows = len(rows)
-        if num_rows == 0:
-            return rows.new_empty(0, self.out_features)
-        size = TILES[bisect_left(TILES, num_rows)]
-        if size > num_rows:
-            rows = nn.functional.pad(rows, (0, 0, 0, size - num_rows))
+    def _padded(self, rows: Tensor) -> Tensor:
+        """[n, in_features] -> [n, out_features] for n from 1 to the largest tile."""
+        size = TILES[bisect_left(TILES, len(rows))]
+        return self._multiply(nn.functional.pad(rows, (0, 0, 0, size - len(rows))))[: len(rows)]
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return output[:num_rows]
+        return output
 
 
 def pack_linears(model: Any) -> int:

@@ -1,0 +1,193 @@
+"""Command-line flags made from the dataclasses that they fill, so that flags, help and documentation cannot drift.
+
+A field becomes `--its-name`; its help is the string below it in the class, its default the field's own. A flag that
+was not given is not passed on, so that defaults are decided in one place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.errors import ConfigError, RequestError
+
+Values = dict[str, Any]
+"""Field name to value, for the flags that were given."""
+
+_ALIASES = {"n": ["-n"], "num_threads": ["--threads"]}
+
+_PLAIN_HELP = {
+    "bad_words": "Texts that must not come.",
+    "device": "auto, cpu or cuda.",
+    "dtype": "auto, float32, bfloat16 or float16.",
+    "enable_prefix_caching": "Reuse the keys and values of prompts that begin alike; the text does not change.",
+    "ignore_eos": "Go on after the model's own end token.",
+    "include_stop_str_in_output": "Keep the stop string or stop token in the text.",
+    "method": "The drafter: off, ngram, suffix, draft_model, an installed one, or package.module:Class.",
+    "model": "Checkpoint folder or hub id.",
+    "options": "The drafter's own keys, below; written flat beside the other two.",
+    "max_num_seqs": "The most sequences that run at once.",
+    "max_tokens": "The most tokens in an answer.",
+    "prompt_logprobs": "As `logprobs`, for the tokens of the prompt.",
+    "revision": "Branch, tag or commit of a checkpoint on the hub.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "stop_token_ids": "Token ids that end the answer.",
+    "tokenizer": "Folder or hub id of the tokenizer; the model's own unless given.",
+    "verifier": "coupled, rejection or block.",
+    "trust_remote_code": "Run Python code that comes with the checkpoint.",
+}
+"""For fields whose name says enough in the source but which need a word in help and reference."""
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Field name to help: the string that follows the field in the source of `cls`, in one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    help_: dict[str, str] = {}
+    for field, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            name = field.target.id
+            text = below.value.value if _is_string(below) else _PLAIN_HELP.get(name, "")  # type: ignore[attr-defined]
+            help_[name] = " ".join(text.split())
+    return help_
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+    """The flags of one dataclass: `skip` names the fields that get none, `panel` is their heading in the help."""
+
+    cls: type
+    panel: str
+    skip: frozenset[str] = frozenset()
+
+    def fields(self) -> list[dataclasses.Field[Any]]:
+        """The fields that have a flag."""
+        return [field for field in dataclasses.fields(self.cls) if field.name not in self.skip]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One keyword parameter a flag, as Typer reads them; None means that the flag was not given."""
+        help_, hints = field_help(self.cls), typing.get_type_hints(self.cls)
+        return [self._parameter(field, hints[field.name], help_[field.name]) for field in self.fields()]
+
+    def collect(self, arguments: Values) -> Values:
+        """Take this set's values out of a command's `arguments`, converted to what the fields hold."""
+        hints = typing.get_type_hints(self.cls)
+        given: Values = {}
+        for field in self.fields():
+            value = arguments.pop(field.name)
+            if value is not None:
+                given[field.name] = _convert(field.name, _kind(field.name, hints[field.name]), value)
+        return given
+
+    def _parameter(self, field: dataclasses.Field[Any], hint: Any, help_: str) -> inspect.Parameter:
+        kind = _kind(field.name, hint)
+        name = "--" + field.name.replace("_", "-")
+        names = [*_ALIASES.get(field.name, []), f"{name}/--no{name[1:]}" if kind is bool else name]
+        default = None if field.default in (None, (), dataclasses.MISSING) else str(field.default)
+        option = typer.Option(
+            *names,
+            help=f"{help_} May be repeated." if kind == "strings" else help_,
+            metavar=_METAVARS.get(kind),
+            show_default=(default.lower() if kind is bool else default) if default else False,
+            rich_help_panel=self.panel,
+        )
+        shape = {"ids": str, "json": str, "bytes": str, "strings": list[str]}.get(kind, kind)
+        return inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[shape | None, option],
+        )
+
+
+def with_flags(**sets: FlagSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of each set; the command gets their values as one mapping a set."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.name not in sets
+        ]
+        flags = [parameter for flag_set in sets.values() for parameter in flag_set.parameters()]
+
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            collected = {name: flag_set.collect(arguments) for name, flag_set in sets.items()}
+            command(**arguments, **collected)
+
+        parameters = [*own, *flags]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB' -> 536870912. Units are B, KB, MB, GB (1000) and KiB, MiB, GiB (1024), in any case."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write a number of bytes, or as in 512MiB or 2GB")
+    number, scale, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmg".index(scale or " "))
+
+
+_METAVARS = {"ids": "ID,ID,…", "json": "JSON", "bytes": "SIZE", "strings": "TEXT", bool: None}
+
+
+def _kind(name: str, hint: Any) -> Any:
+    """A plain type, or the name of a form that needs conversion."""
+    if name.endswith("_bytes"):
+        return "bytes"
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    origin = typing.get_origin(hint)
+    if origin is Mapping:
+        return "json"
+    if origin is Seq:
+        return "strings" if typing.get_args(hint) == (str,) else "ids"
+    return hint
+
+
+def _convert(name: str, kind: Any, value: Any) -> Any:
+    flag = "--" + name.replace("_", "-")
+    if kind == "bytes":
+        return parse_bytes(value)
+    if kind == "ids":
+        try:
+            return [int(part) for part in value.split(",")]
+        except ValueError:
+            raise RequestError(f"{flag} takes token ids separated by commas, got {value!r}") from None
+    if kind == "json":
+        return parse_json(value, flag)
+    return value
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The decoded JSON; raises `RequestError` that names `what`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{what} is not valid JSON: {error}") from None
+
+
+def _is_string(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

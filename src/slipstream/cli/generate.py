@@ -1,0 +1,196 @@
+"""`slipstream generate`: answer one prompt or many."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream import __version__
+from slipstream.cli.comparison import Comparison, time_pairs
+from slipstream.cli.console import Painter, notes, results
+from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.options import (
+    ENGINE,
+    SAMPLING,
+    SPECULATION,
+    Json,
+    Model,
+    chosen_speculation,
+    describe_speculation,
+    labels,
+    load,
+    model_name,
+    print_json,
+    short_speculation,
+)
+from slipstream.cli.prompts import Job, encode, read_jobs
+from slipstream.cli.report import as_json, print_summary, summarise
+from slipstream.errors import ConfigError
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.engine.outputs import RequestOutput, Update
+    from slipstream.engine.text import Piece
+
+
+@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; without it, --file or standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A text file with one prompt, or a .jsonl file with a prompt or messages a line.",
+        ),
+    ] = None,
+    model: Model = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Wrap prompts in the chat template; done by default where there is one."
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also answer without speculation; report the ratio of speeds.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="With --compare: how often each prompt is timed.")] = 3,
+    json: Json = False,
+    *,
+    speculation: Values,
+    sampling: Values,
+    engine: Values,
+) -> None:
+    """Answer a prompt, or every prompt of a file in one batch.
+
+    Answers go to standard output; on a terminal, accepted draft tokens and the target's own have different colours.
+    """
+    jobs = read_jobs(prompt, file)
+    params = SamplingParams(**sampling)
+    speculative = chosen_speculation(speculation, model)
+    if compare and speculative.method == "off":
+        raise ConfigError(
+            "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
+        )
+    llm = load(model, speculative, engine)
+    prompts = [encode(llm.engine.tokenizer, job, chat) for job in jobs]
+
+    transcript = Transcript()
+    comparison = None
+    painter = None if json else Painter()
+    streams = painter is not None and not compare and len(prompts) == params.n == 1
+    if compare:
+        comparison = _compare(llm, prompts, params, repeats, transcript)
+        runs = [pair.on for pair in comparison.pairs[: len(prompts)]]
+        outputs, wall_s = [run.output for run in runs], sum(run.wall_s for run in runs)
+    else:
+        if painter is not None and streams:
+            painter.legend()
+            transcript.on_pieces = painter.write
+        started_s = time.perf_counter()
+        outputs = llm.generate(prompts, params, on_update=transcript.add)
+        wall_s = time.perf_counter() - started_s
+
+    if painter is None:
+        print_json(_as_json(llm, model, jobs, outputs, wall_s, comparison))
+        return
+    if streams:
+        painter.end()
+    else:
+        _print_answers(painter, jobs, outputs, transcript)
+    notes().print()
+    print_summary(notes(), summarise(outputs, wall_s), short_speculation(llm))
+    if comparison is not None:
+        results().print()
+        comparison.print(results(), short_speculation(llm), llm.engine.speculative.verifier)
+        for label in labels(llm):
+            results().print(f"note: {label}")
+
+
+@dataclass
+class Transcript:
+    """Collects what is released of each answer, piece by piece."""
+
+    on_pieces: Callable[[list[Piece]], None] | None = None
+    """Called with each update's pieces."""
+    _pieces: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
+
+    def add(self, update: Update) -> None:
+        """Take an engine's update."""
+        self._pieces.setdefault((update.request_id, update.index), []).extend(update.pieces)
+        if self.on_pieces is not None:
+            self.on_pieces(update.pieces)
+
+    def of(self, request_id: str, index: int) -> list[Piece]:
+        """All pieces of one answer."""
+        return self._pieces.get((request_id, index), [])
+
+
+def _compare(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, repeats: int, transcript: Transcript
+) -> Comparison:
+    """Time every prompt both ways, with a bar on a terminal; every prompt has its own seed, the same both ways."""
+    from rich.progress import Progress
+
+    from slipstream.sampling.noise import draw_seed
+
+    seeds = [params.seed if params.seed is not None else draw_seed() for _ in prompts]
+    seeded = [replace(params, seed=seed) for seed in seeds]
+    # Drawn between the timed runs only: a bar that refreshes by itself would slow them down.
+    with Progress(
+        console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        bar = progress.add_task("comparing", total=len(prompts) * repeats)
+
+        def advance(num_done: int) -> None:
+            progress.update(bar, completed=num_done, refresh=True)
+
+        return time_pairs(llm, prompts, seeded, repeats, transcript.add, advance)
+
+
+def _print_answers(
+    painter: Painter, jobs: Seq[Job], outputs: Seq[RequestOutput], transcript: Transcript
+) -> None:
+    """Every answer in the order of the prompts, with headings where there are several."""
+    painter.legend()
+    several = sum(len(output.outputs) for output in outputs) > 1
+    for number, (job, output) in enumerate(zip(jobs, outputs, strict=True), start=1):
+        for answer in output.outputs:
+            if several:
+                label = f" ({job.label})" if job.label else ""
+                which = f", answer {answer.index + 1}" if len(output.outputs) > 1 else ""
+                painter.heading(f"── prompt {number}{label}{which}")
+            painter.write(transcript.of(output.request_id, answer.index))
+            painter.end()
+
+
+def _as_json(
+    llm: LLM,
+    model: str | None,
+    jobs: Seq[Job],
+    outputs: Seq[RequestOutput],
+    wall_s: float,
+    comparison: Comparison | None,
+) -> dict[str, Any]:
+    return {
+        "slipstream": __version__,
+        "model": model_name(model),
+        "speculation": describe_speculation(llm),
+        "labels": labels(llm),
+        "requests": [
+            {"label": job.label, "prompt": job.text, **as_json(output)}
+            for job, output in zip(jobs, outputs, strict=True)
+        ],
+        "summary": summarise(outputs, wall_s),
+        "comparison": None if comparison is None else comparison.as_json(),
+    }

@@ -1,0 +1,117 @@
+"""`slipstream info`: what a checkpoint is, what it would cost in memory, and what can draft for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.console import print_rows, results
+from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.options import ENGINE, Json, model_name, print_json
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import VocabularyMismatchError
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+
+@with_flags(engine=ENGINE)
+def info(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub id; else the embedded target.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Can this model draft for it? If so, both are planned for.")
+    ] = None,
+    draft_for: Annotated[str | None, typer.Option(help="Can it draft for this model?")] = None,
+    json: Json = False,
+    *,
+    engine: Values,
+) -> None:
+    """Load a model as the other verbs would, and say what it is, what it needs and which drafters can serve it."""
+    from slipstream.assets import EMBEDDED_TARGET
+    from slipstream.engine.llm import LLM
+
+    options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
+    path = model or EMBEDDED_TARGET
+    tokenizer = engine.get("tokenizer", path)
+    can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
+    speculative = None
+    if draft is not None and can_draft == "yes":
+        speculative = SpeculativeConfig("draft_model", options={"model": draft})
+    llm = LLM(model, speculative_config=speculative, **engine)
+    facts = _facts(llm, model_name(model))
+    if draft is not None:
+        facts["drafters"]["draft_model"] = f"{draft}: {can_draft}"
+    if draft_for is not None:
+        facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
+    if json:
+        print_json(facts)
+        return
+    print_rows(results(), _lines(facts))
+
+
+def _facts(llm: LLM, name: str) -> dict[str, Any]:
+    model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
+    return {
+        "model": name,
+        "family": model.family,
+        "num_parameters": model.num_parameters,
+        "num_layers": len(model.shapes),
+        "context_length": model.context_length,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "cost_expanded": model.cost_expanded,
+        "tokenizer": type(tokenizer).__name__,
+        "vocabulary": len(tokenizer),
+        "logits_width": model.vocab_size,
+        "chat_template": bool(tokenizer.chat_template),
+        "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
+        "memory_plan_text": str(plan),
+        "drafters": _drafters(),
+    }
+
+
+def _drafters() -> dict[str, str]:
+    """Every drafter that is installed, and what it needs to serve this model."""
+    from slipstream.draft.registry import drafter_names
+
+    needs = {
+        "draft_model": "a model with the same vocabulary (--draft PATH tells)",
+        "ngram": "nothing: looks the text's last tokens up in prompt and answer",
+        "off": "nothing: ordinary decoding",
+        "suffix": "nothing: learns from prompt and answers",
+    }
+    return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
+
+
+def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:
+    """'yes', or why the vocabularies differ. Raises `ModelError` when a tokenizer cannot be loaded."""
+    from slipstream.draft.vocabulary import check_same_vocabulary
+    from slipstream.models import load_tokenizer
+
+    try:
+        check_same_vocabulary(load_tokenizer(target, **options), load_tokenizer(draft, **options), name)
+    except VocabularyMismatchError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    template = "with" if facts["chat_template"] else "without"
+    expanded = ", cost-expanded" if facts["cost_expanded"] else ""
+    lines = [
+        ("model", f"{facts['model']}{expanded}"),
+        ("family", facts["family"]),
+        ("parameters", f"{facts['num_parameters']:,} in {facts['num_layers']} layers"),
+        ("context", f"{facts['context_length']:,} tokens"),
+        ("runs as", f"{facts['dtype']} on {facts['device']}"),
+        ("tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} tokens, {template} chat template"),
+        ("memory", facts["memory_plan_text"]),
+    ]
+    short = {"draft_model": "draft:PATH"}
+    lines += [(f"--spec {short.get(name, name)}", needs) for name, needs in facts["drafters"].items()]
+    lines += [(f"drafts for {target}", answer) for target, answer in facts.get("drafts_for", {}).items()]
+    return lines

@@ -1,0 +1,79 @@
+"""The `slipstream` command. Verbs are one thin file each; nothing here or there imports PyTorch before it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from slipstream import __version__
+from slipstream.cli import chat, generate, info
+from slipstream.errors import SlipstreamError
+
+
+class _Group(TyperGroup):
+    """Turns every failure into one line on standard error and an exit code.
+
+    2: what was asked for cannot be done as asked. 1: a fault of ours. 130: Ctrl-C.
+    """
+
+    debug = False
+
+    def invoke(self, ctx: Any) -> Any:
+        self.debug = bool(ctx.params.get("debug"))
+        return super().invoke(ctx)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError):  # a stand-in, in tests
+                stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except (SlipstreamError, TyperException) as error:
+            code = self._fail(error, getattr(error, "exit_code", 2))
+        except Exception as error:
+            code = self._fail(error, 1)
+        if code == 130:
+            if sys.stdout.isatty():
+                print()  # the answer, or the sign before a message, stands in the middle of a line
+            print("interrupted", file=sys.stderr)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def _fail(self, error: Exception, code: int) -> int:
+        if self.debug:
+            traceback.print_exception(error)
+        message = error.format_message() if isinstance(error, TyperException) else str(error)
+        text = " ".join(message.split()) or type(error).__name__
+        if code == 1 and not self.debug:
+            text = f"{type(error).__name__}: {text} (slipstream --debug … shows where)"
+        print(f"error: {text}", file=sys.stderr)
+        return code
+
+
+app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(info.info)
+
+
+@app.callback(invoke_without_command=True)
+def slipstream(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """LLM inference whose first primitive is speculative decoding: the target's own text, faster."""
+    if version:
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,97 @@
+"""What several verbs have in common: the flags of a model and its drafter, and making the engine from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.console import notes
+from slipstream.cli.flags import FlagSet, Values
+from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+SPECULATION = FlagSet(SpeculationFlags, "Speculation")
+SAMPLING = FlagSet(SamplingParams, "Sampling")
+ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
+"""`--model` is an option of its own. `--seed` is the answers' seed, so the engine has none to draw others from."""
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target unless given."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
+    """The speculation that was asked for, checked as far as that goes without loading anything."""
+    return speculative_config(SpeculationFlags(**speculation), model)
+
+
+def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:
+    """The engine. What it will hold in memory, and any label its results must carry, goes to standard error."""
+    from slipstream.engine.llm import LLM
+
+    llm = LLM(model, speculative_config=speculative, **engine)
+    console = notes()
+    console.print(f"memory: {llm.engine.memory_plan}")
+    for label in labels(llm):
+        console.print(f"note: {label}")
+    return llm
+
+
+def labels(llm: LLM) -> list[str]:
+    """What must be said beside every result of this engine."""
+    found = []
+    if llm.engine.model.cost_expanded:
+        found.append("the target is cost-expanded: a smaller model's text at a larger model's cost")
+    if is_cost_expanded(llm.engine.drafter):
+        found.append("the draft is cost-expanded: a smaller model's text at a larger model's cost")
+    return found
+
+
+def is_cost_expanded(drafter: Any) -> bool:
+    """True when the drafter runs an artificially enlarged model."""
+    return bool(getattr(getattr(drafter, "model", None), "cost_expanded", False))
+
+
+def describe_speculation(llm: LLM) -> dict[str, Any]:
+    """Method, verifier and all options, the defaults included."""
+    speculative = llm.engine.speculative
+    return {
+        "method": speculative.method,
+        "verifier": speculative.verifier,
+        **asdict(llm.engine.drafter.options),
+    }
+
+
+def short_speculation(llm: LLM) -> str:
+    """'draft_model, 4 tokens' for a heading."""
+    tokens = getattr(llm.engine.drafter.options, "num_speculative_tokens", None)
+    method = llm.engine.speculative.method
+    return method if tokens is None else f"{method}, {tokens} tokens"
+
+
+def model_name(model: str | None) -> str:
+    """As results name it."""
+    return model if model is not None else "embedded pair"
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,117 @@
+"""Where prompts come from: the command line, a file or standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import RequestError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to answer: exactly one of `text`, `messages` and `token_ids` is set."""
+
+    text: str | None = None
+    messages: list[Message] | None = None
+    token_ids: list[int] | None = None
+    label: str = ""
+    """The `task` or `id` of its line in a file; empty otherwise."""
+
+
+def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
+    """The prompts that were asked for; raises `RequestError` when there are none or a file cannot be read.
+
+    A `.jsonl` file holds one JSON object a line with `prompt` (text), `messages` (a conversation, answered at its
+    last user message) or `token_ids`; `task` and `id` are labels and other keys are ignored. Any other file, and
+    standard input, is one prompt.
+    """
+    if prompt is not None and file is not None:
+        raise RequestError("give a prompt or --file, not both")
+    if file is not None and file.suffix == ".jsonl":
+        jobs = list(_read_lines(file))
+        if not jobs:
+            raise RequestError(f"{file} holds no prompts; write one JSON object a line")
+        return jobs
+    if prompt is None:
+        prompt = _read_text(file).rstrip("\n")
+    if not prompt.strip():
+        raise RequestError(
+            "the prompt is empty; give some text as an argument, with --file or on standard input"
+        )
+    return [Job(text=prompt)]
+
+
+def encode(tokenizer: Any, job: Job, chat: bool | None) -> list[int]:
+    """The job's token ids. `chat` wraps a text in the chat template; None does so where there is one."""
+    from slipstream.engine.inputs import encode_chat
+
+    if job.token_ids is not None:
+        return job.token_ids
+    if job.messages is not None:
+        if chat is False:
+            raise RequestError("--raw cannot be used with messages: only the chat template can join them")
+        return encode_chat(tokenizer, job.messages)
+    if chat or (chat is None and tokenizer.chat_template):
+        return encode_chat(tokenizer, [{"role": "user", "content": job.text}])
+    return list(tokenizer(job.text).input_ids)
+
+
+def _read_text(file: Path | None) -> str:
+    if file is None:
+        if sys.stdin.isatty():
+            raise RequestError(
+                "there is no prompt; give one as an argument, with --file or on standard input"
+            )
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RequestError(f"there is no file {str(file)!r}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {str(file)!r} as text: {error}") from None
+
+
+def _read_lines(file: Path) -> Iterator[Job]:
+    for number, line in enumerate(_read_text(file).splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RequestError(f"{where} is not valid JSON: {error}") from None
+        yield _job(row, where)
+
+
+def _job(row: Any, where: str) -> Job:
+    kinds = ("prompt", "messages", "token_ids")
+    if not isinstance(row, dict) or sum(kind in row for kind in kinds) != 1:
+        raise RequestError(f"{where} needs exactly one of {', '.join(kinds)}")
+    label = str(row.get("task") or row.get("id") or "")
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise RequestError(f"{where} has an empty prompt")
+        return Job(text=row["prompt"], label=label)
+    if "token_ids" in row:
+        if not isinstance(row["token_ids"], list) or not row["token_ids"]:
+            raise RequestError(f"{where} needs a list of token ids that is not empty")
+        return Job(token_ids=row["token_ids"], label=label)
+    return Job(messages=_up_to_last_user(row["messages"], where), label=label)
+
+
+def _up_to_last_user(messages: Any, where: str) -> list[Message]:
+    """A recorded conversation without the answer that is to be made anew."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RequestError(f'{where} needs messages like [{{"role": "user", "content": "…"}}]')
+    while messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise RequestError(f"{where} has no message to answer")
+    return list(messages)

@@ -1,0 +1,171 @@
+"""The documentation is executed: its programs and commands run, its numbers are right, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import slipstream
+from slipstream import errors
+from slipstream.cli.main import app
+from slipstream.engine.llm import LLM
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")])
+SPECULATION = ROOT / "docs/concepts/speculation.md"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_programs_run(page: Path, shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        exec(compile(block, f"{name(page)}, block {number}", "exec", dont_inherit=True), namespace)
+
+
+def test_the_readme_script_is_short_and_reads_eight_metrics(
+    shared_engines: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [script] = blocks(ROOT / "README.md", "python")
+    assert len(script.splitlines()) <= 15
+    exec(script, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        assert re.match(r"α \d\.\d\d  τ \d\.\d\d  \d+ tokens/s '", line)
+
+
+COMMANDS = [
+    pytest.param(line.removeprefix("$ slipstream "), id=f"{name(page)}: {line}")
+    for page in PAGES
+    for block in blocks(page, "console")
+    for line in block.splitlines()
+    if line.startswith("$ slipstream ")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str, shared_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, [*shlex.split(command), *_less_work(command)])
+    assert result.exit_code == 0, result.output
+
+
+def _less_work(command: str) -> list[str]:
+    return ["--max-tokens", "16"] if command.startswith("generate") and "--max-tokens" not in command else []
+
+
+def test_the_demo_is_the_makefiles(shared_engines: None) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    demo = re.search(
+        r"^demo:.*\n\t\$\(BIN\)/slipstream (generate --compare .*)$", makefile, flags=re.MULTILINE
+    )
+    assert demo is not None
+    assert (ROOT / demo[1].split("--file ")[1].split()[0]).is_file()
+    assert "texts identical      yes" in (ROOT / "README.md").read_text()
+
+
+def test_the_worked_numbers_are_right() -> None:
+    rows = re.findall(
+        r"^\| (\d\.\d) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        SPECULATION.read_text(),
+        re.M,
+    )
+    assert len(rows) >= 5
+    for row in rows:
+        alpha, gamma, c, v, tau, speedup = (float(cell) for cell in row)
+        exact = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        assert f"{exact:.2f}" == f"{tau:.2f}", row
+        assert f"{exact / (gamma * c + v):.2f}" == f"{speedup:.2f}", row
+
+
+def test_break_even_is_what_the_page_says() -> None:
+    for alpha in (0.05, 0.3, 0.5, 0.8, 0.95):
+        for c in (0.0, 0.1, 0.3, 0.6, 0.9):
+            for v in (1.0, 1.3):
+                pays = []
+                for gamma in range(1, 9):
+                    speedup = sum(alpha**k for k in range(gamma + 1)) / (gamma * c + v)
+                    claimed = sum(alpha**k for k in range(1, gamma + 1)) > gamma * c + v - 1
+                    assert (speedup > 1) == claimed
+                    pays.append(claimed)
+                if v == 1.0:
+                    assert any(pays) == pays[0] == (alpha > c)
+
+
+def test_the_pooled_rate_of_full_chains() -> None:
+    assert "at α = 0.8, γ = 5 it is 0.54" in SPECULATION.read_text()
+    assert round((sum(0.8**k for k in range(6)) - 1) / 5, 2) == 0.54
+
+
+def test_generated_pages_are_current() -> None:
+    generator = runpy.run_path(str(ROOT / "docs/generate.py"))
+    for file, page in generator["PAGES"].items():
+        assert (ROOT / "docs/reference" / file).read_text() == page(), (
+            f"docs/reference/{file}: run `make docs`"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in _anchors(linked), target
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_error_has_its_line() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    for cls in [errors.SlipstreamError, *_subclasses(errors.SlipstreamError)]:
+        if cls.__module__.startswith("slipstream."):
+            assert f"| `{cls.__name__}` |" in page
+
+
+def _subclasses(cls: type) -> list[type]:
+    return [found for sub in cls.__subclasses__() for found in (sub, *_subclasses(sub))]
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "src/slipstream"
+    rooms = {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    for room in rooms - {"__init__"}:
+        assert f"`{room}`" in page, room
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    assert f"## {slipstream.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_exports_are_there() -> None:
+    for exported in slipstream.__all__:
+        assert getattr(slipstream, exported) is not None
+    assert slipstream.LLM is LLM
+    with pytest.raises(AttributeError, match="has no attribute 'LMM'"):
+        slipstream.LMM  # noqa: B018

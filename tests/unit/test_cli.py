@@ -1,0 +1,490 @@
+"""The command line: what it answers, and how it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import slipstream
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.cli import chat as chat_verb
+from slipstream.cli.flags import parse_bytes, with_flags
+from slipstream.cli.main import app
+from slipstream.cli.options import ENGINE, SAMPLING, SPECULATION
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.sampling.params import SamplingParams
+
+PROMPT = "Write a SQL query. How many losses does the team from Hawthorn have?"
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+
+
+pytestmark = pytest.mark.usefixtures("shared_engines")
+
+
+def run(*args: str, stdin: str | None = None, **env: str) -> Any:
+    return CliRunner().invoke(app, list(args), input=stdin, env=env)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the refusals need."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "no_weights").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(EMBEDDED_TARGET) / name, folder / "no_weights")
+    shutil.copytree(EMBEDDED_DRAFT, folder / "other_draft")
+    tokenizer = folder / "other_draft" / "tokenizer.json"
+    vocabulary = json.loads(tokenizer.read_text())
+    tokens = vocabulary["model"]["vocab"]
+    first, second = [token for token, id_ in tokens.items() if id_ in (300, 301)]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    tokenizer.write_text(json.dumps(vocabulary))
+    (folder / "empty").mkdir()
+    (folder / "broken.json").write_text('{"method": ')
+    (folder / "broken.jsonl").write_text('{"prompt": "hi"}\n{"prompt": \n')
+    (folder / "wrong.jsonl").write_text('{"text": "hi"}\n')
+    (folder / "ids.jsonl").write_text('{"token_ids": [5, 999999]}\n')
+    (folder / "messages.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    return folder
+
+
+REFUSALS = {
+    "unknown drafter": (["hi", "--spec", "ngarm"], "did you mean 'ngram'?"),
+    "unknown key": (
+        ["hi", "--speculative-config", '{"method": "ngram", "promt_lookup_max": 3}'],
+        "did you mean 'prompt_lookup_max'?",
+    ),
+    "no method": (["hi", "--speculative-config", '{"num_speculative_tokens": 3}'], 'needs "method"'),
+    "invalid JSON": (["hi", "--speculative-config", '{"method": '], "not valid JSON"),
+    "invalid JSON file": (["hi", "--speculative-config", "{files}/broken.json"], "not valid JSON"),
+    "missing config file": (
+        ["hi", "--speculative-config", "nowhere.json"],
+        "neither a JSON object nor a file",
+    ),
+    "two ways": (["hi", "--spec", "ngram", "--draft", "x"], "--spec and --draft say the same in two ways"),
+    "unknown verifier": (["hi", "--verifier", "couple"], "did you mean 'coupled'?"),
+    "tokens without drafter": (["hi", "--spec", "off", "--num-speculative-tokens", "3"], "needs a drafter"),
+    "no draft tokens": (["hi", "--num-speculative-tokens", "0"], "must be a whole number of at least 1"),
+    "draft of another target": (["hi", "--model", "x", "--spec", "draft"], "--spec draft:PATH"),
+    "nothing to compare": (["hi", "--spec", "off", "--compare"], "needs speculation to compare with"),
+    "empty prompt": ([""], "the prompt is empty"),
+    "blank prompt": (["  \n"], "the prompt is empty"),
+    "two prompts": (["hi", "--file", "x.txt"], "not both"),
+    "missing prompt file": (["--file", "nowhere.txt"], "there is no file 'nowhere.txt'"),
+    "broken prompt file": (["--file", "{files}/broken.jsonl"], "line 2 is not valid JSON"),
+    "wrong prompt file": (["--file", "{files}/wrong.jsonl"], "line 1 needs exactly one of prompt, messages"),
+    "negative temperature": (["hi", "--temperature", "-1"], "temperature must be a finite number"),
+    "NaN temperature": (["hi", "--temperature", "nan"], "temperature must be a finite number"),
+    "infinite penalty": (["hi", "--presence-penalty", "inf"], "presence_penalty must be a finite number"),
+    "top_p 0": (["hi", "--top-p", "0"], "top_p must be above 0"),
+    "max_tokens 0": (["hi", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
+    "empty stop string": (["hi", "--stop", "END", "--stop", ""], "stop must hold strings that are not empty"),
+    "stop ids that are words": (["hi", "--stop-token-ids", "1,two"], "--stop-token-ids takes token ids"),
+    "bias that is not JSON": (["hi", "--logit-bias", "{5: 1}"], "--logit-bias is not valid JSON"),
+    "not a number": (["hi", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
+    "unknown flag": (["hi", "--temprature", "0"], "--temperature"),
+    "unknown size": (["hi", "--kv-cache-bytes", "lots"], "is not a size"),
+    "unknown dtype": (["hi", "--dtype", "float31"], "did you mean 'float32'?"),
+    "unknown device": (["hi", "--device", "gpu", "--spec", "off"], "use auto, cpu or cuda"),
+    "folder without weights": (["hi", "--model", "{files}/no_weights"], "has no weights"),
+    "folder without config": (["hi", "--model", "{files}/empty"], "has no config.json"),
+    "no folder": (["hi", "--model", "./nowhere"], "is not a folder"),
+    "other vocabulary": (["hi", "--draft", "{files}/other_draft"], "has another vocabulary"),
+}
+
+REFUSALS_AFTER_LOADING = {
+    "prompt beyond context": ([PROMPT * 150], "shorten it or raise max_model_len"),
+    "prompt id out of range": (["--file", "{files}/ids.jsonl"], "outside the vocabulary; use 0 to 4095"),
+    "stop id out of range": (["hi", "--stop-token-ids", "4096"], "this model's ids are 0 to 4095"),
+    "messages without template": (["--file", "{files}/messages.jsonl", "--raw"], "only the chat template"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_bad_request_costs_one_line(case: str, files: Path) -> None:
+    args, expected = REFUSALS[case]
+    result = run("generate", *[arg.replace("{files}", str(files)) for arg in args])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+
+
+@pytest.mark.parametrize("case", REFUSALS_AFTER_LOADING)
+def test_what_only_the_model_shows_is_refused_alike(case: str, files: Path) -> None:
+    args, expected = REFUSALS_AFTER_LOADING[case]
+    result = run("generate", *[arg.replace("{files}", str(files)) for arg in args])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    memory, line = result.stderr.splitlines()
+    assert memory.startswith("memory: ")
+    assert line.startswith("error: ")
+    assert expected in line
+
+
+def test_unknown_verbs_and_top_level_flags_are_refused() -> None:
+    for args in (["generat"], ["--versoin"]):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: No such")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_fault_of_ours_is_one_line_and_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("slipstream.cli.generate.read_jobs", fail)
+    result = run("generate", "hi")
+    assert result.exit_code == 1
+    assert result.stderr == "error: ZeroDivisionError: a fault (slipstream --debug … shows where)\n"
+    result = run("--debug", "generate", "hi")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+
+
+def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.cli.generate.read_jobs", interrupt)
+    result = run("generate", "hi")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+# --- flags ----------------------------------------------------------------------------------------------------
+
+SAMPLING_FLAGS = {
+    "n": (["-n", "2"], 2),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_k": (["--top-k", "7"], 7),
+    "top_p": (["--top-p", "0.9"], 0.9),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "presence_penalty": (["--presence-penalty", "-0.5"], -0.5),
+    "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
+    "logit_bias": (["--logit-bias", '{"5": 1.5}'], {5: 1.5}),
+    "min_tokens": (["--min-tokens", "3"], 3),
+    "max_tokens": (["--max-tokens", "30"], 30),
+    "bad_words": (["--bad-words", "red", "--bad-words", "two words"], ("red", "two words")),
+    "allowed_token_ids": (["--allowed-token-ids", "5,6"], (5, 6)),
+    "seed": (["--seed", "9"], 9),
+    "stop": (["--stop", "END", "--stop", "\n\n"], ("END", "\n\n")),
+    "stop_token_ids": (["--stop-token-ids", "7"], (7,)),
+    "ignore_eos": (["--ignore-eos"], True),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
+    "logprobs": (["--logprobs", "2"], 2),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+    "skip_special_tokens": (["--no-skip-special-tokens"], False),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_every_sampling_parameter_has_a_flag(name: str) -> None:
+    args, expected = SAMPLING_FLAGS[name]
+    seen: list[SamplingParams] = []
+    probe = typer.Typer()
+
+    @probe.command()
+    @with_flags(sampling=SAMPLING)
+    def verb(*, sampling: dict[str, Any]) -> None:
+        seen.append(SamplingParams.from_mapping(sampling))
+
+    result = CliRunner().invoke(probe, args)
+    assert result.exit_code == 0, result.output
+    assert getattr(seen[0], name) == expected
+    assert dataclasses.replace(seen[0], **{name: getattr(SamplingParams(), name)}) == SamplingParams()
+
+
+def test_every_engine_field_has_a_flag_and_every_flag_has_help() -> None:
+    names = {field.name for field in ENGINE.fields()}
+    assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "seed"}
+    for flag_set in (ENGINE, SAMPLING, SPECULATION):
+        for parameter in flag_set.parameters():
+            [option] = parameter.annotation.__metadata__
+            assert option.help, parameter.name
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1024", 1024),
+        ("512MiB", 512 * 2**20),
+        ("2GB", 2 * 10**9),
+        ("1.5 KiB", 1536),
+        ("10kb", 10_000),
+        ("7b", 7),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1TiB", "1..5k", "1 k i b b"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
+
+
+# --- generate -------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_answer_alone_on_standard_output() -> None:
+    result = run("generate", PROMPT, *GREEDY)
+    assert result.exit_code == 0, result.output
+    [expected] = slipstream.LLM().chat(
+        [{"role": "user", "content": PROMPT}], SamplingParams(temperature=0, max_tokens=12)
+    )
+    assert result.stdout == expected.outputs[0].text + "\n"
+    for word in (
+        "memory:",
+        "acceptance rate α",
+        "α by position",
+        "acceptance length τ",
+        "tokens/s",
+        "first token",
+    ):
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_the_prompt_may_come_from_a_file_or_a_pipe(way: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    args = ["--file", str(tmp_path / "prompt.txt")] if way == "file" else []
+    result = run("generate", *args, *GREEDY, "--json", stdin=PROMPT + "\n")
+    direct = run("generate", PROMPT, *GREEDY, "--json")
+    [there], [here] = json.loads(result.stdout)["requests"], json.loads(direct.stdout)["requests"]
+    assert there["prompt_token_ids"] == here["prompt_token_ids"]
+    assert there["outputs"][0]["text"] == here["outputs"][0]["text"]
+
+
+def test_json_has_everything_and_nothing_else_is_printed() -> None:
+    result = run("generate", PROMPT, *GREEDY, "-n", "2", "--logprobs", "1", "--seed", "4", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["model"] == "embedded pair"
+    assert answer["labels"] == []
+    assert answer["comparison"] is None
+    assert answer["speculation"]["method"] == "draft_model"
+    assert answer["speculation"]["verifier"] == "coupled"
+    assert answer["speculation"]["num_speculative_tokens"] == 4
+    [request] = answer["requests"]
+    assert len(request["outputs"]) == 2
+    first = request["outputs"][0]
+    assert len(first["token_ids"]) == len(first["from_draft"]) == len(first["logprobs"])
+    assert first["finish_reason"] in ("stop", "length")
+    assert first["seed"] == 4
+    metrics = first["metrics"]
+    assert metrics["num_output_tokens"] == len(first["token_ids"])
+    assert metrics["acceptance_length"] == pytest.approx(metrics["num_output_tokens"] / metrics["num_steps"])
+    summary = answer["summary"]
+    assert summary["num_answers"] == 2
+    assert summary["num_output_tokens"] == sum(len(output["token_ids"]) for output in request["outputs"])
+
+
+def test_a_file_of_prompts_is_one_batch_with_headings(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"task": "sql", "prompt": PROMPT},
+        {
+            "id": "turns",
+            "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "gone"}],
+        },
+        {"token_ids": [5, 6, 7]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    result = run("generate", "--file", str(file), *GREEDY)
+    assert result.exit_code == 0, result.output
+    assert "── prompt 1 (sql)\n" in result.stdout
+    assert "── prompt 2 (turns)\n" in result.stdout
+    assert "── prompt 3\n" in result.stdout
+    answer = json.loads(run("generate", "--file", str(file), *GREEDY, "--json").stdout)
+    assert [request["label"] for request in answer["requests"]] == ["sql", "turns", ""]
+    assert answer["requests"][2]["prompt_token_ids"] == [5, 6, 7]
+    alone = json.loads(run("generate", "hi", *GREEDY, "--json").stdout)
+    assert answer["requests"][1]["prompt_token_ids"] == alone["requests"][0]["prompt_token_ids"]
+
+
+def test_raw_leaves_the_chat_template_out() -> None:
+    raw, chat = (
+        json.loads(run("generate", PROMPT, *GREEDY, flag, "--json").stdout)["requests"][0]["prompt_token_ids"]
+        for flag in ("--raw", "--chat")
+    )
+    assert len(raw) < len(chat)
+
+
+@pytest.mark.parametrize("spec", ["off", "ngram", "suffix", "draft", f"draft:{EMBEDDED_DRAFT}"])
+def test_every_drafter_gives_the_same_text(spec: str) -> None:
+    result = run("generate", PROMPT, "--max-tokens", "16", "--seed", "1", "--spec", spec)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run("generate", PROMPT, "--max-tokens", "16", "--seed", "1").stdout
+
+
+def test_compare_reports_a_ratio_and_identical_texts() -> None:
+    args = ["generate", PROMPT, "--max-tokens", "16", "--compare", "--repeats", "2"]  # sampled, seed drawn
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"without speculation +\d+\.\d tokens/s", result.stdout)
+    assert re.search(r"with speculation +\d+\.\d tokens/s \(draft_model, 4 tokens\)", result.stdout)
+    assert re.search(r"ratio +\d+\.\d\d \(median of 2 pairs, \d+\.\d\d to \d+\.\d\d\)", result.stdout)
+    assert re.search(r"texts identical +yes", result.stdout)
+    comparison = json.loads(run(*args, "--json").stdout)["comparison"]
+    assert comparison["identical"] is True
+    assert comparison["differing_prompts"] == []
+    assert len(comparison["pairs"]) == 2
+    assert comparison["ratio_min"] <= comparison["ratio_median"] <= comparison["ratio_max"]
+
+
+def test_compare_says_where_texts_differ() -> None:
+    args = ["generate", PROMPT, "--max-tokens", "24", "--compare", "--repeats", "1", "--seed", "3"]
+    result = run(*args, "--verifier", "rejection", "--temperature", "1.5")
+    assert result.exit_code == 0, result.output
+    assert "no: 1 of 1 prompts differ (verifier rejection keeps the distribution" in result.stdout
+
+
+def test_results_of_a_cost_expanded_model_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.models.causal_lm.CausalLM.cost_expanded", True)
+    result = run("generate", PROMPT, *GREEDY, "--compare", "--repeats", "1")
+    assert "the target is cost-expanded" in result.stdout
+    assert "the draft is cost-expanded" in result.stdout
+    assert len(json.loads(run("generate", PROMPT, *GREEDY, "--json").stdout)["labels"]) == 2
+
+
+def test_colours_tell_draft_tokens_from_the_targets_own() -> None:
+    coloured = run("generate", PROMPT, *GREEDY, FORCE_COLOR="1").stdout
+    assert "\x1b[32maccepted draft tokens" in coloured
+    answer = coloured.split("\n", 1)[1]
+    assert "\x1b[32m" in answer
+    assert "\x1b[33m" in answer
+    plain = run("generate", PROMPT, *GREEDY, FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[\d+m", "", answer) == plain
+
+
+# --- chat and info --------------------------------------------------------------------------------------------
+
+
+def test_chat_keeps_the_conversation_and_reuses_it() -> None:
+    stdin = "Can you help me to buy movie tickets?\n\nIn Berkeley.\n/stats\n/what\n/reset\nhi\n/exit\nnever read\n"
+    result = run("chat", *GREEDY, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) >= 3
+    reused = [int(number) for number in re.findall(r"(\d+) of \d+ prompt tokens reused", result.stderr)]
+    assert len(reused) == 3
+    assert reused[1] > 16
+    assert "3 answered" not in result.stderr
+    assert "acceptance length τ" in result.stderr
+    assert "there is no /what" in result.stderr
+
+
+def test_chat_survives_a_message_that_cannot_be_answered() -> None:
+    result = run("chat", *GREEDY, stdin=f"{PROMPT * 150}\nhi\n")
+    assert result.exit_code == 0, result.output
+    assert "error: the prompt has" in result.stderr
+    assert result.stderr.count("tokens/s") == 1
+
+
+def test_chat_has_a_system_message() -> None:
+    with_system = run("chat", *GREEDY, "--system", "Answer briefly.", stdin="hi\n").stderr
+    without = run("chat", *GREEDY, stdin="hi\n").stderr
+    lengths = [int(re.search(r"of (\d+) prompt tokens", text)[1]) for text in (with_system, without)]  # type: ignore[index]
+    assert lengths[0] > lengths[1]
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = slipstream.LLM()
+    conversation = chat_verb.Conversation(llm, SamplingParams(temperature=0, ignore_eos=True), None)
+    num_steps = 0
+    step = llm.engine.step
+
+    def interrupted_step() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    conversation.answer("hi")
+    assert num_steps == 4
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    assert llm.engine.integrity() == []
+
+
+def test_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = slipstream.LLM()
+    conversation = chat_verb.Conversation(llm, SamplingParams(), None)
+
+    def two_interrupts() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine, "step", two_interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer("hi")
+    assert llm.engine.integrity() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_info_of_the_embedded_pair(files: Path) -> None:
+    result = run("info", "--draft", EMBEDDED_DRAFT, "--kv-cache-bytes", "64MiB", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["family"] == "llama"
+    assert facts["context_length"] == 2048
+    assert facts["vocabulary"] == 4096
+    assert facts["memory_plan"]["kv_bytes"] <= 64 * 2**20
+    assert facts["memory_plan"]["draft_bytes"] > 0
+    assert set(facts["drafters"]) >= {"off", "ngram", "suffix", "draft_model"}
+    assert facts["drafters"]["draft_model"].endswith(": yes")
+    text = run("info", EMBEDDED_DRAFT, "--draft-for", EMBEDDED_TARGET, "--draft", str(files / "other_draft"))
+    assert text.exit_code == 0, text.output
+    assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)
+    assert "has another vocabulary" in text.stdout
+    assert text.stdout.endswith("target  yes\n")
+
+
+def test_the_bare_command_and_version() -> None:
+    bare = run()
+    assert bare.exit_code == 0
+    assert "generate" in bare.stdout
+    assert re.fullmatch(r"slipstream \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+# --- as a process ---------------------------------------------------------------------------------------------
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\nfrom slipstream.cli.main import app\n"
+        "try:\n    app(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--temperature" in result.stdout
+    assert result.stdout.endswith("False False\n")
+
+
+def test_the_process_separates_answers_from_notes() -> None:
+    command = [sys.executable, "-m", "slipstream.cli.main", "generate", *GREEDY]
+    result = subprocess.run(command, input=PROMPT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == run("generate", PROMPT, *GREEDY).stdout
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
