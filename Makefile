@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations=10 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
