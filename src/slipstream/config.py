@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
 
@@ -44,6 +45,19 @@ def options_from(cls: type[T], mapping: Mapping[str, Any], what: str) -> T:
     return cls(**mapping)
 
 
+def check_types(options: Any, what: str) -> None:
+    """Raise `ConfigError` for the first field of the dataclass `options` whose value is not of its type."""
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        allowed = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+        if get_origin(hint) not in (None, Union, UnionType):
+            allowed = [get_origin(hint)]
+        accepted = type(value) in allowed or (float in allowed and type(value) is int)
+        if not accepted and not (isinstance(value, Mapping) and Mapping in allowed):
+            names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
+            raise ConfigError(f"{what} {name} must be {names}, got {value!r}")
+
+
 def check_at_least(what: str, minimum: int, **values: Any) -> None:
     """Raise `ConfigError` unless each value is a whole number of at least `minimum`."""
     for name, value in values.items():
@@ -64,11 +78,16 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(self, "speculative_config")
         reject_unknown([self.verifier], VERIFIERS, "verifier")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
         """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`."""
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f'speculative_config must be a mapping such as {{"method": "ngram"}}, got {mapping!r}'
+            )
         if "method" not in mapping:
             raise ConfigError(f'speculative_config needs "method"; got keys {sorted(mapping)}')
         options = {key: value for key, value in mapping.items() if key not in ("method", "verifier")}
@@ -127,8 +146,9 @@ class EngineConfig:
     """Seeds the draw of the requests' own seeds; None draws from the operating system."""
 
     def __post_init__(self) -> None:
+        check_types(self, "engine")
         reject_unknown([self.dtype], DTYPES, "dtype")
-        if not isinstance(self.model, str) or not self.model:
+        if not self.model:
             raise ConfigError("model must be the path of a checkpoint folder or a hub id")
         check_at_least(
             "engine", 1, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
@@ -136,5 +156,7 @@ class EngineConfig:
         for name in ("num_threads", "max_model_len", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 check_at_least("engine", 1, **{name: getattr(self, name)})
+        if self.seed is not None:
+            check_at_least("engine", 0, seed=self.seed)
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")

@@ -186,8 +186,8 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True while some prompt token's log-probability has yet to be computed."""
-        if self.params.prompt_logprobs is None:
+        """True while some prompt token's log-probability has yet to be computed; once a request is enough."""
+        if self.params.prompt_logprobs is None or self.index > 0:
             return False
         return len(self.prompt_logprobs or ()) < self.num_prompt_tokens
 

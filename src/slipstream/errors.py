@@ -6,7 +6,8 @@ SlipstreamError
 ├── ModelError              a checkpoint that cannot be loaded
 │   ├── UnsupportedModelError       an architecture that cannot be decoded exactly here
 │   └── VocabularyMismatchError     a draft whose tokens are not the target's
-└── CapacityError           something that does not fit into the memory that was planned
+├── CapacityError           something that does not fit into the memory that was planned
+└── EngineStoppedError      the engine was closed, or failed, while a request was under way
 """
 
 
@@ -36,3 +37,7 @@ class VocabularyMismatchError(ModelError):
 
 class CapacityError(SlipstreamError):
     """Something does not fit into the planned memory."""
+
+
+class EngineStoppedError(SlipstreamError):
+    """The engine was closed, or failed, before the request was through."""

@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, randomise, save_tiny
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models import CausalLM, adapt, attention, load_model, loading
+from slipstream.models import adapt, attention, load_model, loading
 from slipstream.models.attention import ATTENTION_NAME
 
 _SIZES: dict[str, Any] = {
@@ -205,21 +205,21 @@ def test_the_canary_leaves_the_model_as_it_was(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks: list[str] = []
-    for name in ("check_masks", "check_logits"):
+    for name in ("check_masks", "stock_logits", "check_logits"):
         _spy(monkeypatch, name, checks)
     lm = load_model(str(save_tiny(FAMILIES[family](), tmp_path)))
-    assert checks == ["check_masks", "check_logits"]
+    assert checks == ["check_masks", "stock_logits", "check_logits"]
     assert lm.config._attn_implementation == lm.route.attn_implementation
     load_model(str(tmp_path), canary=False)
-    assert len(checks) == 2
+    assert len(checks) == 3
 
 
 def _spy(monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str]) -> None:
-    check: Callable[[CausalLM], None] = getattr(loading, name)
+    check: Callable[..., object] = getattr(loading, name)
 
-    def spy(lm: CausalLM) -> None:
+    def spy(*arguments: object) -> object:
         calls.append(name)
-        check(lm)
+        return check(*arguments)
 
     monkeypatch.setattr(loading, name, spy)
 

@@ -86,6 +86,10 @@ class Drafter(ABC):
         """Bytes that the drafter holds now: weights, keys and values, tables."""
         return 0
 
+    def num_held(self) -> int:
+        """Sequences for which state is kept; 0 once all have been released."""
+        return 0
+
     def integrity(self) -> list[str]:
         """What is wrong in the drafter's own books (empty when nothing is); tests call it after every scenario."""
         return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.config import DTYPES, check_at_least, reject_unknown
+from slipstream.config import DTYPES, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.vocabulary import check_same_vocabulary
@@ -47,6 +47,7 @@ class DraftModelOptions:
     revision: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, "draft_model")
         check_at_least(
             "draft_model", 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
         )
@@ -89,6 +90,8 @@ class _Draft:
     max_depth: int
     processor: LogitsProcessor
     noise: Noise
+    start: int
+    """Where the sequence's segment began when the entries of the tree were written."""
     nodes: list[_Node] = field(default_factory=list)
     frontier: list[_Node | None] = field(default_factory=lambda: [None])
     """The nodes whose logits come next; None stands for the committed text."""
@@ -158,10 +161,12 @@ class DraftModelDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        # Room for all first: making room for one may move another's entries.
+        roomy = [budget > 0 and self._has_room(s) for s, budget in zip(sequences, budgets, strict=True)]
         drafts = {
             sequence.id: self._begin(sequence, budget)
-            for sequence, budget in zip(sequences, budgets, strict=True)
-            if budget > 0 and self._has_room(sequence)
+            for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
+            if fits
         }
         growing = self._catch_up(list(drafts.values()))
         while growing:
@@ -181,7 +186,10 @@ class DraftModelDrafter(Drafter):
             draft = self._trees.pop(sequence.id, None)
             if draft is None or sequence.id not in self.cache.accounting:
                 continue
-            first = len(self.cache.accounting.segment(sequence.id).token_ids)
+            segment = self.cache.accounting.segment(sequence.id)
+            if segment.start != draft.start:
+                continue  # moved since: only the committed entries came along
+            first = len(segment.token_ids)
             by_path = {tuple(node.token_ids()): node.stored for node in draft.stored}
             token_ids = sequence.token_ids[first : first + accepted]
             kept: list[int] = []
@@ -201,6 +209,9 @@ class DraftModelDrafter(Drafter):
     def reset(self) -> None:
         self.cache.accounting.clear()
 
+    def num_held(self) -> int:
+        return max(self.cache.accounting.num_owners, len(self._processors), len(self._trees))
+
     def integrity(self) -> list[str]:
         accounting = self.cache.accounting
         return [f"draft: {fault}" for fault in accounting.integrity()]
@@ -214,10 +225,13 @@ class DraftModelDrafter(Drafter):
             return False
         accounting = self.cache.accounting
         opened = sequence.id in accounting
+        seen = len(accounting.segment(sequence.id).token_ids) if opened else 0
+        if max(sequence.token_ids[seen:], default=0) >= self.model.vocab_size:
+            return False  # the target's embedding is wider than the draft's
         if not opened and accounting.open(sequence.id, sequence.token_ids, sequence.tenant) is None:
             return False
-        entries = self.options.num_speculative_tokens * self.options.tree_top_k
-        return accounting.reserve(sequence.id, length + entries)
+        fed_levels = self.options.num_speculative_tokens - 1
+        return accounting.reserve(sequence.id, length + fed_levels * self.options.tree_top_k)
 
     def _begin(self, sequence: Sequence, budget: int) -> _Draft:
         self._trees.pop(sequence.id, None)
@@ -234,6 +248,7 @@ class DraftModelDrafter(Drafter):
             max_depth=min(budget, self.options.num_speculative_tokens),
             processor=self._processors[sequence.id],
             noise=Noise(sequence.seed, len(sequence.token_ids), greedy),
+            start=self.cache.accounting.segment(sequence.id).start,
         )
 
     @property

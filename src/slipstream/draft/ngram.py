@@ -128,6 +128,10 @@ class NgramDrafter(Drafter):
         """Drop the sequence's table; should it come back, it is indexed anew from its committed tokens."""
         self._indexes.pop(sequence.id, None)
 
+    def num_held(self) -> int:
+        """Sequences whose text is indexed."""
+        return len(self._indexes)
+
     def memory_bytes(self) -> int:
         """Bytes of the tables of all live sequences."""
         return sum(index.memory_bytes() for index in self._indexes.values())

@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig, options_from, reject_unknown
 from slipstream.core import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 
 ENTRY_POINT_GROUP = "slipstream.drafters"
 
@@ -52,7 +52,14 @@ def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
 def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
     """The drafter that `config` names, ready to propose; raises `ConfigError` as `validate` does."""
     cls, options = validate(config)
-    return cls(options, context)
+    try:
+        return cls(options, context)
+    except (SlipstreamError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"drafter {config.method!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _locations() -> dict[str, str]:
@@ -74,7 +81,5 @@ def _drafter_class(method: str) -> type[Drafter]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
-        raise ConfigError(
-            f"drafter {method!r}: {location!r} is not a subclass of slipstream.draft.base.Drafter"
-        )
+        raise ConfigError(f"drafter {method!r}: {location!r} is no subclass of slipstream.draft.base.Drafter")
     return cls

@@ -223,6 +223,10 @@ class SuffixDrafter(Drafter):
         """Add the past answers of a saved file; raises `ConfigError` if it does not fit or is damaged."""
         self.cache.load(path, self.context.vocab_size)
 
+    def num_held(self) -> int:
+        """Sequences whose text is indexed."""
+        return len(self._own)
+
     def memory_bytes(self) -> int:
         """Bytes of the live sequences' own indexes and of the past answers."""
         return sum(index.memory_bytes() for index in self._own.values()) + self.cache.memory_bytes()

@@ -8,23 +8,22 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
-from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.inputs import Prompt
+from slipstream.engine.factory import make_engine
+from slipstream.engine.inputs import Prompt, encode_chat
 from slipstream.engine.outputs import RequestOutput, Update
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, EngineStoppedError
 from slipstream.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-class EngineStoppedError(SlipstreamError):
-    """The engine was shut down, or failed, while the request was under way."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,32 +39,43 @@ class _Stream:
             self.loop.call_soon_threadsafe(self.updates.put_nowait, item)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something for the engine's thread to do between two steps, and whom to tell if it never gets to it."""
+
+    run: Callable[[], None]
+    fail: Callable[[EngineStoppedError], None]
+
+
 class AsyncEngine:
     """Serves any number of concurrent requests; the engine steps in a thread of its own while any are under way.
 
-        async with AsyncEngine(EngineConfig("model")) as engine:
+        async with AsyncEngine("model", speculative_config={"method": "ngram"}) as engine:
             async for update in engine.stream("Once upon a time"):
                 print(update.text, end="")
 
-    Leaving a stream early, or cancelling the task that reads it, aborts the request and frees what it holds.
+    Made as `LLM` is, or around an `engine` that exists. Leaving a stream early, or cancelling the task that reads
+    it, aborts the request and frees what it holds.
     """
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
-        speculative: SpeculativeConfig | None = None,
+        model: str | None = None,
         *,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         engine: Engine | None = None,
+        **engine_options: Any,
     ) -> None:
         if engine is None:
-            if config is None:
-                raise ValueError("give a config or an engine")
-            engine = Engine(config, speculative)
+            engine = make_engine(model, speculative_config, engine_options)
+        elif model is not None or speculative_config is not None or engine_options:
+            raise ConfigError("give an engine or what to make one of, not both")
         self.engine = engine
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # no call is queued once the thread has stopped taking them
+        self._stopped: EngineStoppedError | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
@@ -100,7 +110,7 @@ class AsyncEngine:
             except Exception as error:
                 stream.put(error)
 
-        self._post(add)
+        self._post(add, fail=stream.put)
         finished = False
         try:
             while not finished:
@@ -133,6 +143,10 @@ class AsyncEngine:
                 return update.output
         raise AssertionError("a stream ends with an output or an error")
 
+    def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
+        """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
+        return encode_chat(self.engine.tokenizer, messages)
+
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""
         self._post(lambda: self._abort(request_id))
@@ -143,7 +157,7 @@ class AsyncEngine:
             await asyncio.sleep(0.005)
 
     def close(self) -> None:
-        """Stop the thread; requests under way end with `EngineStoppedError`."""
+        """Stop the thread; requests under way end with `EngineStoppedError`. May be called again."""
         self._calls.put(None)
         self._thread.join()
 
@@ -157,23 +171,37 @@ class AsyncEngine:
 
     # --- between the callers and the engine's thread ----------------------------------------------------------
 
-    def _post(self, call: Callable[[], None]) -> None:
-        """Have the engine's thread run `call` between two steps."""
-        if self._failure is not None or not self._thread.is_alive():
-            raise EngineStoppedError(f"the engine has stopped: {self._failure or 'closed'}")
-        self._calls.put(call)
+    def _post(
+        self, run: Callable[[], None], fail: Callable[[EngineStoppedError], None] = lambda error: None
+    ) -> None:
+        """Have the engine's thread `run` something between two steps, or `fail` if the engine stops first."""
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
+            self._calls.put(_Call(run, fail))
 
     def _ask(self, question: Callable[[], bool]) -> Future[bool]:
         """The answer to `question`, asked between two steps."""
         answer: Future[bool] = Future()
-        self._post(lambda: answer.set_result(question()))
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():  # else nobody waits any more
+                answer.set_result(question())
+
+        def fail(error: EngineStoppedError) -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+
+        self._post(run, fail)
         return answer
 
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
         """Engine's thread: end a request, but only the one that `stream` belongs to when that is given."""
-        if stream is None or self._streams.get(request_id) is stream:
-            self._streams.pop(request_id, None)
-            self.engine.abort(request_id)
+        known = self._streams.get(request_id)
+        if known is not None and stream in (None, known):
+            del self._streams[request_id]
+            for update in self.engine.abort(request_id):
+                known.put(update)
 
     def _run(self) -> None:
         """The engine's thread: take calls, step while there is work, wait while there is none."""
@@ -184,17 +212,23 @@ class AsyncEngine:
                     if call is None:
                         self._stop(EngineStoppedError("the engine was closed"))
                         return
-                    call()
+                    call.run()
                 for update in self.engine.step():
                     if update.output is not None:
                         self._streams.pop(update.request_id, None)
         except Exception as error:
             logger.exception("the engine failed; every request under way ends with an error")
-            self._failure = error
             self._stop(EngineStoppedError(f"the engine failed: {error}"))
 
     def _stop(self, error: EngineStoppedError) -> None:
-        for request_id, stream in list(self._streams.items()):
+        """Engine's thread, last thing: tell everyone who waits, and refuse whoever comes."""
+        with self._lock:
+            self._stopped = error
+        while not self._calls.empty():
+            call = self._calls.get()
+            if call is not None:
+                call.fail(error)
+        for request_id, stream in self._streams.items():
             stream.put(error)
             with contextlib.suppress(Exception):  # a failed engine may not even abort
                 self.engine.abort(request_id)

@@ -24,6 +24,11 @@ class Drafting:
         self._kinds = kinds
         self._retired: set[int] = set()
 
+    @property
+    def num_retired(self) -> int:
+        """Sequences under way that are decoded without drafts because the drafter failed them."""
+        return len(self._retired)
+
     def propose(self, scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
         """Sequence id to proposal; sequences without one are absent."""
         asked = [
@@ -82,15 +87,18 @@ class Drafting:
     def _check(self, proposal: Proposal, budget: int) -> None:
         if len(proposal) > budget:
             raise ValueError(f"{len(proposal)} draft tokens for a budget of {budget}")
-        if any(not 0 <= token < self._vocab_size for token in proposal.token_ids):
-            raise ValueError(f"draft token outside the vocabulary of {self._vocab_size}")
+        if any(type(token) is not int or not 0 <= token < self._vocab_size for token in proposal.token_ids):
+            raise ValueError(f"a draft token must be an int below {self._vocab_size}")
+        probs = proposal.draft_probs
+        if probs is not None and (probs.ndim != 2 or not 0 < probs.shape[1] <= self._vocab_size):
+            raise ValueError(f"draft_probs must be [{len(proposal)}, at most {self._vocab_size}]")
         if len(proposal) and proposal.kind not in self._kinds:
             raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
 
     def _retire(self, sequence: Sequence, error: Exception) -> None:
         if self.num_failures == 0:
             name = type(self.drafter).__name__
-            logger.warning("drafter %s failed and is retired for the sequences it fails: %s", name, error)
+            logger.warning("drafter %s failed and is retired for the sequences it fails: %r", name, error)
             logger.debug("the drafter's failure", exc_info=error)
         self.num_failures += 1
         self._retired.add(sequence.id)

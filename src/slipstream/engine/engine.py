@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -94,11 +94,6 @@ class Engine:
         self.speculative = speculative
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.tokenizer = load_tokenizer(
-            config.tokenizer or config.model,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
         self.model = load_model(
             config.model,
             dtype=config.dtype,
@@ -106,14 +101,18 @@ class Engine:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-        max_model_len = min(config.max_model_len or self.model.context_length, self.model.context_length)
+        self.tokenizer = load_tokenizer(
+            config.tokenizer or config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
         self.drafter = create_drafter(
             speculative,
             DraftContext(
                 engine_config=config,
                 tokenizer=self.tokenizer,
                 vocab_size=self.model.vocab_size,
-                max_model_len=max_model_len,
+                max_model_len=config.max_model_len or self.model.context_length,
                 device=self.model.device,
                 dtype=self.model.dtype,
                 verifier=speculative.verifier,
@@ -146,7 +145,7 @@ class Engine:
             max_draft_tokens=self.drafter.max_nodes(),
         )
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
-        self._seeds = None if config.seed is None else itertools.count()
+        self._request_seeds = _request_seeds(config.seed)
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._answers: dict[int, _Answer] = {}
@@ -171,9 +170,10 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
         params = params or SamplingParams()
+        _check_arguments(params, tenant, max_draft_tokens)
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
-        seed = self._next_seed() if params.seed is None else params.seed
+        seed = next(self._request_seeds) if params.seed is None else params.seed
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -191,23 +191,25 @@ class Engine:
             sequence.metrics.num_prompt_tokens = len(token_ids)
             sequence.metrics.seed = sequence.seed
             sequences.append(sequence)
+        answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None
         self._requests[request_id] = _Request(request_id, text, sequences, time.perf_counter(), on_update)
+        self._answers.update(answers)
         for sequence in sequences:
-            self._answers[sequence.id] = self._new_answer(sequence)
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> list[Update]:
-        """End a request now and free what it holds; unknown ids are ignored."""
+        """End a request now and free what it holds; returns its last updates, none for an unknown id.
+
+        Its `on_update` is not called: whoever aborts has the updates.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return []
-        updates: list[Update] = []
-        for sequence in request.sequences:
-            if not sequence.finished:
-                sequence.finish_reason = FinishReason.ABORT
-                updates.append(self._emit(self._answers[sequence.id], 0))
-        return updates
+        answers = [self._answers[s.id] for s in request.sequences if s.id in self._answers]
+        for answer in answers:
+            answer.sequence.finish_reason = answer.sequence.finish_reason or FinishReason.ABORT
+        return [self._emit(answer, 0) for answer in answers]
 
     @property
     def has_unfinished(self) -> bool:
@@ -228,7 +230,10 @@ class Engine:
         logits = self.runner.forward(plan, proposals)
         verdicts = self._verify(plan, proposals, logits)
         times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
-        return self._commit(plan, proposals, verdicts, logits, times)
+        callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
+        updates = self._commit(plan, proposals, verdicts, logits, times)
+        _deliver(updates, callbacks)
+        return updates
 
     def _verify(
         self, plan: StepPlan, proposals: dict[int, Proposal], logits: list[Tensor]
@@ -243,9 +248,10 @@ class Engine:
             paths = [
                 [proposal.token_ids[n] for n in proposal.path(node)] for node in range(ROOT, len(proposal))
             ]
-            log_probs = self._answers[sequence.id].processor.log_probs(
-                rows[-len(paths) :], sequence.output_token_ids, paths
-            )
+            log_probs = rows[-len(paths) :]
+            processor = self._answers[sequence.id].processor
+            if self.verifier.needs_distributions or not processor.is_plain_greedy:
+                log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
             noise = Noise(sequence.seed, len(sequence.token_ids), greedy=sequence.params.temperature == 0)
             judgements[sequence.id] = Judgement(log_probs, proposal, noise)
         verdicts = self.verifier.verify(list(judgements.values()))
@@ -310,7 +316,7 @@ class Engine:
         sequence.text = answer.text.text
         output = self._finish(request, sequence) if sequence.finished else None
         new = len(sequence.token_ids) - num_new
-        update = Update(
+        return Update(
             request_id=request.id,
             index=sequence.index,
             token_ids=sequence.token_ids[new:],
@@ -321,9 +327,6 @@ class Engine:
             finish_reason=sequence.finish_reason,
             output=output,
         )
-        if request.on_update is not None:
-            request.on_update(update)
-        return update
 
     def _finish(self, request: _Request, sequence: Sequence) -> RequestOutput | None:
         """Free what a finished sequence holds; the request's output when it was the last one."""
@@ -355,10 +358,15 @@ class Engine:
         accounting = self.runner.cache.accounting
         faults = [*accounting.integrity(), *self.drafter.integrity()]
         if not self.has_unfinished:
-            if accounting.num_held:
-                faults.append(f"{accounting.num_held} slots are held though nothing runs")
-            if self._answers or self.scheduler.has_work:
-                faults.append("sequences are left though nothing runs")
+            held = {
+                "slots of the cache": accounting.num_held,
+                "sequences of the drafter": self.drafter.num_held(),
+                "retired sequences": self.drafting.num_retired,
+                "sequences": len(self._answers) + len(self.scheduler.running) + len(self.scheduler.waiting),
+            }
+            faults += [
+                f"{number} {what} are held though nothing runs" for what, number in held.items() if number
+            ]
         return faults
 
     def _new_answer(self, sequence: Sequence) -> _Answer:
@@ -376,12 +384,6 @@ class Engine:
             self.model.vocab_size,
         )
         return _Answer(sequence, processor, text, StopRules(sequence, text, eos, self.max_model_len))
-
-    def _next_seed(self) -> int:
-        if self._seeds is None:
-            return draw_seed()
-        assert self.config.seed is not None
-        return derive_seed(self.config.seed, next(self._seeds) + 1)
 
     def _record_prompt_logprobs(self, item: ScheduledSequence, rows: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow this step's rows; the first token has none."""
@@ -405,6 +407,43 @@ class Engine:
             metrics.queue_s = times.planned_s - self._requests[sequence.request_id].arrived_s
         metrics.draft_s += times.drafted_s - times.planned_s
         metrics.verify_s += times.verified_s - times.drafted_s
+
+
+def _check_arguments(params: SamplingParams, tenant: str, max_draft_tokens: int | None) -> None:
+    """Raise `RequestError` for what would otherwise fail in a step, among other people's requests."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a string, got {tenant!r}")
+    whole = isinstance(max_draft_tokens, int) and not isinstance(max_draft_tokens, bool)
+    if max_draft_tokens is not None and (not whole or max_draft_tokens < 0):
+        raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {max_draft_tokens!r}")
+
+
+def _request_seeds(seed: int | None) -> Iterator[int]:
+    """The seeds of requests that bring none: from the operating system, or derived from the engine's own.
+
+    Derived in two stages, so that no request meets a seed that some request's n-th answer has.
+    """
+    if seed is None:
+        while True:
+            yield draw_seed()
+    root = derive_seed(seed, 2**40)
+    for number in itertools.count(1):
+        yield derive_seed(root, number)
+
+
+def _deliver(updates: list[Update], callbacks: dict[str, UpdateCallback]) -> None:
+    """Call back when the books are closed: a callback may abort requests, and one that raises harms no other."""
+    failure: BaseException | None = None
+    for update in updates:
+        if update.request_id in callbacks:
+            try:
+                callbacks[update.request_id](update)
+            except BaseException as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, ...], emitted: int) -> None:

@@ -1,4 +1,4 @@
-"""Prompts and words to token ids, checked before any work is done."""
+"""What a request says in words, as token ids: prompts, conversations, bad words, end tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ Prompt = str | Seq[int]
 def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len: int) -> list[int]:
     """Token ids of `prompt`; raises `RequestError` when it is empty, too long or not of this vocabulary."""
     if isinstance(prompt, str):
-        token_ids = list(tokenizer(prompt).input_ids)
-    elif all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        token_ids = list(tokenizer(prompt, verbose=False).input_ids)  # it would warn of what is refused below
+    elif (
+        isinstance(prompt, Seq)
+        and not isinstance(prompt, bytes)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    ):
         token_ids = list(prompt)
     else:
         raise RequestError("a prompt is a string or a list of token ids")
@@ -29,7 +33,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have {max_model_len}; "
-            "shorten it or raise max_model_len"
+            "shorten it"
         )
     return token_ids
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.assets import EMBEDDED_TARGET
-from slipstream.config import EngineConfig, SpeculativeConfig, options_from
-from slipstream.engine.engine import Engine, UpdateCallback
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.engine import UpdateCallback
+from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import Prompt, encode_chat
 from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import RequestError
@@ -35,10 +35,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         **engine_options: Any,
     ) -> None:
-        config = options_from(EngineConfig, {"model": model or EMBEDDED_TARGET, **engine_options}, "engine")
-        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
-            speculative_config = SpeculativeConfig.from_mapping(speculative_config)
-        self.engine = Engine(config, speculative_config)
+        self.engine = make_engine(model, speculative_config, engine_options)
         self._request_ids = itertools.count()
 
     def generate(
@@ -85,6 +82,10 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not isinstance(sampling_params, Seq):
+            raise RequestError(
+                f"sampling parameters must be a SamplingParams or a list, got {sampling_params!r}"
+            )
         if len(sampling_params) != len(prompts):
             raise RequestError(f"{len(sampling_params)} sampling parameters for {len(prompts)} prompts")
         ids: list[str] = []
@@ -113,6 +114,8 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Seq):
+        raise RequestError(f"a prompt is a string or a list of token ids, got {prompts!r}")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +11,19 @@ import psutil
 import torch
 
 from slipstream.config import EngineConfig
-from slipstream.errors import CapacityError
+from slipstream.errors import CapacityError, ConfigError
 from slipstream.kv.accounting import CHUNK
 from slipstream.models import CausalLM
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, and how many tokens' keys and values fit."""
+    """Bytes by purpose, and how many tokens' keys and values fit.
+
+    Activations and logits of a step come on top; they grow with `max_num_batched_tokens`, not with the requests.
+    """
 
     target_bytes: int
     draft_bytes: int
@@ -24,7 +31,7 @@ class MemoryPlan:
     """Target and drafter together."""
     num_slots: int
     max_model_len: int
-    """Prompt and answer together; less than asked for when the cache is too small for more."""
+    """Prompt and answer together; less than the model could when the cache is too small for more."""
 
     @property
     def kv_bytes(self) -> int:
@@ -49,17 +56,26 @@ def plan_memory(
 
     Raises `CapacityError` when not even a short request would fit.
     """
-    max_model_len = min(config.max_model_len or model.context_length, model.context_length)
+    max_model_len = config.max_model_len or model.context_length
+    if max_model_len > model.context_length:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the model's context of {model.context_length}"
+        )
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     allowed = config.kv_cache_bytes or int(available_bytes(model.device) * config.kv_memory_fraction)
     margin = max_draft_tokens + CHUNK  # draft nodes, and the rounding of segments
     useful = config.max_num_seqs * (max_model_len + margin)
     num_slots = min(useful, allowed // per_token)
     longest = num_slots - margin
-    if longest < CHUNK:
+    needed = config.max_model_len or CHUNK
+    if longest < min(needed, max_model_len):
         raise CapacityError(
-            f"{format_bytes(allowed)} hold the keys and values of {allowed // per_token} tokens; "
-            f"set kv_cache_bytes to at least {format_bytes((2 * CHUNK + margin) * per_token)}"
+            f"{format_bytes(allowed)} hold the keys and values of {allowed // per_token} tokens, too few for a request "
+            f"of {needed}; set kv_cache_bytes to at least {math.ceil((needed + margin) * per_token / 2**20)} MiB"
+        )
+    if longest < max_model_len:
+        logger.warning(
+            "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
         )
     return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, min(max_model_len, longest))
 
@@ -70,9 +86,13 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, max(0, int(text) - int(used.read_text())))
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").is_file() and (text := (group / "memory.max").read_text().strip()).isdigit():
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(
+            stat["inactive_file"]
+        )  # file cache gives way
+        available = min(available, max(0, int(text) - used))
     return int(available)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-CONTEXT_TOKENS = 6
-"""Prompt tokens that the decoder sees first, so that a leading space is decoded as in running text."""
+CONTEXT_TOKENS = range(6, 12)
+"""How many prompt tokens the decoder sees first, so that a leading space is decoded as in running text. More are
+taken where fewer would begin inside a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class TextStream:
         self._backend = tokenizer.backend_tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(
-            ids=list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens
+            ids=self._context(prompt_token_ids), skip_special_tokens=skip_special_tokens
         )
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -51,7 +52,15 @@ class TextStream:
     def push(self, token_id: int, from_draft: bool, check_stop: bool = True) -> str | None:
         """Add a committed token; returns the stop string that it completes, if any, and cuts the text there."""
         self._undecoded.append(token_id)
-        piece = self._stream.step(self._backend, token_id)
+        try:
+            piece = self._stream.step(self._backend, token_id)
+        except (
+            Exception
+        ):  # the decoder gives up on bytes that no character begins with; a sampler may draw them
+            piece = self._replaced()
+            self._stream = DecodeStream(
+                ids=self._context(self._undecoded[-1:]), skip_special_tokens=self._skip_special_tokens
+            )
         if piece is None:
             return None
         self._undecoded.clear()
@@ -61,7 +70,7 @@ class TextStream:
 
     def flush(self, from_draft: bool = False) -> None:
         """The answer has ended: decode what is left, replacing bytes that never became a character."""
-        rest = self._backend.decode(self._undecoded, skip_special_tokens=self._skip_special_tokens)
+        rest = self._replaced()
         self._undecoded.clear()
         self._append(rest, from_draft)
 
@@ -76,6 +85,19 @@ class TextStream:
                 self._released = stop
         self._boundaries = [b for b in self._boundaries if b[0] > self._released]
         return pieces
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, as few as decode to whole characters; none where that takes too many."""
+        for length in CONTEXT_TOKENS:
+            context = list(prompt_token_ids[-length:])
+            if "\ufffd" not in self._backend.decode(context, skip_special_tokens=False):
+                return context
+        return []
+
+    def _replaced(self) -> str:
+        """What is not yet decoded, with a replacement for every byte that is no character."""
+        text: str = self._backend.decode(self._undecoded, skip_special_tokens=self._skip_special_tokens)
+        return text
 
     def _append(self, text: str, from_draft: bool) -> None:
         self.text += text

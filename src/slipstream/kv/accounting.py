@@ -52,6 +52,11 @@ class KVAccounting:
         self._clock = 0
 
     @property
+    def num_owners(self) -> int:
+        """Running sequences that hold slots."""
+        return len(self._by_owner)
+
+    @property
     def num_held(self) -> int:
         """Slots of running sequences; 0 when the engine is idle."""
         return sum(segment.capacity for segment in self._by_owner.values())

@@ -63,20 +63,24 @@ class RequestMetrics:
 
     @classmethod
     def merged(cls, parts: Sequence[RequestMetrics]) -> RequestMetrics:
-        """Several answers as one: counts add up, the prompt counts once, times are those of the slowest."""
-        if len(parts) == 1:
-            return parts[0]
+        """Several answers of one request as one.
+
+        Counts add up. What belongs to the prompt, and the seed, are the first answer's, the only one that computed
+        the prompt. Times are those of the slowest answer, but the first token came when any answer's came.
+        """
+        slowest = max(parts, key=lambda part: part.total_s)
         merged = cls()
         for field_ in fields(cls):
             values = [getattr(part, field_.name) for part in parts]
-            if field_.name.endswith("_s") or field_.name in ("num_prompt_tokens", "num_cached_tokens"):
-                setattr(merged, field_.name, max(values))
-            elif field_.name == "seed":
-                merged.seed = parts[0].seed
+            if field_.name in ("num_prompt_tokens", "num_cached_tokens", "seed"):
+                setattr(merged, field_.name, values[0])
+            elif field_.name.endswith("_s"):
+                setattr(merged, field_.name, getattr(slowest, field_.name))
             elif isinstance(values[0], list):
                 setattr(merged, field_.name, [sum(v) for v in zip_longest(*values, fillvalue=0)])
             else:
                 setattr(merged, field_.name, sum(values))
+        merged.time_to_first_token_s = min(part.time_to_first_token_s for part in parts)
         return merged
 
     @property

@@ -70,16 +70,22 @@ def check_masks(lm: CausalLM) -> None:
             raise unsupported(lm.config, f"the mask of layer {layer} is neither causal nor a sliding window")
 
 
-def check_logits(lm: CausalLM) -> None:
-    """Compare a dozen rows, in two chunks over a cache, with the same model's own attention."""
-    ids = torch.arange(1, NUM_ROWS + 1, device=lm.device) * 7919 % lm.vocab_size
+def stock_logits(lm: CausalLM) -> Tensor | None:
+    """Logits [rows, vocab] of a dozen rows under the model's own attention; None where it cannot be had."""
+    ids = _canary_ids(lm)
     hooked = lm.route.attn_implementation == ATTENTION_NAME
     with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
         if hooked and not switched:
             log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
-            return
+            return None
         with torch.inference_mode():
-            expected = lm.model(input_ids=ids[None], use_cache=False).logits[0].float()  # [rows, vocab]
+            logits: Tensor = lm.model(input_ids=ids[None], use_cache=False).logits[0].float()
+    return logits
+
+
+def check_logits(lm: CausalLM, expected: Tensor) -> None:
+    """Compare a dozen rows, in two chunks over a cache, with `expected`, their logits as Transformers makes them."""
+    ids = _canary_ids(lm)
     pool = KVPool(lm.shapes, NUM_ROWS, lm.dtype, lm.device)
     half = NUM_ROWS // 2
     chunks = [RowGroup(0, start, ids[start : start + half].tolist(), range(half)) for start in (0, half)]
@@ -95,6 +101,10 @@ def check_logits(lm: CausalLM) -> None:
             "its attention is not what the hook computes: over a dozen rows the logits differ from its "
             f"own by {float(error):.2g} of their spread",
         )
+
+
+def _canary_ids(lm: CausalLM) -> Tensor:
+    return torch.arange(1, NUM_ROWS + 1, device=lm.device) * 7919 % lm.vocab_size
 
 
 @contextlib.contextmanager

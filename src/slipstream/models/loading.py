@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
 from slipstream.models.attention import ATTENTION_NAME, HookRoute
 from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
-from slipstream.models.canary import check_logits, check_masks, probe_layers
+from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.linears import pack_linears
 from slipstream.models.support import check_config, context_length, unsupported
@@ -48,14 +49,14 @@ def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's Transformers configuration."""
     _check_folder(path)
-    with _one_line(f"cannot read the configuration of {path!r}"):
+    with _one_line(f"cannot read the configuration of {path!r}"), _quiet():
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's tokenizer; a fast one, since text is streamed through its decoder."""
     _check_folder(path)
-    with _one_line(f"cannot load the tokenizer of {path!r}"):
+    with _one_line(f"cannot load the tokenizer of {path!r}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -88,25 +89,27 @@ def load_model(
         check_config(config)
         _check_weight_files(path)
         model = _load_weights(path, config, resolve_dtype(dtype, where, config), revision, trust_remote_code)
-        lm = adapt(model.to(where).eval(), path, canary=canary)
+        return adapt(model.to(where).eval(), path, canary=canary, pack=pack)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path!r}: {error}") from None
-    if pack:
-        pack_linears(lm.model)
-    return lm
 
 
-def adapt(model: Any, path: str = "", *, canary: bool = True) -> CausalLM:
+def adapt(model: Any, path: str = "", *, canary: bool = True, pack: bool = True) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out."""
     check_config(model.config)
     length = context_length(model.config)
     route = _route(model.config)
     shapes, vocab_size = probe_layers(model, route)
     lm = CausalLM(model, path, route, shapes, vocab_size, length)
-    if canary:
-        with _quiet():
+    expected = None
+    with _quiet():
+        if canary:
             check_masks(lm)
-            check_logits(lm)
+            expected = stock_logits(lm)
+        if pack:
+            pack_linears(model)
+        if expected is not None:
+            check_logits(lm, expected)
     return lm
 
 
@@ -185,12 +188,18 @@ def _one_line(what: str) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keep Transformers' own progress bars and warnings out of the user's terminal while it loads."""
     quiet: Any = logging
-    bars, verbosity = quiet.is_progress_bar_enabled(), quiet.get_verbosity()
+    bars, verbosity, hub_verbosity = (
+        quiet.is_progress_bar_enabled(),
+        quiet.get_verbosity(),
+        hub_logging.get_verbosity(),
+    )
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
+    hub_logging.set_verbosity(40)  # ERROR: it tells of each of its retries
     try:
         yield
     finally:
         quiet.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             quiet.enable_progress_bar()

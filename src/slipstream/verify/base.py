@@ -21,7 +21,8 @@ class Judgement:
 
     log_probs: torch.Tensor
     """[1 + n, vocab] fully processed target log-probabilities: row 0 follows the committed text, row i + 1 follows
-    node i. Each row is normalised; forbidden tokens are -inf; a greedy row is one-hot."""
+    node i. Each row is normalised; forbidden tokens are -inf; a greedy row is one-hot (for a verifier that needs no
+    distributions it may be the raw logits, of which only the argmax counts)."""
     proposal: Proposal
     noise: Noise
     """The randomness of this sequence at this step."""
@@ -33,6 +34,9 @@ class Verifier(ABC):
     name: ClassVar[str]
     kinds: ClassVar[frozenset[ProposalKind]]
     """The proposal kinds for which the verdicts follow the target's distribution exactly."""
+
+    needs_distributions: ClassVar[bool] = True
+    """False when only the argmax of a greedy row is looked at."""
 
     @abstractmethod
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:

@@ -1,0 +1,26 @@
+"""From what a user writes to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig, options_from
+from slipstream.engine.engine import Engine
+
+
+def make_engine(
+    model: str | None,
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None,
+    engine_options: Mapping[str, Any],
+) -> Engine:
+    """The engine that `LLM` and `AsyncEngine` are made of.
+
+    `model` None is the small target that ships with the package; `engine_options` are the fields of `EngineConfig`.
+    Raises `ConfigError`, `ModelError` or `CapacityError` when something cannot be had as asked.
+    """
+    config = options_from(EngineConfig, {"model": model or EMBEDDED_TARGET, **engine_options}, "engine")
+    if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
+        speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+    return Engine(config, speculative_config)
