@@ -46,7 +46,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=50, help="prompts a task")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=96)
     options = parser.parse_args()
     by_task: dict[str, list[list[dict[str, str]]]] = {}
     for row in sample_prompts():
@@ -54,12 +54,14 @@ def main() -> None:
     by_task = {task: prompts[: options.prompts] for task, prompts in sorted(by_task.items())}
 
     rows: list[dict[str, Any]] = []
-    reference = measure({"method": "off"}, by_task, options.max_tokens)
+    reference = measure({"method": "off"}, by_task, options.max_tokens, TEMPERATURES)
     for name, spec in DRAFTERS.items():
-        outputs = measure(spec, by_task, options.max_tokens)
+        # Greedy, all verifiers and all ways to sample a chain are the same.
+        temperatures = (
+            TEMPERATURES if {"verifier", "draft_sample_method"}.isdisjoint(spec) else TEMPERATURES[1:]
+        )
+        outputs = measure(spec, by_task, options.max_tokens, temperatures)
         for (temperature, task), answers in outputs.items():
-            if temperature == 0 and "verifier" in spec:
-                continue  # greedy, all verifiers are the same
             rows.append(
                 {
                     "drafter": name,
@@ -85,12 +87,15 @@ def main() -> None:
 
 
 def measure(
-    spec: dict[str, Any], by_task: dict[str, list[list[dict[str, str]]]], max_tokens: int
+    spec: dict[str, Any],
+    by_task: dict[str, list[list[dict[str, str]]]],
+    max_tokens: int,
+    temperatures: tuple[float, ...],
 ) -> dict[tuple[float, str], list[RequestOutput]]:
     """All answers by temperature and task; each task meets a drafter that has learned nothing yet."""
     llm = LLM(speculative_config=spec, max_num_seqs=16)
     outputs: dict[tuple[float, str], list[RequestOutput]] = {}
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         for task, conversations in by_task.items():
             started = time.perf_counter()
             llm.reset_caches()
