@@ -152,3 +152,13 @@ def test_beyond_its_context_or_its_memory_it_proposes_nothing() -> None:
     proposals = small.propose([big, fits], [4, 4])
     assert [len(proposal) for proposal in proposals] == [0, 4]
     assert small.integrity() == []
+
+
+def test_prompts_are_computed_while_the_target_computes_them() -> None:
+    """A budget of 0 is used to catch up, so that the first budget finds the draft ready."""
+    drafter = make()
+    limit = drafter.context.engine_config.max_num_batched_tokens
+    seq = sequence(text(limit + 200))
+    assert len(drafter.propose([seq], [0])[0]) == 0
+    assert len(drafter.cache.accounting.segment(seq.id).token_ids) == limit
+    assert list(drafter.propose([seq], [4])[0].token_ids) == greedy_chain(drafter, seq.token_ids, 4)

@@ -20,7 +20,7 @@ from slipstream.cli.console import print_rows
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.engine.engine import UpdateCallback
+    from slipstream.engine.requests import UpdateCallback
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import RequestOutput
 

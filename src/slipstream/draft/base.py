@@ -54,6 +54,9 @@ class Drafter(ABC):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One proposal a sequence, each of at most its budget in nodes and in depth; the empty one is always allowed.
 
+        A budget of 0 announces a sequence whose prompt the target is still computing: a drafter that must compute
+        the prompt too does well to begin.
+
         Must not change the sequences, and may be called twice in a step: if it raises for a batch, the engine asks
         again for each sequence alone, and retires it for those for which it raises again.
         """

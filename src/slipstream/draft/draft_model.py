@@ -162,7 +162,7 @@ class DraftModelDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         # Room for all first: making room for one may move another's entries.
-        roomy = [budget > 0 and self._has_room(s) for s, budget in zip(sequences, budgets, strict=True)]
+        roomy = [self._has_room(sequence) for sequence in sequences]
         drafts = {
             sequence.id: self._begin(sequence, budget)
             for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
@@ -277,7 +277,7 @@ class DraftModelDrafter(Drafter):
                 continue
             rows_left -= len(token_ids)
             reaches_end = past + len(token_ids) == len(sequence.token_ids)
-            wanted = [len(token_ids) - 1] if reaches_end else []
+            wanted = [len(token_ids) - 1] if reaches_end and draft.max_nodes else []
             groups.append(RowGroup(segment.start, past, token_ids, wanted))
             fed.append((draft, past + len(token_ids) - seen))
         if not groups:

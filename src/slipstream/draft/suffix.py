@@ -64,6 +64,10 @@ class SuffixOptions:
         if not isinstance(self.tree, bool):
             raise ConfigError(f"suffix tree must be true or false, got {self.tree!r}")
         if self.suffix_decoding_cache_file is not None:
+            if not isinstance(self.suffix_decoding_cache_file, str):
+                raise ConfigError(
+                    f"suffix suffix_decoding_cache_file must be a path, got {self.suffix_decoding_cache_file!r}"
+                )
             check_cache_file(self.suffix_decoding_cache_file)
 
 

@@ -30,9 +30,17 @@ class Drafting:
         return len(self._retired)
 
     def propose(self, scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
-        """Sequence id to proposal; sequences without one are absent."""
+        """Sequence id to proposal; sequences without one are absent.
+
+        Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
+        compute it meanwhile; a sequence whose caller wants no drafts costs nothing.
+        """
         asked = [
-            item for item in scheduled if item.max_draft_tokens > 0 and item.sequence.id not in self._retired
+            item
+            for item in scheduled
+            if (item.max_draft_tokens > 0 or not item.decodes)
+            and item.sequence.max_draft_tokens != 0
+            and item.sequence.id not in self._retired
         ]
         if not asked:
             return {}

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from slipstream.core import (
     ROOT,
     FinishReason,
     Proposal,
-    ScheduledSequence,
     Sequence,
     StepPlan,
     Verdict,
@@ -31,48 +29,30 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
-from slipstream.engine.logprobs import token_logprobs
+from slipstream.engine.logprobs import record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
+from slipstream.engine.requests import (
+    Answer,
+    Request,
+    UpdateCallback,
+    check_arguments,
+    deliver,
+    make_sequences,
+    request_seeds,
+)
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.text import TextStream
 from slipstream.errors import RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.models import load_model, load_tokenizer
-from slipstream.sampling.noise import Noise, derive_seed, draw_seed
+from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
-
-UpdateCallback = Callable[[Update], None]
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What the engine keeps beside a running sequence."""
-
-    sequence: Sequence
-    processor: LogitsProcessor
-    text: TextStream
-    stop: StopRules
-
-
-@dataclass(slots=True)
-class _Request:
-    """What the engine keeps of a request until its last answer has ended."""
-
-    id: str
-    prompt: str | None
-    sequences: list[Sequence]
-    arrived_s: float
-    on_update: UpdateCallback | None
-    unfinished: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unfinished = len(self.sequences)
 
 
 @dataclass(slots=True)
@@ -145,10 +125,10 @@ class Engine:
             max_draft_tokens=self.drafter.max_nodes(),
         )
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
-        self._request_seeds = _request_seeds(config.seed)
+        self._request_seeds = request_seeds(config.seed)
         self._ids = itertools.count()
-        self._requests: dict[str, _Request] = {}
-        self._answers: dict[int, _Answer] = {}
+        self._requests: dict[str, Request] = {}
+        self._answers: dict[int, Answer] = {}
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -169,31 +149,18 @@ class Engine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
-        params = params or SamplingParams()
-        _check_arguments(params, tenant, max_draft_tokens)
+        params = SamplingParams() if params is None else params
+        check_arguments(params, tenant, max_draft_tokens)
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
         seed = next(self._request_seeds) if params.seed is None else params.seed
-        sequences: list[Sequence] = []
-        for index in range(params.n):
-            sequence = Sequence(
-                id=next(self._ids),
-                request_id=request_id,
-                index=index,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                params=params,
-                seed=derive_seed(seed, index),
-                tenant=tenant,
-                max_draft_tokens=max_draft_tokens,
-                leader=sequences[0] if sequences and self.config.enable_prefix_caching else None,
-            )
-            sequence.metrics.num_prompt_tokens = len(token_ids)
-            sequence.metrics.seed = sequence.seed
-            sequences.append(sequence)
+        leads = self.config.enable_prefix_caching
+        sequences = make_sequences(
+            request_id, token_ids, params, seed, tenant, max_draft_tokens, self._ids, leads
+        )
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None
-        self._requests[request_id] = _Request(request_id, text, sequences, time.perf_counter(), on_update)
+        self._requests[request_id] = Request(request_id, text, sequences, time.perf_counter(), on_update)
         self._answers.update(answers)
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -225,14 +192,14 @@ class Engine:
         if not plan.scheduled:
             return []
         planned_s = time.perf_counter()
-        proposals = self.drafting.propose(plan.decoding)
+        proposals = self.drafting.propose(plan.scheduled)
         drafted_s = time.perf_counter()
         logits = self.runner.forward(plan, proposals)
         verdicts = self._verify(plan, proposals, logits)
         times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
         updates = self._commit(plan, proposals, verdicts, logits, times)
-        _deliver(updates, callbacks)
+        deliver(updates, callbacks)
         return updates
 
     def _verify(
@@ -266,10 +233,10 @@ class Engine:
         times: _StepTimes,
     ) -> list[Update]:
         """Append what was verified, keep its cache entries, and tell everyone concerned."""
-        decoded: list[tuple[_Answer, int, int]] = []  # answer, tokens emitted, draft tokens among them
+        decoded: list[tuple[Answer, int, int]] = []  # answer, tokens emitted, draft tokens among them
         for item, rows in zip(plan.scheduled, logits, strict=True):
             sequence = item.sequence
-            self._record_prompt_logprobs(item, rows)
+            record_prompt_logprobs(item, rows)
             self._record_times(sequence, times)
             verdict = verdicts.get(sequence.id)
             if verdict is None:
@@ -285,7 +252,7 @@ class Engine:
         self.drafting.observe([a.sequence for a, _, _ in decoded], [accepted for _, _, accepted in decoded])
         return [self._emit(answer, emitted) for answer, emitted, _ in decoded]
 
-    def _append(self, answer: _Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
+    def _append(self, answer: Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
         """Append the verdict's tokens until a stop rule ends the answer; returns how many were appended."""
         sequence = answer.sequence
         token_ids = verdict.token_ids(proposal)
@@ -302,7 +269,7 @@ class Engine:
             sequence.logprobs = [*(sequence.logprobs or []), *entries]
         return emitted
 
-    def _emit(self, answer: _Answer, num_new: int) -> Update:
+    def _emit(self, answer: Answer, num_new: int) -> Update:
         """Report what a sequence has gained; when it is finished, free what it holds."""
         sequence = answer.sequence
         request = self._requests[sequence.request_id]
@@ -328,7 +295,7 @@ class Engine:
             output=output,
         )
 
-    def _finish(self, request: _Request, sequence: Sequence) -> RequestOutput | None:
+    def _finish(self, request: Request, sequence: Sequence) -> RequestOutput | None:
         """Free what a finished sequence holds; the request's output when it was the last one."""
         self.scheduler.remove(sequence)
         self.drafting.release(sequence)
@@ -369,7 +336,7 @@ class Engine:
             ]
         return faults
 
-    def _new_answer(self, sequence: Sequence) -> _Answer:
+    def _new_answer(self, sequence: Sequence) -> Answer:
         params = sequence.params
         prompt = sequence.token_ids
         text = TextStream(
@@ -383,23 +350,7 @@ class Engine:
             encode_bad_words(self.tokenizer, params.bad_words),
             self.model.vocab_size,
         )
-        return _Answer(sequence, processor, text, StopRules(sequence, text, eos, self.max_model_len))
-
-    def _record_prompt_logprobs(self, item: ScheduledSequence, rows: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow this step's rows; the first token has none."""
-        sequence = item.sequence
-        if not sequence.wants_prompt_logprobs:
-            return
-        if sequence.prompt_logprobs is None:
-            sequence.prompt_logprobs = [None]
-        first = sequence.num_computed + 1
-        token_ids = sequence.token_ids[first : min(first + item.num_rows, sequence.num_prompt_tokens)]
-        if not token_ids:
-            return
-        assert sequence.params.prompt_logprobs is not None
-        entries = token_logprobs(rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
-        known = len(sequence.prompt_logprobs) - first
-        sequence.prompt_logprobs.extend(entries[max(known, 0) :])
+        return Answer(sequence, processor, text, StopRules(sequence, text, eos, self.max_model_len))
 
     def _record_times(self, sequence: Sequence, times: _StepTimes) -> None:
         metrics = sequence.metrics
@@ -407,43 +358,6 @@ class Engine:
             metrics.queue_s = times.planned_s - self._requests[sequence.request_id].arrived_s
         metrics.draft_s += times.drafted_s - times.planned_s
         metrics.verify_s += times.verified_s - times.drafted_s
-
-
-def _check_arguments(params: SamplingParams, tenant: str, max_draft_tokens: int | None) -> None:
-    """Raise `RequestError` for what would otherwise fail in a step, among other people's requests."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
-    if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {tenant!r}")
-    whole = isinstance(max_draft_tokens, int) and not isinstance(max_draft_tokens, bool)
-    if max_draft_tokens is not None and (not whole or max_draft_tokens < 0):
-        raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {max_draft_tokens!r}")
-
-
-def _request_seeds(seed: int | None) -> Iterator[int]:
-    """The seeds of requests that bring none: from the operating system, or derived from the engine's own.
-
-    Derived in two stages, so that no request meets a seed that some request's n-th answer has.
-    """
-    if seed is None:
-        while True:
-            yield draw_seed()
-    root = derive_seed(seed, 2**40)
-    for number in itertools.count(1):
-        yield derive_seed(root, number)
-
-
-def _deliver(updates: list[Update], callbacks: dict[str, UpdateCallback]) -> None:
-    """Call back when the books are closed: a callback may abort requests, and one that raises harms no other."""
-    failure: BaseException | None = None
-    for update in updates:
-        if update.request_id in callbacks:
-            try:
-                callbacks[update.request_id](update)
-            except BaseException as error:
-                failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 def _record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, ...], emitted: int) -> None:

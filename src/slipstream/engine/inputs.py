@@ -42,6 +42,8 @@ def encode_chat(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[int]:
     """Token ids of a conversation, ready for the assistant's answer."""
     if not tokenizer.chat_template:
         raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
+    if not isinstance(messages, Seq) or isinstance(messages, str):
+        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
     if not messages:
         raise RequestError("the conversation is empty; give at least one message")
     for message in messages:
@@ -50,7 +52,7 @@ def encode_chat(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[int]:
     try:
         return list(
             tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
     except Exception as error:  # a template may raise anything

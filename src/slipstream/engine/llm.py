@@ -8,10 +8,10 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.engine.engine import UpdateCallback
 from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import Prompt, encode_chat
 from slipstream.engine.outputs import RequestOutput
+from slipstream.engine.requests import UpdateCallback
 from slipstream.errors import RequestError
 from slipstream.sampling.params import SamplingParams
 
@@ -64,8 +64,8 @@ class LLM:
         on_update: UpdateCallback | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`."""
-        several = conversations if conversations and isinstance(conversations[0], list) else [conversations]
-        prompts = [encode_chat(self.engine.tokenizer, list(messages)) for messages in several]  # type: ignore[arg-type]
+        several = conversations if _are_several(conversations) else [conversations]
+        prompts = [encode_chat(self.engine.tokenizer, messages) for messages in several]  # type: ignore[arg-type]
         return self._run(prompts, sampling_params, tenant, max_draft_tokens, on_update)
 
     def reset_caches(self) -> None:
@@ -111,6 +111,10 @@ class LLM:
                 self.engine.abort(request_id)
             raise
         return [outputs[request_id] for request_id in ids]
+
+
+def _are_several(conversations: Messages | Seq[Messages]) -> bool:
+    return isinstance(conversations, Seq) and len(conversations) > 0 and isinstance(conversations[0], list)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from slipstream.core import TokenLogprob
+from slipstream.core import ScheduledSequence, TokenLogprob
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
@@ -23,3 +23,21 @@ def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[To
             alternatives = tuple(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True))
         result.append(TokenLogprob(token_id, chosen[row, 0].item(), int(ranks[row]), alternatives))
     return result
+
+
+def record_prompt_logprobs(item: ScheduledSequence, rows: Tensor) -> None:
+    """Add to the sequence the log-probabilities of the prompt tokens that follow this step's `rows` [rows, vocab].
+
+    The first prompt token follows nothing and has none. Rows that are computed again after a preemption are skipped.
+    """
+    sequence = item.sequence
+    if not sequence.wants_prompt_logprobs or sequence.params.prompt_logprobs is None:
+        return
+    if sequence.prompt_logprobs is None:
+        sequence.prompt_logprobs = [None]
+    first = sequence.num_computed + 1
+    token_ids = sequence.token_ids[first : min(first + item.num_rows, sequence.num_prompt_tokens)]
+    if token_ids:
+        entries = token_logprobs(rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
+        known = len(sequence.prompt_logprobs) - first
+        sequence.prompt_logprobs.extend(entries[max(known, 0) :])
