@@ -36,7 +36,26 @@ on. `HF_HOME`, `HF_HUB_OFFLINE` and the other variables of the Hugging Face hub 
 
 At most one of `--spec`, `--draft` and `--speculative-config` may be given. Without any, the embedded pair speculates
 with its own draft model, and a model named with `--model` decodes without speculation: nothing is guessed about what
-would suit it.
+would suit it. All options of a drafter go through `--speculative-config`; for the embedded pair `draft_model` needs no
+`model` there, so this is a tree of the embedded draft:
+
+```console
+$ slipstream generate "Show me the command tar." --speculative-config '{"method": "draft_model", "tree_top_k": 3}'
+```
+
+## Values that are more than a word
+
+`--logit-bias` takes a JSON object of token ids and numbers, `--stop-token-ids` and `--allowed-token-ids` take token ids
+separated by commas, and `--stop` and `--bad-words` are given once for each text:
+
+```console
+$ slipstream generate "Write a SQL query." --logit-bias '{"5": 1.5, "6": -100}' --stop-token-ids 7,8 --stop END
+```
+
+## The chat template
+
+A prompt is wrapped in the model's chat template as a user's message, where the model has one; `--raw` leaves it as it
+is. In Python it is the other way round: `LLM.chat` applies the template and `LLM.generate` does not.
 
 ## What `--file` may hold
 
@@ -50,7 +69,44 @@ one prompt.
 Each prompt is answered with and without speculation, one after the other, on one engine, from empty caches, with the
 same seed, after a warm-up of both ways. The order alternates from pair to pair; each prompt has `--repeats` pairs. The
 ratio of a pair is tokens a second with speculation over tokens a second without, the prompt's computation included. The
-median ratio of all pairs is printed with its range, and the median speed of each side.
+median ratio of all pairs is printed with its quartiles, and the median speed of the runs of each side; with several
+prompts the ratio is not that of the two speeds, whose medians may come from different prompts. Where standard
+error is not a terminal, a line a pair shows the progress.
+
+The `speed` among the notes is another one: all tokens of a run over its whole time. Without `--compare` all prompts run
+in one batch; with it, that line is about the first run of each prompt.
+
+## What `--logprobs` prints
+
+A table below the answer, a token a line: its text, its log-probability under the target's unprocessed distribution, and
+as many alternatives as were asked for. `--prompt-logprobs` adds such a table of the prompt.
+
+## What `--json` prints
+
+One object:
+
+- `slipstream`: the version; `model`: as named, or `embedded pair`
+- `speculation`: `method`, `verifier` and all options of the drafter
+- `labels`: what must be said beside these results, such as that a model is cost-expanded
+- `requests`: one a prompt, each with
+  - `label`, `prompt` (null for messages and token ids), `prompt_token_ids` and `prompt_logprobs`
+  - `outputs`: one an answer, with `index`, `text`, `token_ids`, `from_draft` (one a token), `finish_reason`,
+    `stop_reason`, `seed`, `logprobs` and `metrics`
+- `logprobs`, of prompt or answer: one a token, with `token_id`, `logprob`, `rank` and `top`, pairs of token id and
+  log-probability; null where not asked for
+- `metrics`: counts and times of the answer, and what follows from them: `acceptance_rate`, `conditional_acceptance`,
+  `acceptance_length`, `tokens_per_s`
+- `summary`: counts of all answers together, rates of the sums, `tokens_per_s` over `wall_s`, `seeds`
+- `comparison`: null without `--compare`; else `ratio_median`, `ratio_quartiles`, `ratio_min`, `ratio_max`,
+  `tokens_per_s_off`, `tokens_per_s_on`, `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`,
+  `ratio`, `identical`, `off_s` and `on_s`
+
+`slipstream info --json` prints its facts as one object too, the memory plan in bytes.
+
+```console
+$ slipstream generate "Can you help me to buy movie tickets?" --temperature 0 --logprobs 2 --json
+$ slipstream info --json
+```
 """
 
 CONFIG_INTRODUCTION = """\

@@ -11,7 +11,14 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .tokenizer import ROLES
+
 IGNORE = -1  # document number of padding
+
+
+class RecipeError(Exception):
+    """The recipe cannot be followed with what it was given: one line that says why."""
+
 
 # End markers that the models which wrote the `chat` answers left in the text.
 FOREIGN_END = re.compile(r"\s*(<\|endoftext\|>|</s>)\s*$")
@@ -45,13 +52,40 @@ class Rows(NamedTuple):
 
 
 def load_conversations(path: Path) -> list[Conversation]:
-    """Read JSONL of `{"task", "source", "messages": [{"role", "content"}]}`, cut foreign end markers."""
-    with path.open(encoding="utf-8") as lines:
-        conversations = [json.loads(line) for line in lines]
-    for conversation in conversations:
-        for message in conversation["messages"]:
-            message["content"] = FOREIGN_END.sub("", message["content"])
+    """Read JSONL of `{"task", "source", "messages": [{"role", "content"}]}`, cut foreign end markers.
+
+    Raises `RecipeError` with file and line for anything else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other characters that end lines
+    except OSError as error:
+        raise RecipeError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text: {error}") from None
+    conversations = [
+        _conversation(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not conversations:
+        raise RecipeError(f"{path} holds no conversations")
     return conversations
+
+
+def _conversation(line: str, where: str) -> Conversation:
+    try:
+        conversation: Conversation = json.loads(line)
+        for message in conversation["messages"]:
+            if message["role"] not in ROLES:
+                raise RecipeError(f"{where}: a role is one of {', '.join(ROLES)}, got {message['role']!r}")
+            message["content"] = FOREIGN_END.sub("", message["content"])
+        if not isinstance(conversation["task"], str):
+            raise TypeError
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{where} is not valid JSON: {error}") from None
+    except (KeyError, TypeError):
+        raise RecipeError(
+            f'{where} is not {{"task": "…", "messages": [{{"role": "…", "content": "…"}}, …]}}'
+        ) from None
+    return conversation
 
 
 def repeats(tokens: Sequence[int], size: int = 16, times: int = 3) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from .data import Piece, Rows, mix_pieces, pack
+from .data import Piece, RecipeError, Rows, mix_pieces, pack
 from .model import SHAPES, build_model, load_model, to_batch, token_losses
 from .muon import Muon
 
@@ -40,7 +40,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.max_tokens is None and self.time_limit_minutes is None:
-            raise ValueError("a run needs a budget: give max_tokens, time_limit_minutes or both")
+            raise RecipeError("a run needs a budget: give --max-tokens, --time-limit-minutes or both")
 
 
 @dataclass
@@ -80,8 +80,9 @@ def batches(pieces: list[Piece], config: TrainConfig, pad: int, progress: Progre
             progress.row = span.stop
             yield Rows(*(part[span] for part in rows))
         if len(rows.tokens) < config.batch_rows:
-            raise ValueError(
-                f"{len(rows.tokens)} rows do not fill a batch of {config.batch_rows}: lower batch_rows"
+            raise RecipeError(
+                f"the data fill {len(rows.tokens)} rows of {config.row_length} tokens, too few for a batch of "
+                f"{config.batch_rows}; lower --batch-rows or --row-length"
             )
         progress.epoch, progress.row = progress.epoch + 1, 0
 
@@ -109,7 +110,7 @@ def log(config: TrainConfig, progress: Progress, tokens_per_s: float, loss: floa
     eta_min = progress.elapsed_s * (1 / spent - 1) / 60
     print(
         f"{time.strftime('%H:%M:%S')} {config.name} step {progress.step} {spent:6.1%} epoch {progress.epoch} "
-        f"{progress.tokens / 1e6:.2f}M tokens {tokens_per_s:,.0f} tokens/s loss {loss:.3f} lr x{factor:.2f} "
+        f"{progress.tokens:,} tokens {tokens_per_s:,.0f} tokens/s loss {loss:.3f} lr x{factor:.2f} "
         f"eta {eta_min:.0f} min",
         file=sys.stderr,
         flush=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -77,6 +78,18 @@ def test_the_demo_is_the_makefiles(shared_engines: None) -> None:
     assert demo is not None
     assert (ROOT / demo[1].split("--file ")[1].split()[0]).is_file()
     assert "texts identical      yes" in (ROOT / "README.md").read_text()
+
+
+def test_every_key_of_json_is_documented(shared_engines: None) -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    section = page.split("## What `--json` prints")[1].split("\n## ")[0]
+    args = ["generate", "hi", "--max-tokens", "2", "--logprobs", "1", "--compare", "--repeats", "1", "--json"]
+    answer = json.loads(CliRunner().invoke(app, args).stdout)
+    request, comparison = answer["requests"][0], answer["comparison"]
+    output = request["outputs"][0]
+    for keys in (answer, request, output, output["logprobs"][0], comparison, comparison["pairs"][0]):
+        for key in keys:
+            assert f"`{key}`" in section, key
 
 
 def test_the_worked_numbers_are_right() -> None:

@@ -59,6 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.jsonl").write_text('{"prompt": "hi"}\n{"prompt": \n')
     (folder / "wrong.jsonl").write_text('{"text": "hi"}\n')
     (folder / "ids.jsonl").write_text('{"token_ids": [5, 999999]}\n')
+    (folder / "empty_message.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     (folder / "messages.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     return folder
 
@@ -85,9 +86,14 @@ REFUSALS = {
     "empty prompt": ([""], "the prompt is empty"),
     "blank prompt": (["  \n"], "the prompt is empty"),
     "two prompts": (["hi", "--file", "x.txt"], "not both"),
+    "unquoted prompt": (["what", "is", "it"], "put quotes around the prompt"),
     "missing prompt file": (["--file", "nowhere.txt"], "there is no file 'nowhere.txt'"),
     "broken prompt file": (["--file", "{files}/broken.jsonl"], "line 2 is not valid JSON"),
     "wrong prompt file": (["--file", "{files}/wrong.jsonl"], "line 1 needs exactly one of prompt, messages"),
+    "message without content": (
+        ["--file", "{files}/empty_message.jsonl"],
+        "empty_message.jsonl, line 1: a message is",
+    ),
     "negative temperature": (["hi", "--temperature", "-1"], "temperature must be a finite number"),
     "NaN temperature": (["hi", "--temperature", "nan"], "temperature must be a finite number"),
     "infinite penalty": (["hi", "--presence-penalty", "inf"], "presence_penalty must be a finite number"),
@@ -96,6 +102,7 @@ REFUSALS = {
     "empty stop string": (["hi", "--stop", "END", "--stop", ""], "stop must hold strings that are not empty"),
     "stop ids that are words": (["hi", "--stop-token-ids", "1,two"], "--stop-token-ids takes token ids"),
     "bias that is not JSON": (["hi", "--logit-bias", "{5: 1}"], "--logit-bias is not valid JSON"),
+    "bias of a word": (["hi", "--logit-bias", '{"five": 1}'], "logit_bias token ids must be a whole number"),
     "not a number": (["hi", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
     "unknown flag": (["hi", "--temprature", "0"], "--temperature"),
     "unknown size": (["hi", "--kv-cache-bytes", "lots"], "is not a size"),
@@ -108,10 +115,16 @@ REFUSALS = {
 }
 
 REFUSALS_AFTER_LOADING = {
-    "prompt beyond context": ([PROMPT * 150], "shorten it or raise max_model_len"),
-    "prompt id out of range": (["--file", "{files}/ids.jsonl"], "outside the vocabulary; use 0 to 4095"),
+    "prompt beyond context": ([PROMPT * 150], "shorten it"),
+    "prompt id out of range": (
+        ["--file", "{files}/ids.jsonl"],
+        "ids.jsonl, line 1: token id 999999 in the prompt is outside the vocabulary",
+    ),
     "stop id out of range": (["hi", "--stop-token-ids", "4096"], "this model's ids are 0 to 4095"),
-    "messages without template": (["--file", "{files}/messages.jsonl", "--raw"], "only the chat template"),
+    "messages without template": (
+        ["--file", "{files}/messages.jsonl", "--raw"],
+        "messages.jsonl, line 1: --raw cannot be",
+    ),
 }
 
 
@@ -132,8 +145,7 @@ def test_what_only_the_model_shows_is_refused_alike(case: str, files: Path) -> N
     result = run("generate", *[arg.replace("{files}", str(files)) for arg in args])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    memory, line = result.stderr.splitlines()
-    assert memory.startswith("memory: ")
+    [line] = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert expected in line
 
@@ -321,6 +333,56 @@ def test_a_file_of_prompts_is_one_batch_with_headings(tmp_path: Path) -> None:
     assert answer["requests"][1]["prompt_token_ids"] == alone["requests"][0]["prompt_token_ids"]
 
 
+def test_log_probabilities_are_a_table_below_the_answer() -> None:
+    plain = run("generate", PROMPT, *GREEDY).stdout
+    result = run("generate", PROMPT, *GREEDY, "--logprobs", "2", "--prompt-logprobs", "0")
+    assert result.exit_code == 0, result.output
+    answer, tokens, prompt = result.stdout.split("\n\n")
+    assert answer + "\n" == plain
+    heading, *rows = tokens.splitlines()
+    assert heading.split() == ["token", "logprob", "alternatives"]
+    asked = json.loads(run("generate", PROMPT, *GREEDY, "--logprobs", "2", "--json").stdout)
+    entries = asked["requests"][0]["outputs"][0]["logprobs"]
+    assert len(rows) == len(entries)
+    for row, entry in zip(rows, entries, strict=True):
+        assert re.fullmatch(r'".*" +-?\d+\.\d{3}  ".*" -?\d+\.\d{3}  ".*" -?\d+\.\d{3}', row)
+        assert f" {entry['logprob']:.3f} " in row
+    heading, first, *rest = prompt.splitlines()
+    assert heading.startswith("prompt token")
+    assert first.endswith('"')
+    assert all(re.fullmatch(r'".*" +-?\d+\.\d{3}', row) for row in rest)
+    assert len(rest) == len(asked["requests"][0]["prompt_token_ids"]) - 1
+
+
+def test_logit_bias_reaches_the_answer() -> None:
+    token_id = json.loads(run("generate", PROMPT, *GREEDY, "--json").stdout)["requests"][0]["outputs"][0][
+        "token_ids"
+    ][0]
+    forced = run("generate", PROMPT, *GREEDY, "--logit-bias", json.dumps({token_id: 100}), "--json")
+    assert forced.exit_code == 0, forced.output
+    assert set(json.loads(forced.stdout)["requests"][0]["outputs"][0]["token_ids"]) == {token_id}
+
+
+@pytest.mark.parametrize("method", ["draft", "draft_model"])
+def test_a_tree_of_the_embedded_draft(method: str) -> None:
+    config = json.dumps({"method": method, "tree_top_k": 3})
+    result = run("generate", PROMPT, *GREEDY, "--speculative-config", config, "--json")
+    assert result.exit_code == 0, result.output
+    speculation = json.loads(result.stdout)["speculation"]
+    assert (speculation["method"], speculation["model"]) == ("draft_model", EMBEDDED_DRAFT)
+    assert speculation["tree_top_k"] == 3
+    elsewhere = run("generate", "hi", "--model", "x", "--speculative-config", config)
+    assert elsewhere.exit_code == 2
+    assert "draft_model needs 'model'" in elsewhere.stderr
+
+
+def test_speeds_of_batches_and_of_single_runs_are_told_apart() -> None:
+    batch = run("generate", PROMPT, *GREEDY, "-n", "2").stderr
+    assert re.search(r"speed +\d+\.\d tokens/s, prompts included; 2 answers in one batch\n", batch)
+    single = run("generate", PROMPT, *GREEDY).stderr
+    assert re.search(r"speed +\d+\.\d tokens/s, prompt included\n", single)
+
+
 def test_raw_leaves_the_chat_template_out() -> None:
     raw, chat = (
         json.loads(run("generate", PROMPT, *GREEDY, flag, "--json").stdout)["requests"][0]["prompt_token_ids"]
@@ -340,15 +402,21 @@ def test_compare_reports_a_ratio_and_identical_texts() -> None:
     args = ["generate", PROMPT, "--max-tokens", "16", "--compare", "--repeats", "2"]  # sampled, seed drawn
     result = run(*args)
     assert result.exit_code == 0, result.output
-    assert re.search(r"without speculation +\d+\.\d tokens/s", result.stdout)
-    assert re.search(r"with speculation +\d+\.\d tokens/s \(draft_model, 4 tokens\)", result.stdout)
-    assert re.search(r"ratio +\d+\.\d\d \(median of 2 pairs, \d+\.\d\d to \d+\.\d\d\)", result.stdout)
+    assert re.search(r"without speculation +\d+\.\d tokens/s, median of 2 runs\n", result.stdout)
+    assert re.search(
+        r"with speculation +\d+\.\d tokens/s, median of 2 runs \(draft_model, 4 tokens\)", result.stdout
+    )
+    assert "pair 1 of 2\npair 2 of 2\n" in result.stderr
+    assert re.search(
+        r"ratio +\d+\.\d\d \(median of 2 pairs, quartiles \d+\.\d\d and \d+\.\d\d\)", result.stdout
+    )
     assert re.search(r"texts identical +yes", result.stdout)
     comparison = json.loads(run(*args, "--json").stdout)["comparison"]
     assert comparison["identical"] is True
     assert comparison["differing_prompts"] == []
     assert len(comparison["pairs"]) == 2
-    assert comparison["ratio_min"] <= comparison["ratio_median"] <= comparison["ratio_max"]
+    low, high = comparison["ratio_quartiles"]
+    assert comparison["ratio_min"] <= low <= comparison["ratio_median"] <= high <= comparison["ratio_max"]
 
 
 def test_compare_says_where_texts_differ() -> None:
@@ -388,9 +456,15 @@ def test_chat_keeps_the_conversation_and_reuses_it() -> None:
     reused = [int(number) for number in re.findall(r"(\d+) of \d+ prompt tokens reused", result.stderr)]
     assert len(reused) == 3
     assert reused[1] > 16
-    assert "3 answered" not in result.stderr
+    assert re.search(r"seed +\d+, \d+\n", result.stderr)  # two answers before /stats
     assert "acceptance length τ" in result.stderr
     assert "there is no /what" in result.stderr
+
+
+def test_chat_refuses_before_it_speaks() -> None:
+    result = run("chat", "--stop-token-ids", "4096", stdin="hi\n")
+    assert result.exit_code == 2
+    assert result.stderr == "error: stop_token_ids has token id 4096; this model's ids are 0 to 4095\n"
 
 
 def test_chat_survives_a_message_that_cannot_be_answered() -> None:
@@ -458,6 +532,16 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
     assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)
     assert "has another vocabulary" in text.stdout
     assert text.stdout.endswith("target  yes\n")
+
+
+def test_info_plans_for_the_draft_that_would_run() -> None:
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"tokenizer +byte-level BPE, 4,096 tokens, with chat template", result.stdout)
+    assert re.search(r"--spec draft +the embedded draft, which runs by default", result.stdout)
+    planned = json.loads(run("info", "--json").stdout)["memory_plan"]
+    with_draft = json.loads(run("info", "--draft", EMBEDDED_DRAFT, "--json").stdout)["memory_plan"]
+    assert planned["draft_bytes"] == with_draft["draft_bytes"] > 0
 
 
 def test_the_bare_command_and_version() -> None:

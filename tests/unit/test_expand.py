@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError
@@ -15,6 +18,15 @@ from slipstream.models import load_model
 from slipstream.testing.expand import Shape, expand, main, parse_count, shape_for
 
 IDS = torch.tensor([[(13 * i * i + 7 * i) % 96 for i in range(24)]])
+
+
+@pytest.fixture(autouse=True)
+def progress_bars_as_before() -> Iterator[None]:
+    """The command line turns them off for its process."""
+    before = transformers.utils.logging.is_progress_bar_enabled()
+    yield
+    if before:
+        transformers.utils.logging.enable_progress_bar()
 
 
 def save_llama(folder: Path, **changes: Any) -> Path:
@@ -101,7 +113,9 @@ def test_bfloat16(tmp_path: Path) -> None:
         ({"hidden_size": 16}, "hidden_size 16 is below the source's 24"),
         ({"num_heads": 7}, "hidden_size 24 is not a multiple of num_heads 7"),
         ({"num_heads": 5}, "num_heads 5 is not a multiple of 2"),
-        ({"target_parameters": 1000}, "no usual shape of 1,000 parameters"),
+        ({"target_parameters": 1000}, "no usual shape of 1,000 parameters.* ask for at least 566,144"),
+        ({}, "nothing would be larger than in the source"),
+        ({"num_layers": 3}, "nothing would be larger than in the source"),
         ({"dtype": "int8"}, "dtype must be float32 or bfloat16"),
     ],
 )
@@ -120,12 +134,25 @@ def test_folders_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         expand(source, source)
     capsys.readouterr()
     assert main([str(tmp_path / "nothing"), str(tmp_path / "target"), "--parameters", "1M"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([str(source), str(tmp_path / "target"), "--num-layers", "many"])
+    assert capsys.readouterr().err == "error: argument --num-layers: invalid int value: 'many'\n"
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_the_least_number_of_parameters_is_enough(tmp_path: Path) -> None:
+    assert expand(save_llama(tmp_path / "source"), tmp_path / "target", target_parameters=566_144) == 566_144
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save_llama(tmp_path / "source")
+    capsys.readouterr()
     assert main([str(source), str(tmp_path / "target"), "--parameters", "2M", "--num-layers", "4"]) == 0
+    assert re.fullmatch(r"[\d,]+ parameters\n", capsys.readouterr().err)
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "target").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     assert stock_model(tmp_path / "target").config.num_hidden_layers == 4
 
 

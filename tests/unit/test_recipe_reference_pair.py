@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,59 @@ def test_command_line_trains_a_pair(data: Path, tmp_path: Path) -> None:
         folder = tmp_path / "export" / name
         assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == num_layers
         assert json.loads((folder / "training.json").read_text())["progress"]["step"] == 1
+
+
+TRAIN = ["train", "--data", "{data}", "--out", "{out}"]
+REFUSALS = {
+    "no data": (["train", "--data", "nowhere", "--out", "{out}", "--max-tokens", "1"], "cannot read nowhere"),
+    "broken line": (
+        ["train", "--data", "{broken}", "--out", "{out}", "--max-tokens", "1"],
+        "line 2 is not valid",
+    ),
+    "no task": (
+        ["train", "--data", "{taskless}", "--out", "{out}", "--max-tokens", "1"],
+        'line 1 is not {"task"',
+    ),
+    "too few rows": ([*TRAIN, "--max-tokens", "1"], "rows of 512 tokens, too few for a batch of 12"),
+    "no budget": (TRAIN, "give --max-tokens, --time-limit-minutes or both"),
+    "no model": ([*TRAIN, "judge", "--max-tokens", "1"], "there is no model 'judge'; train target or draft"),
+    "no pair": ([*TRAIN, "--init", "nowhere", "--max-tokens", "1"], "is not the folder of a checkpoint"),
+    "bad mix": ([*TRAIN, "--mix", "sql", "--max-tokens", "1"], "--mix is TASK=COPIES"),
+    "bad device": ([*TRAIN, "--device", "abacus", "--max-tokens", "1"], "--device abacus cannot be used"),
+    "bad number": ([*TRAIN, "--batch-rows", "0", "--max-tokens", "1"], "Invalid value for '--batch-rows'"),
+    "unknown flag": ([*TRAIN, "--rows", "2"], "No such option"),
+    "no checkpoint": (
+        ["evaluate", "nowhere", "--data", "{data}"],
+        "nowhere is not the folder of a checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_done_costs_one_line(case: str, data: Path, tmp_path: Path) -> None:
+    for name, lines in (("broken", '\n{"task": '), ("taskless", '{"messages": []}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(lines)
+    places = {"data": data, "out": tmp_path / "out", **{n: tmp_path / n for n in ("broken", "taskless")}}
+    args, expected = REFUSALS[case]
+    for name, place in places.items():
+        args = [arg.replace(f"{{{name}}}", str(place)) for arg in args]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+
+
+def test_progress_names_tokens_in_full(
+    pieces: list[Piece],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = replace(config("draft", max_tokens=1), log_every_s=0)
+    _, progress = train(settings, pieces, tokenizer, tmp_path / "run.pt")
+    assert f" {progress.tokens:,} tokens " in capsys.readouterr().err
 
 
 def test_packed_documents_do_not_see_each_other(

@@ -19,6 +19,7 @@ from slipstream.cli.options import (
     SAMPLING,
     SPECULATION,
     Model,
+    announce,
     chosen_speculation,
     load,
     short_speculation,
@@ -50,12 +51,14 @@ def chat(
 
     Reads a message a line. /exit leaves, /reset forgets the conversation, /stats sums up.
     """
-    params = SamplingParams(**sampling)
+    params = SamplingParams.from_mapping(sampling)
     if params.n > 1:
         raise ConfigError("a chat has one answer a turn; leave --n at 1")
     llm = load(model, chosen_speculation(speculation, model), engine)
     if not llm.engine.tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; use `slipstream generate --raw`")
+    params.check_vocabulary(llm.engine.model.vocab_size)
+    announce(llm)
     conversation = Conversation(llm, params, system)
     console = notes()
     if sys.stdin.isatty():
@@ -119,7 +122,9 @@ class Conversation:
             notes().print("nothing has been answered yet")
             return
         wall_s = sum(output.metrics.total_s for output in self._finished)
-        print_summary(notes(), summarise(self._finished, wall_s), short_speculation(self.llm))
+        print_summary(
+            notes(), summarise(self._finished, wall_s), short_speculation(self.llm), "prompts included"
+        )
 
     def _run(self, prompt: list[int]) -> RequestOutput:
         """Step the engine until the answer is complete, or is stopped between two steps."""

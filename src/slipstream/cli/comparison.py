@@ -2,7 +2,7 @@
 
 A pair is one prompt answered both ways, one after the other, from empty caches. The order alternates from pair to
 pair, so that a machine that grows slower or faster harms neither side. The ratio of a pair is a ratio of wall-clock
-times for equal work; the median over the pairs is reported with its range.
+times for equal work; the median over the pairs is reported with its quartiles, which a stray process hardly moves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slipstream.cli.console import print_rows
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.engine.requests import UpdateCallback
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import RequestOutput
+    from slipstream.engine.requests import UpdateCallback
 
 WARM_UP_TOKENS = 8
 """Answered before the clock runs, both ways: the first passes of a process set up threads and kernels."""
@@ -78,6 +78,15 @@ class Comparison:
         return statistics.median(pair.ratio for pair in self.pairs)
 
     @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the pairs lies below the first, a quarter above the second."""
+        ratios = [pair.ratio for pair in self.pairs]
+        if len(ratios) == 1:
+            return ratios[0], ratios[0]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, high
+
+    @property
     def differing(self) -> list[int]:
         """Prompts of which some pair of answers was not the same, token by token."""
         return sorted({pair.prompt_index for pair in self.pairs if not pair.identical})
@@ -91,6 +100,7 @@ class Comparison:
         ratios = [pair.ratio for pair in self.pairs]
         return {
             "ratio_median": self.ratio,
+            "ratio_quartiles": list(self.quartiles),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
             "tokens_per_s_off": self.speed("off"),
@@ -111,13 +121,14 @@ class Comparison:
 
     def print(self, console: Console, speculation: str, verifier: str) -> None:
         """The two speeds, their ratio, and whether the texts are the same."""
-        ratios = [pair.ratio for pair in self.pairs]
-        spread = "one pair"
-        if len(ratios) > 1:
-            spread = f"median of {len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
+        num_pairs, (low, high) = len(self.pairs), self.quartiles
+        spread, median = "one pair", ""
+        if num_pairs > 1:
+            spread = f"median of {num_pairs} pairs, quartiles {low:.2f} and {high:.2f}"
+            median = f", median of {num_pairs} runs"
         rows = [
-            ("without speculation", f"{self.speed('off'):.1f} tokens/s"),
-            ("with speculation", f"{self.speed('on'):.1f} tokens/s ({speculation})"),
+            ("without speculation", f"{self.speed('off'):.1f} tokens/s{median}"),
+            ("with speculation", f"{self.speed('on'):.1f} tokens/s{median} ({speculation})"),
             ("ratio", f"{self.ratio:.2f} ({spread})"),
             ("texts identical", self._verdict(verifier)),
         ]

@@ -26,12 +26,12 @@ def uses_colour(stream: TextIO) -> bool:
 
 def notes() -> Console:
     """Standard error, for progress, reports and warnings."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def results() -> Console:
     """Standard output, for reports that are results. Answers are written by `Painter`, which changes no character."""
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, emoji=False)
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:

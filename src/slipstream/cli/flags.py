@@ -98,7 +98,7 @@ class FlagSet:
         default = None if field.default in (None, (), dataclasses.MISSING) else str(field.default)
         option = typer.Option(
             *names,
-            help=f"{help_} May be repeated." if kind == "strings" else help_,
+            help=f"{help_} {_SYNTAX[kind]}" if kind in _SYNTAX else help_,
             metavar=_METAVARS.get(kind),
             show_default=(default.lower() if kind is bool else default) if default else False,
             rich_help_panel=self.panel,
@@ -145,6 +145,13 @@ def parse_bytes(text: str) -> int:
     number, scale, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmg".index(scale or " "))
 
+
+_SYNTAX = {
+    "ids": "Separated by commas: 5,6.",
+    "json": """A JSON object: '{"5": 1.5, "6": -100}'.""",
+    "strings": "May be repeated.",
+}
+"""Added to the help of flags whose value is more than one word or number."""
 
 _METAVARS = {"ids": "ID,ID,…", "json": "JSON", "bytes": "SIZE", "strings": "TEXT", bool: None}
 

@@ -16,12 +16,14 @@ from slipstream import __version__
 from slipstream.cli.comparison import Comparison, time_pairs
 from slipstream.cli.console import Painter, notes, results
 from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.options import (
     ENGINE,
     SAMPLING,
     SPECULATION,
     Json,
     Model,
+    announce,
     chosen_speculation,
     describe_speculation,
     labels,
@@ -30,7 +32,7 @@ from slipstream.cli.options import (
     print_json,
     short_speculation,
 )
-from slipstream.cli.prompts import Job, encode, read_jobs
+from slipstream.cli.prompts import Job, prepare, read_jobs
 from slipstream.cli.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -76,14 +78,16 @@ def generate(
     Answers go to standard output; on a terminal, accepted draft tokens and the target's own have different colours.
     """
     jobs = read_jobs(prompt, file)
-    params = SamplingParams(**sampling)
+    params = SamplingParams.from_mapping(sampling)
     speculative = chosen_speculation(speculation, model)
     if compare and speculative.method == "off":
         raise ConfigError(
             "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
         )
     llm = load(model, speculative, engine)
-    prompts = [encode(llm.engine.tokenizer, job, chat) for job in jobs]
+    params.check_vocabulary(llm.engine.model.vocab_size)
+    prompts = [prepare(llm.engine, job, chat) for job in jobs]
+    announce(llm)
 
     transcript = Transcript()
     comparison = None
@@ -106,10 +110,14 @@ def generate(
         return
     if streams:
         painter.end()
+        print_logprobs(llm.engine.tokenizer, outputs[0].outputs[0])
+        print_prompt_logprobs(llm.engine.tokenizer, outputs[0])
     else:
-        _print_answers(painter, jobs, outputs, transcript)
+        _print_answers(llm, painter, jobs, outputs, transcript)
     notes().print()
-    print_summary(notes(), summarise(outputs, wall_s), short_speculation(llm))
+    print_summary(
+        notes(), summarise(outputs, wall_s), short_speculation(llm), _timed(len(prompts) * params.n, compare)
+    )
     if comparison is not None:
         results().print()
         comparison.print(results(), short_speculation(llm), llm.engine.speculative.verifier)
@@ -139,7 +147,10 @@ class Transcript:
 def _compare(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, repeats: int, transcript: Transcript
 ) -> Comparison:
-    """Time every prompt both ways, with a bar on a terminal; every prompt has its own seed, the same both ways."""
+    """Time every prompt both ways, with a bar on a terminal and lines elsewhere.
+
+    Every prompt has its own seed, the same both ways.
+    """
     from rich.progress import Progress
 
     from slipstream.sampling.noise import draw_seed
@@ -154,12 +165,23 @@ def _compare(
 
         def advance(num_done: int) -> None:
             progress.update(bar, completed=num_done, refresh=True)
+            if progress.disable:
+                notes().print(f"pair {num_done} of {len(prompts) * repeats}")
 
         return time_pairs(llm, prompts, seeded, repeats, transcript.add, advance)
 
 
+def _timed(num_answers: int, compare: bool) -> str:
+    """What the summary's speed was measured on."""
+    if num_answers == 1:
+        return "prompt included"
+    if compare:
+        return "prompts included; the first run of each, one after another"
+    return f"prompts included; {num_answers} answers in one batch"
+
+
 def _print_answers(
-    painter: Painter, jobs: Seq[Job], outputs: Seq[RequestOutput], transcript: Transcript
+    llm: LLM, painter: Painter, jobs: Seq[Job], outputs: Seq[RequestOutput], transcript: Transcript
 ) -> None:
     """Every answer in the order of the prompts, with headings where there are several."""
     painter.legend()
@@ -172,6 +194,8 @@ def _print_answers(
                 painter.heading(f"── prompt {number}{label}{which}")
             painter.write(transcript.of(output.request_id, answer.index))
             painter.end()
+            print_logprobs(llm.engine.tokenizer, answer)
+        print_prompt_logprobs(llm.engine.tokenizer, output)
 
 
 def _as_json(

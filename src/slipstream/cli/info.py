@@ -9,7 +9,7 @@ import typer
 
 from slipstream.cli.console import print_rows, results
 from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.options import ENGINE, Json, model_name, print_json
+from slipstream.cli.options import ENGINE, Json, chosen_speculation, model_name, print_json
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import VocabularyMismatchError
 
@@ -38,13 +38,18 @@ def info(
     path = model or EMBEDDED_TARGET
     tokenizer = engine.get("tokenizer", path)
     can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
-    speculative = None
-    if draft is not None and can_draft == "yes":
-        speculative = SpeculativeConfig("draft_model", options={"model": draft})
+    speculative = chosen_speculation({}, model)
+    if draft is not None:
+        drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
+        speculative = SpeculativeConfig.from_mapping(drafts)
     llm = LLM(model, speculative_config=speculative, **engine)
     facts = _facts(llm, model_name(model))
     if draft is not None:
         facts["drafters"]["draft_model"] = f"{draft}: {can_draft}"
+    elif model is None:
+        facts["drafters"]["draft_model"] = (
+            "the embedded draft, which runs by default and is in the memory plan"
+        )
     if draft_for is not None:
         facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
     if json:
@@ -64,7 +69,7 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "cost_expanded": model.cost_expanded,
-        "tokenizer": type(tokenizer).__name__,
+        "tokenizer": _tokenizer_kind(tokenizer),
         "vocabulary": len(tokenizer),
         "logits_width": model.vocab_size,
         "chat_template": bool(tokenizer.chat_template),
@@ -72,6 +77,17 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "memory_plan_text": str(plan),
         "drafters": _drafters(),
     }
+
+
+def _tokenizer_kind(tokenizer: Any) -> str:
+    """How it cuts text into tokens: 'byte-level BPE', 'BPE with byte fallback', 'Unigram'."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return "code of its own"
+    kind, decoder = type(backend.model).__name__, repr(backend.decoder)
+    if "ByteLevel" in decoder:
+        return f"byte-level {kind}"
+    return f"{kind} with byte fallback" if "ByteFallback" in decoder else kind
 
 
 def _drafters() -> dict[str, str]:
@@ -111,7 +127,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} tokens, {template} chat template"),
         ("memory", facts["memory_plan_text"]),
     ]
-    short = {"draft_model": "draft:PATH"}
+    short = {
+        "draft_model": "draft"
+        if facts["drafters"]["draft_model"].startswith("the embedded")
+        else "draft:PATH"
+    }
     lines += [(f"--spec {short.get(name, name)}", needs) for name, needs in facts["drafters"].items()]
     lines += [(f"drafts for {target}", answer) for target, answer in facts.get("drafts_for", {}).items()]
     return lines

@@ -48,6 +48,9 @@ class _Group(TyperGroup):
         if self.debug:
             traceback.print_exception(error)
         message = error.format_message() if isinstance(error, TyperException) else str(error)
+        if message.startswith("Got unexpected extra argument"):
+            verb = getattr(getattr(error, "ctx", None), "info_name", None)
+            message += "; put quotes around the prompt" if verb == "generate" else ""
         text = " ".join(message.split()) or type(error).__name__
         if code == 1 and not self.debug:
             text = f"{type(error).__name__}: {text} (slipstream --debug … shows where)"

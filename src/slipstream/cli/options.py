@@ -38,15 +38,18 @@ def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeCon
 
 
 def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:
-    """The engine. What it will hold in memory, and any label its results must carry, goes to standard error."""
+    """The engine. Say `announce` once everything has been checked that can be refused."""
     from slipstream.engine.llm import LLM
 
-    llm = LLM(model, speculative_config=speculative, **engine)
+    return LLM(model, speculative_config=speculative, **engine)
+
+
+def announce(llm: LLM) -> None:
+    """What the engine will hold in memory, and any label its results must carry, to standard error."""
     console = notes()
-    console.print(f"memory: {llm.engine.memory_plan}")
+    console.print(f"memory: {llm.engine.memory_plan}", markup=False)
     for label in labels(llm):
         console.print(f"note: {label}")
-    return llm
 
 
 def labels(llm: LLM) -> list[str]:

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
 
 Message = dict[str, Any]
 
@@ -23,6 +26,8 @@ class Job:
     token_ids: list[int] | None = None
     label: str = ""
     """The `task` or `id` of its line in a file; empty otherwise."""
+    where: str = ""
+    """File and line, for errors; empty where there is only one prompt."""
 
 
 def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
@@ -48,8 +53,21 @@ def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
     return [Job(text=prompt)]
 
 
-def encode(tokenizer: Any, job: Job, chat: bool | None) -> list[int]:
-    """The job's token ids. `chat` wraps a text in the chat template; None does so where there is one."""
+def prepare(engine: Engine, job: Job, chat: bool | None) -> list[int]:
+    """The job's token ids, checked; raises `RequestError`, with file and line, where `engine` would refuse them.
+
+    `chat` wraps a text in the chat template; None does so where there is one.
+    """
+    from slipstream.engine.inputs import encode_prompt
+
+    try:
+        prompt = _encode(engine.tokenizer, job, chat)
+        return encode_prompt(engine.tokenizer, prompt, engine.model.vocab_size, engine.max_model_len)
+    except RequestError as error:
+        raise RequestError(f"{job.where}: {error}" if job.where else str(error)) from None
+
+
+def _encode(tokenizer: Any, job: Job, chat: bool | None) -> str | list[int]:
     from slipstream.engine.inputs import encode_chat
 
     if job.token_ids is not None:
@@ -60,7 +78,7 @@ def encode(tokenizer: Any, job: Job, chat: bool | None) -> list[int]:
         return encode_chat(tokenizer, job.messages)
     if chat or (chat is None and tokenizer.chat_template):
         return encode_chat(tokenizer, [{"role": "user", "content": job.text}])
-    return list(tokenizer(job.text).input_ids)
+    return job.text or ""
 
 
 def _read_text(file: Path | None) -> str:
@@ -79,7 +97,7 @@ def _read_text(file: Path | None) -> str:
 
 
 def _read_lines(file: Path) -> Iterator[Job]:
-    for number, line in enumerate(_read_text(file).splitlines(), start=1):
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{file}, line {number}"
@@ -98,18 +116,21 @@ def _job(row: Any, where: str) -> Job:
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise RequestError(f"{where} has an empty prompt")
-        return Job(text=row["prompt"], label=label)
+        return Job(text=row["prompt"], label=label, where=where)
     if "token_ids" in row:
         if not isinstance(row["token_ids"], list) or not row["token_ids"]:
             raise RequestError(f"{where} needs a list of token ids that is not empty")
-        return Job(token_ids=row["token_ids"], label=label)
-    return Job(messages=_up_to_last_user(row["messages"], where), label=label)
+        return Job(token_ids=row["token_ids"], label=label, where=where)
+    return Job(messages=_up_to_last_user(row["messages"], where), label=label, where=where)
 
 
 def _up_to_last_user(messages: Any, where: str) -> list[Message]:
     """A recorded conversation without the answer that is to be made anew."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RequestError(f'{where} needs messages like [{{"role": "user", "content": "…"}}]')
+    if not isinstance(messages, list):
+        raise RequestError(f'{where} needs a list of messages like {{"role": "user", "content": "…"}}')
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise RequestError(f'{where}: a message is {{"role": "…", "content": "…"}}, got {message!r}')
     while messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -43,8 +43,11 @@ def summarise(outputs: Seq[RequestOutput], wall_s: float) -> dict[str, Any]:
     }
 
 
-def print_summary(console: Console, summary: dict[str, Any], speculation: str) -> None:
-    """What a run cost and what speculation gained, with the words of the documentation."""
+def print_summary(console: Console, summary: dict[str, Any], speculation: str, timed: str) -> None:
+    """What a run cost and what speculation gained, with the words of the documentation.
+
+    `timed` says what the speed is the speed of.
+    """
     reused = f" ({summary['num_cached_tokens']} reused)" if summary["num_cached_tokens"] else ""
     rows = [
         ("tokens", f"{summary['num_prompt_tokens']} prompt{reused}, {summary['num_output_tokens']} answered")
@@ -60,7 +63,7 @@ def print_summary(console: Console, summary: dict[str, Any], speculation: str) -
     seeds = summary["seeds"]
     rows += [
         ("acceptance length τ", f"{per_pass}, {summary['num_steps']} passes"),
-        ("speed", f"{summary['tokens_per_s']:.1f} tokens/s, prompt included"),
+        ("speed", f"{summary['tokens_per_s']:.1f} tokens/s, {timed}"),
         ("first token", f"{1000 * summary['time_to_first_token_s']:.0f} ms"),
         ("time", parts + mean),
         ("seed", ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")),

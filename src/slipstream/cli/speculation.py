@@ -19,7 +19,8 @@ class SpeculationFlags:
     draft: str | None = None
     """Folder or hub id of a draft model; short for --spec draft:PATH."""
     speculative_config: str | None = None
-    """All keys, as a JSON object or as the path of a file that holds one."""
+    """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
+    pair, `draft_model` needs no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own draft."""
     num_speculative_tokens: int | None = None
     """The most draft tokens on a path, whatever the drafter."""
     verifier: str | None = None
@@ -55,7 +56,7 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} say the same in two ways; give one of them")
     if flags.speculative_config is not None:
-        return SpeculativeConfig.from_text(flags.speculative_config)
+        return _with_embedded_draft(SpeculativeConfig.from_text(flags.speculative_config), embedded)
     if flags.draft is not None:
         return SpeculativeConfig("draft_model", options={"model": flags.draft})
     spec = flags.spec if flags.spec is not None else "draft" if embedded else "off"
@@ -64,3 +65,11 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
             raise ConfigError(f"--spec {spec} needs the draft's folder or hub id: --spec draft:PATH")
         spec = f"draft:{EMBEDDED_DRAFT}"
     return SpeculativeConfig.from_short(spec)
+
+
+def _with_embedded_draft(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
+    """`draft` is short for `draft_model`, whose `model` is the embedded draft where none is named."""
+    if config.method not in ("draft", "draft_model"):
+        return config
+    default = {"model": EMBEDDED_DRAFT} if embedded else {}
+    return replace(config, method="draft_model", options={**default, **config.options})

@@ -14,7 +14,7 @@ def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
     if ours != theirs:
         token = min(
             (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
-            key=lambda t: ours.get(t, theirs.get(t, 0)),
+            key=lambda t: (ours.get(t, theirs.get(t, 0)), t not in ours),
         )
         raise VocabularyMismatchError(
             f"draft {name!r} has another vocabulary ({len(theirs)} tokens, the target {len(ours)}): token {token!r} "

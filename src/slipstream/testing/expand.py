@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,6 +59,11 @@ class Shape:
         weights: int = self.hidden_size * (2 * query + key_value + 3 * self.intermediate_size + 2)
         return weights
 
+    def parameters(self, config: Any) -> int:
+        """Weights of the whole model: the layers, the last norm and the embeddings."""
+        others: int = self.hidden_size * (config.vocab_size * (1 if config.tie_word_embeddings else 2) + 1)
+        return self.num_layers * self.layer_parameters(config) + others
+
 
 def expand(
     source: str | Path,
@@ -74,7 +81,7 @@ def expand(
 
     Sizes that are not given stay as they are, or follow from `target_parameters`. Tokenizer files are
     copied along, and the configuration says `cost_expanded`. Raises `ConfigError` for sizes that cannot be
-    reached and `ModelError` for a source that is not a plain Llama checkpoint or a target that is not
+    reached or add nothing, and `ModelError` for a source that is not a plain Llama checkpoint or a target that is not
     empty.
     """
     source, target = Path(source), Path(target)
@@ -92,6 +99,10 @@ def expand(
         num_heads or default.num_heads,
     )
     _check_shapes(config, small, large)
+    if large == small:
+        raise ConfigError(
+            "nothing would be larger than in the source; give a number of parameters or larger sizes"
+        )
 
     old = load_model(str(source), dtype="float32", device="cpu", canary=False, pack=False).model
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -102,26 +113,41 @@ def expand(
     new.config.cost_expanded = {"from": source.resolve().name, "parameters": num_parameters}
     new.to(getattr(torch, dtype)).save_pretrained(target)
     _copy_other_files(source, target)
+    _share(target)
     return num_parameters
 
 
 def shape_for(config: Any, target_parameters: int) -> Shape:
     """A usual shape of about `target_parameters` weights: close to 24 layers, hidden size in steps of 128."""
+    best: Shape | None = None
+    for least in _usual_shapes(config):
+        others = least.parameters(config) - least.num_layers * least.layer_parameters(config)
+        num_layers = round((target_parameters - others) / least.layer_parameters(config))
+        shape = replace(least, num_layers=num_layers)
+        if num_layers >= least.num_layers and (best is None or _oddity(shape) < _oddity(best)):
+            best = shape
+    if best is None:
+        least_parameters = min(shape.parameters(config) for shape in _usual_shapes(config))
+        raise ConfigError(
+            f"no usual shape of {target_parameters:,} parameters is larger than the source, which has "
+            f"{Shape.of(config).parameters(config):,}; ask for at least {least_parameters:,}"
+        )
+    return best
+
+
+def _usual_shapes(config: Any) -> Iterator[Shape]:
+    """Every hidden size that can hold the source, with no more layers than the source has."""
     small = Shape.of(config)
-    best: tuple[int, Shape] | None = None
     for hidden_size in range(128, 16385, 128):
         intermediate_size = int(hidden_size * INTERMEDIATE_RATIO)
-        num_heads = hidden_size // config.head_dim
-        shape = Shape(hidden_size, 1, intermediate_size, num_heads)
-        embeddings = config.vocab_size * hidden_size * (1 if config.tie_word_embeddings else 2)
-        num_layers: int = round((target_parameters - embeddings) / shape.layer_parameters(config))
-        shape = Shape(hidden_size, num_layers, intermediate_size, num_heads)
-        distance = abs(num_layers - IDEAL_LAYERS)
-        if not _misfits(config, small, shape) and (best is None or distance < best[0]):
-            best = (distance, shape)
-    if best is None:
-        raise ConfigError(f"no usual shape of {target_parameters:,} parameters is larger than the source")
-    return best[1]
+        shape = Shape(hidden_size, small.num_layers, intermediate_size, hidden_size // config.head_dim)
+        if shape.num_heads and not _misfits(config, small, shape):
+            yield shape
+
+
+def _oddity(shape: Shape) -> int:
+    """How far its depth is from the ideal."""
+    return abs(shape.num_layers - IDEAL_LAYERS)
 
 
 def _check_source(source: Path) -> Any:
@@ -218,6 +244,13 @@ def _copy_other_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def _share(folder: Path) -> None:
+    """Weights are written readable for their owner alone; give them the configuration's permissions."""
+    mode = (folder / "config.json").stat().st_mode & 0o777
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
 def parse_count(text: str) -> int:
     """`300M`, `1G` or plain digits."""
     units = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -228,9 +261,17 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"cannot read {text!r} as a number of parameters; write 300M or 1G") from None
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 when the checkpoint was written, 2 with one line on stderr when it was not."""
-    parser = argparse.ArgumentParser(
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    parser = _Parser(
         prog="python -m slipstream.testing.expand",
         description="Enlarge a Llama checkpoint without changing what it computes.",
     )
@@ -245,8 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options["target_parameters"] = parse_count(parameters) if parameters else None
         num_parameters = expand(options.pop("source"), options.pop("target"), **options)
-    except SlipstreamError as error:
-        print(error, file=sys.stderr)
+    except (SlipstreamError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{num_parameters:,} parameters", file=sys.stderr)
     return 0

@@ -1,0 +1,38 @@
+"""Log-probabilities as a table below the answer that they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.core import TokenLogprob
+    from slipstream.engine.outputs import CompletionOutput, RequestOutput
+
+
+def print_logprobs(tokenizer: Any, answer: CompletionOutput) -> None:
+    """The answer's tokens, to standard output; nothing where `logprobs` were not asked for."""
+    if answer.logprobs is not None:
+        _print_table(tokenizer, "token", answer.token_ids, answer.logprobs)
+
+
+def print_prompt_logprobs(tokenizer: Any, output: RequestOutput) -> None:
+    """The prompt's tokens, to standard output; nothing where `prompt_logprobs` were not asked for."""
+    if output.prompt_logprobs is not None:
+        _print_table(tokenizer, "prompt token", output.prompt_token_ids, output.prompt_logprobs)
+
+
+def _print_table(tokenizer: Any, title: str, token_ids: Seq[int], entries: Seq[TokenLogprob | None]) -> None:
+    """A token a line: its text, its log-probability (a prompt's first token has none), the alternatives."""
+
+    def text(token_id: int) -> str:
+        return json.dumps(tokenizer.decode([token_id]), ensure_ascii=False)
+
+    shown = [text(token_id) for token_id in token_ids]
+    width = max(map(len, [title, *shown]))
+    print(f"\n{title:<{width}}  logprob  alternatives")
+    for token, entry in zip(shown, entries, strict=True):
+        logprob, top = ("", ()) if entry is None else (f"{entry.logprob:.3f}", entry.top)
+        alternatives = "  ".join(f"{text(other)} {value:.3f}" for other, value in top)
+        print(f"{token:<{width}}  {logprob:>7}  {alternatives}".rstrip())
