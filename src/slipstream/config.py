@@ -24,7 +24,7 @@ def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> Non
     valid = sorted(valid)
     for name in names:
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1)
+            near = difflib.get_close_matches(str(name), valid, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid) or 'none'}"
             raise ConfigError(f"unknown {what} {name!r}; {hint}")
 
@@ -89,7 +89,7 @@ class SpeculativeConfig:
                 f'speculative_config must be a mapping such as {{"method": "ngram"}}, got {mapping!r}'
             )
         if "method" not in mapping:
-            raise ConfigError(f'speculative_config needs "method"; got keys {sorted(mapping)}')
+            raise ConfigError(f'speculative_config needs "method"; got keys {list(mapping)}')
         options = {key: value for key, value in mapping.items() if key not in ("method", "verifier")}
         return cls(mapping["method"], mapping.get("verifier", "coupled"), options)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
+from typing import Any
 
 import psutil
 import pytest
@@ -148,3 +150,132 @@ def test_a_closed_or_failed_engine_ends_its_streams(
 
     monkeypatch.setattr(broken.runner, "forward", fail)
     asyncio.run(failing(AsyncEngine(engine=broken)))
+
+
+def test_a_cancelled_wait_for_idleness_harms_nobody(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine=make_llm().engine) as engine:
+            params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+            task = asyncio.create_task(engine.generate(prompts[0], params))
+            await asyncio.sleep(0)
+            for _ in range(5):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(engine.idle(), 0.001)
+            other = await engine.generate(prompts[1], SamplingParams(temperature=0, max_tokens=4))
+            assert len(other.outputs[0].token_ids) <= 4
+            assert len((await task).outputs[0].token_ids) == 60
+            await asyncio.wait_for(engine.idle(), 5)
+
+    asyncio.run(main())
+
+
+async def outcome(engine: AsyncEngine, prompt: list[int]) -> str:
+    """What becomes of one request; a request that hangs is a failure."""
+    try:
+        await asyncio.wait_for(
+            engine.generate(prompt, SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)), 5
+        )
+    except EngineStoppedError as error:
+        return str(error)
+    return "finished"
+
+
+def test_whoever_comes_while_the_engine_closes_is_told(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    """Requests are posted all around the moment at which the engine is closed."""
+    llm = make_llm()
+
+    async def main(engine: AsyncEngine, delay: int) -> list[str]:
+        tasks: list[asyncio.Task[str]] = []
+        closing: asyncio.Task[None] | None = None
+        for number in range(25):
+            if number == delay:
+                closing = asyncio.create_task(asyncio.to_thread(engine.close))
+            tasks.append(asyncio.create_task(outcome(engine, prompts[number % 8])))
+            await asyncio.sleep(0.0005 * (number % 3))
+        assert closing is not None
+        await closing
+        engine.close()
+        return list(await asyncio.gather(*tasks))
+
+    for delay in (0, 5, 12, 24):
+        ends = asyncio.run(main(AsyncEngine(engine=llm.engine), delay))
+        assert all("the engine was closed" in end for end in ends)
+        assert llm.engine.integrity() == []
+
+
+def test_whoever_comes_while_the_engine_fails_is_told(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails only after more requests were posted behind it."""
+    failing, posted = threading.Event(), threading.Event()
+    llm = make_llm()
+
+    def fail(*_: object) -> None:
+        failing.set()
+        posted.wait(10)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(llm.engine.runner, "forward", fail)
+
+    async def main(engine: AsyncEngine) -> list[str]:
+        tasks = [asyncio.create_task(outcome(engine, prompts[0]))]
+        await asyncio.to_thread(failing.wait, 10)
+        tasks += [asyncio.create_task(outcome(engine, prompts[number])) for number in range(8)]
+        idle = asyncio.create_task(engine.idle())
+        await asyncio.sleep(0.02)
+        posted.set()
+        tasks.append(asyncio.create_task(outcome(engine, prompts[1])))
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(idle, 5)
+        ends = list(await asyncio.gather(*tasks))
+        ends.append(await outcome(engine, prompts[2]))
+        await asyncio.to_thread(engine.close)
+        return ends
+
+    ends = asyncio.run(main(AsyncEngine(engine=llm.engine)))
+    assert len(ends) == 11
+    assert all("out of luck" in end for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "says"),
+    [
+        ([5], {"max_draft_tokens": "3"}, "max_draft_tokens"),
+        ([5], {"max_draft_tokens": -1}, "max_draft_tokens"),
+        ([5], {"tenant": 5}, "tenant"),
+        ([5], {"tenant": None}, "tenant"),
+        ([5], {"params": {}}, "SamplingParams"),
+        ([5], {"params": {"temperature": 0}}, "SamplingParams"),
+        ([5], {"params": SamplingParams(stop_token_ids=[4096])}, "4096"),
+        (None, {}, "prompt"),
+        (5, {}, "prompt"),
+        ([[5]], {}, "prompt"),
+        ([5], {"request_id": "good"}, "in use"),
+    ],
+    ids=str,
+)
+def test_one_callers_mistake_is_nobody_elses(
+    shared_async: LLM,
+    prompts: list[list[int]],
+    prompt: Any,
+    arguments: dict[str, Any],
+    says: str,
+) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine=shared_async.engine) as engine:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            good = asyncio.create_task(engine.generate(prompts[0], params, request_id="good"))
+            await asyncio.sleep(0.01)
+            with pytest.raises(RequestError, match=says) as caught:
+                await asyncio.wait_for(engine.generate(prompt, **arguments), 5)
+            assert "\n" not in str(caught.value)
+            assert len((await good).outputs[0].token_ids) == 12
+            await asyncio.wait_for(engine.idle(), 5)
+
+    asyncio.run(main())
+    assert shared_async.engine.integrity() == []
+
+
+@pytest.fixture(scope="module")
+def shared_async() -> LLM:
+    return LLM(speculative_config=DRAFT, kv_cache_bytes=64 * 2**20)

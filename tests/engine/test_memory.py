@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,12 +40,32 @@ def test_no_more_is_planned_than_can_ever_be_used(plain: LLM) -> None:
     assert plan.max_model_len == 100
 
 
-def test_too_little_memory_says_how_much_is_needed(plain: LLM) -> None:
-    with pytest.raises(CapacityError, match="kv_cache_bytes to at least") as caught:
-        plan_memory(EngineConfig("x", kv_cache_bytes=10_000), plain.engine.model, 0, 0, max_draft_tokens=4)
-    advised = float(str(caught.value).split()[-2]) * 2**20
-    config = EngineConfig("x", kv_cache_bytes=int(advised * 1.1))
-    assert plan_memory(config, plain.engine.model, 0, 0, max_draft_tokens=4).max_model_len >= 64
+@pytest.mark.parametrize("max_model_len", [None, 65, 500, 2048])
+@pytest.mark.parametrize(
+    "spec", [None, {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12}], ids=["off", "tree"]
+)
+def test_too_little_memory_says_how_much_is_needed(
+    plain: LLM, spec: dict[str, Any] | None, max_model_len: int | None
+) -> None:
+    """The advice, taken literally, is enough for a request of the length that was asked for."""
+    options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 3}
+    with pytest.raises(CapacityError, match="set kv_cache_bytes to at least") as caught:
+        LLM(speculative_config=spec, kv_cache_bytes=100_000, **options)
+    assert "\n" not in str(caught.value)
+    advised = re.search(r"at least (\d+) MiB$", str(caught.value))
+    assert advised is not None
+    kv_cache_bytes = int(advised[1]) * 2**20
+    llm = LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes, **options)
+    limit = llm.engine.max_model_len
+    assert limit >= min(max_model_len or 64, 2048)
+    assert llm.engine.memory_plan.kv_bytes <= kv_cache_bytes
+    prompt = [5 + number % 90 for number in range(limit - 12)]
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 12
+    assert llm.engine.integrity() == []
+    if max_model_len:  # and the advice is not a wild guess
+        with pytest.raises(CapacityError):
+            LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes - 2**20, **options)
 
 
 def test_bytes_are_written_as_people_read_them() -> None:

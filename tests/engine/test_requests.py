@@ -172,6 +172,44 @@ def test_preemption_changes_no_text(make_llm: MakeLLM, plain: LLM, prompts: list
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
+@pytest.mark.parametrize("rows", [48, 512])
+def test_preemption_of_trees_with_several_answers_and_prompt_logprobs(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], rows: int
+) -> None:
+    """Everything that has to be put together again at once; few rows a step preempt prompts that are half done."""
+    chosen = sorted(prompts, key=len)[8:12]
+    params = [
+        SamplingParams(
+            temperature=0.8, seed=number, n=2, max_tokens=40, logprobs=1, prompt_logprobs=1, ignore_eos=True
+        )
+        for number in range(len(chosen))
+    ]
+    per_token = plain.engine.model.kv_bytes_per_token
+    llm = make_llm(TREE, kv_cache_bytes=int(330 * 1.2) * per_token, max_num_batched_tokens=rows)
+    outputs = llm.generate(chosen, params)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
+    for prompt, wanted, output in zip(chosen, params, outputs, strict=True):
+        alone = plain.generate(prompt, wanted)[0]
+        assert [a.token_ids for a in output.outputs] == [a.token_ids for a in alone.outputs]
+        assert [a.text for a in output.outputs] == [a.text for a in alone.outputs]
+        assert output.prompt_logprobs is not None
+        assert alone.prompt_logprobs is not None
+        pairs = [
+            (output.prompt_logprobs, alone.prompt_logprobs),
+            *((a.logprobs, b.logprobs) for a, b in zip(output.outputs, alone.outputs, strict=True)),
+        ]
+        for ours, theirs in pairs:
+            for a, b in zip(ours or [], theirs or [], strict=True):
+                if a is None or b is None:
+                    assert a is b
+                    continue
+                assert a.token_id == b.token_id
+                assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3)
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert all(len(a.logprobs or []) == len(a.token_ids) for a in output.outputs)
+
+
 def test_one_long_request_is_limited_by_the_cache_not_crashed(
     make_llm: MakeLLM, prompts: list[list[int]]
 ) -> None:
@@ -316,3 +354,16 @@ def test_off_costs_nothing_and_counts_nothing(plain: LLM, prompts: list[list[int
     assert metrics.num_draft_tokens == metrics.num_accepted_tokens == 0
     assert metrics.acceptance_length == 1
     assert metrics.acceptance_histogram == [8]
+
+
+def test_long_prompts_and_short_answers_are_drafted_from_the_first_token(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    """Eight prompts take many steps to compute; the draft computes them in the same steps, not afterwards."""
+    llm = make_llm(DRAFT, max_num_batched_tokens=64)
+    text = [token for prompt in prompts for token in prompt]
+    chosen = [text[start : start + 150] for start in range(0, 800, 100)]
+    outputs = llm.generate(chosen, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for output in outputs:
+        undrafted = output.metrics.num_steps - output.metrics.proposed_per_position[0]
+        assert undrafted <= 2, "but for the last token, which leaves no room for a draft"

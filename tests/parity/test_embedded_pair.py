@@ -22,6 +22,8 @@ NUM_PROMPTS = 210
 MAX_TOKENS = 20
 NEAR_TIE = 1e-3
 """In logits; rows computed in other company differ by about 1e-5."""
+MAX_FLIPS = 2
+"""Texts of a run that may differ at all; each must be a near tie."""
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
@@ -59,27 +61,31 @@ def params(mode: str) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["greedy", "seeded"])
-@pytest.mark.parametrize("name", SPECS)
+def modes(name: str) -> list[str]:
+    """The classical verifiers keep the distribution, not the draw: there is no text to compare with."""
+    return ["greedy", "seeded"] if SPECS[name].get("verifier", "coupled") == "coupled" else ["greedy"]
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in SPECS for mode in modes(name)])
 def test_texts_are_those_without_speculation(
     name: str, mode: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
 ) -> None:
-    spec = SPECS[name]
-    if mode == "seeded" and spec.get("verifier", "coupled") != "coupled":
-        pytest.skip("the classical verifiers keep the distribution, not the draw")
-    llm = LLM(speculative_config=spec, max_num_seqs=5 + 3 * list(SPECS).index(name))
+    llm = LLM(speculative_config=SPECS[name], max_num_seqs=5 + 3 * list(SPECS).index(name))
     wanted = params(mode)
     order = sorted(range(NUM_PROMPTS), key=lambda number: (number * 37) % NUM_PROMPTS)
     outputs = llm.generate([prompts[i] for i in order], [wanted[i] for i in order])
     assert llm.engine.integrity() == []
     assert llm.engine.drafting.num_failures == 0
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > NUM_PROMPTS // 4
+    num_flips = 0
     for number, output in zip(order, outputs, strict=True):
         text, reference = output.outputs[0].token_ids, references[mode][number]
         if text != reference:
             margin = margin_at_divergence(llm, prompts[number], text, reference, wanted[number])
             print(f"prompt {number}: near-tie flip with {name}, {mode}, margin {margin:.2e}")
             assert margin < NEAR_TIE
+            num_flips += 1
+    assert num_flips <= MAX_FLIPS
 
 
 def margin_at_divergence(

@@ -9,6 +9,7 @@ no second loop.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ from slipstream.sampling.processors import LogitsProcessor
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ class Engine:
             self.drafter.kv_bytes_per_token(),
             self.drafter.max_nodes(),
         )
+        logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)
         cache = KVCache(

@@ -82,7 +82,7 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if not isinstance(sampling_params, Seq):
+        if not isinstance(sampling_params, Seq) or isinstance(sampling_params, str):
             raise RequestError(
                 f"sampling parameters must be a SamplingParams or a list, got {sampling_params!r}"
             )
