@@ -15,7 +15,7 @@ import torch
 
 def provenance() -> dict[str, Any]:
     """Versions, machine, threads, commit and command of this run."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit + ("+changes" if changed else ""),
-        "command": " ".join(["python", *(str(Path(a).name) if a == sys.argv[0] else a for a in sys.argv)]),
+        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(root)), *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": {
             name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")
