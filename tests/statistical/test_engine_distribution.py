@@ -26,7 +26,7 @@ DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_toke
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    return encode_chat(LLM().engine.tokenizer, sample_prompts()[1]["messages"])
+    return encode_chat(LLM().engine.tokenizer, sample_prompts()[3]["messages"])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +502,15 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(monkeypatch: pytest.MonkeyP
     assert llm.engine.integrity() == []
 
 
+@pytest.fixture
+def heeded_sigint() -> Iterator[None]:
+    """The handler that an interactive shell leaves; in a background job SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_sigint")
 def test_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = slipstream.LLM()
     conversation = chat_verb.Conversation(llm, SamplingParams(), None)
