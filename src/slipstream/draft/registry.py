@@ -81,5 +81,5 @@ def _drafter_class(method: str) -> type[Drafter]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
-        raise ConfigError(f"drafter {method!r}: {location!r} is not a subclass of slipstream.draft.base.Drafter")
+        raise ConfigError(f"drafter {method!r} is not a subclass of slipstream.draft.base.Drafter")
     return cls
