@@ -118,7 +118,7 @@ All configurations are frozen and checked when they are made. An unknown key rai
 valid one. `LLM(model, speculative_config=…, **engine)` takes the keys of `EngineConfig` as keywords.
 """
 
-NO_OPTIONS = {"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}}
+NO_OPTIONS = {"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}, "self": {}}
 """The built-in drafters with the options that have no default."""
 
 

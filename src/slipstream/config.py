@@ -16,6 +16,8 @@ from slipstream.errors import ConfigError
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
+CPU_KERNELS = ("auto", "native", "torch")
 VERIFIERS = ("coupled", "rejection", "block")
 
 
@@ -112,10 +114,11 @@ class SpeculativeConfig:
 
     @classmethod
     def from_short(cls, spec: str) -> SpeculativeConfig:
-        """From the short form: `off`, `ngram`, `suffix`, `draft:PATH`, or any drafter's name, `NAME:MODEL`."""
-        name, _, model = spec.partition(":")
+        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, or any drafter's name, `NAME:MODEL`."""
+        name, _, value = spec.partition(":")
         method = {"draft": "draft_model"}.get(name, name)
-        return cls(method, options={"model": model} if model else {})
+        key = "quantization" if method == "self" else "model"
+        return cls(method, options={key: value} if value else {})
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,12 @@ class EngineConfig:
     """`auto` is the checkpoint's own type on a GPU and float32 on a CPU."""
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
+    quantization: str | None = None
+    """`int8`: weights of the linear layers as 8-bit integers, one scale an output and one a row of activations. CPU
+    only. Changes the model a little, not the exactness of speculation: rows do not depend on each other."""
+    cpu_kernels: str = "auto"
+    """`native`: our own, compiled once by the machine's C++ compiler. `torch`: PyTorch's operators, slower. `auto`:
+    native where there is a compiler."""
     num_threads: int | None = None
     """CPU threads for the arithmetic; None leaves PyTorch's own choice."""
     max_model_len: int | None = None
@@ -148,6 +157,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_types(self, "engine")
         reject_unknown([self.dtype], DTYPES, "dtype")
+        reject_unknown([self.cpu_kernels], CPU_KERNELS, "cpu_kernels")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "quantization")
         if not self.model:
             raise ConfigError("model must be the path of a checkpoint folder or a hub id")
         check_at_least(

@@ -43,18 +43,23 @@ class Pair:
         return self.expected(TEXT)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{family}-torch" for family in FAMILIES)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(request.param, tmp_path_factory)
+    """Each family in our own kernels, as whole passes or as linear layers only, and in PyTorch's operators."""
+    family = request.param.removesuffix("-torch")
+    kernels = "native" if family == request.param else "torch"
+    return make_pair(family, tmp_path_factory, kernels=kernels)
 
 
-def make_pair(family: str, tmp_path_factory: pytest.TempPathFactory, dtype: str = "float32") -> Pair:
+def make_pair(
+    family: str, tmp_path_factory: pytest.TempPathFactory, dtype: str = "float32", kernels: str = "auto"
+) -> Pair:
     folder = save_tiny(FAMILIES[family](), tmp_path_factory.mktemp("models") / family)
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=stock, dtype=getattr(torch, dtype)
     )
-    return Pair(load_model(str(folder), dtype=dtype), theirs.eval())
+    return Pair(load_model(str(folder), dtype=dtype, cpu_kernels=kernels), theirs.eval())
 
 
 class Decoder:
@@ -260,15 +265,19 @@ def test_half_precision(family: str, dtype: str, tmp_path_factory: pytest.TempPa
     assert float(difference.median()) < (0.1 if dtype == "bfloat16" else 0.02)
 
 
-def test_a_window_that_is_off_by_one_shows(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = make_pair("mistral", tmp_path_factory)
-    view = RowGroup.view
-    monkeypatch.setattr(
-        RowGroup, "view", lambda self, window, *rest: view(self, window and window + 1, *rest)
-    )
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_window_that_is_off_by_one_shows(tmp_path_factory: pytest.TempPathFactory, kernels: str) -> None:
+    pair = make_pair("mistral", tmp_path_factory, kernels=kernels)
+    pair.theirs.config.sliding_window += 1
     assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_families_that_the_kernels_know_run_in_them(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert make_pair(family, tmp_path_factory, kernels="native").ours.decoder is not None
+    assert make_pair(family, tmp_path_factory, kernels="torch").ours.decoder is None
 
 
 def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> None:

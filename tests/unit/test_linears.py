@@ -1,30 +1,78 @@
-"""Packed linear layers compute what the plain ones do, and hold their weights once."""
+"""Packed linear layers compute what the plain ones do, row by row, and hold their weights once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.errors import ConfigError
 from slipstream.models import load_model
-from slipstream.models.linears import PackedLinear, pack_linears
+from slipstream.models.linears import Int8Linear, NativeLinear, PackedLinear, check_quantization, pack_linears
+
+FLOAT32: dict[str, Callable[[nn.Linear], nn.Module]] = {"onednn": PackedLinear, "native": NativeLinear}
+INT8: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "native int8": lambda linear: NativeLinear(linear, "int8"),
+    "torch int8": Int8Linear,
+}
+ROWS = [*range(18), 33, 63, 64, 65, 130]
+SHAPES = [(48, 40), (33, 70), (320, 864), (2, 1)]
+"""Inputs and outputs, whole panels of the kernels' layout and broken ones."""
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [*range(18), 33, 63, 64, 65, 130])
-def test_same_numbers_for_any_number_of_rows(rows: int, bias: bool) -> None:
-    torch.manual_seed(rows)
-    plain = nn.Linear(48, 40, bias=bias)
-    packed = PackedLinear(plain)
-    x = torch.randn(1, rows, 48)
+@pytest.mark.parametrize("kind", FLOAT32)
+def test_same_numbers_for_any_number_of_rows(kind: str, bias: bool, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    plain = nn.Linear(*shape, bias=bias)
+    packed = FLOAT32[kind](plain)
     with torch.inference_mode():
-        assert packed(x).shape == (1, rows, 40)
-        assert torch.allclose(packed(x), plain(x), atol=1e-5)
+        for rows in ROWS:
+            x = torch.randn(1, rows, shape[0])
+            assert packed(x).shape == (1, rows, shape[1])
+            assert torch.allclose(packed(x), plain(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["native", *INT8])
+def test_a_row_has_the_same_bits_in_any_company(kind: str, shape: tuple[int, int]) -> None:
+    """Not so for oneDNN, whose kernels differ from one number of rows to the next."""
+    torch.manual_seed(2)
+    packed = (FLOAT32 | INT8)[kind](nn.Linear(*shape))
+    x = torch.randn(130, shape[0]) * torch.logspace(-3, 3, 130)[:, None]
+    with torch.inference_mode():
+        alone = torch.cat([packed(row[None]) for row in x])
+        for rows in ROWS:
+            assert torch.equal(packed(x[:rows]), alone[:rows])
+            assert torch.equal(packed(x[130 - rows :]), alone[130 - rows :])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", INT8)
+def test_int8_is_integers_with_one_scale_an_output_and_one_a_row(kind: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(*shape)
+    x = torch.randn(9, shape[0])
+    x[4] = 0.0
+    weight, bias = plain.weight.detach().double(), plain.bias.detach().double()
+    weight_scale = weight.abs().amax(1) / 127
+    row_scale = x.double().abs().amax(1).clamp_min(1e-30) / 127
+    integers = (x.double() / row_scale[:, None]).round() @ (weight / weight_scale[:, None]).round().T
+    expected = integers * row_scale[:, None] * weight_scale + bias
+    with torch.inference_mode():
+        ours = INT8[kind](plain)(x)
+    # A float32 quotient may round to the other side of a half: one step of one product.
+    assert torch.allclose(ours.double(), expected, atol=float(row_scale.max() * weight.abs().max()) * 1.01)
+    assert (ours.double() - expected).abs().median() < 1e-5
+    assert torch.equal(ours[4], plain.bias.detach()), "an empty row is no division by zero"
 
 
 def test_a_row_is_not_changed_by_padding_or_tiling() -> None:
-    """Rows beyond the first tile and padded rows give what the tiles alone give, to the last bit."""
+    """Rows beyond oneDNN's first tile and padded rows give what the tiles alone give, to the last bit."""
     torch.manual_seed(0)
     packed = PackedLinear(nn.Linear(48, 40))
     x = torch.randn(64 + 11, 48)
@@ -35,22 +83,26 @@ def test_a_row_is_not_changed_by_padding_or_tiling() -> None:
         assert torch.equal(packed(x[:11]), packed(torch.cat([x[:11], torch.zeros(1, 48)]))[:11])
 
 
-def test_every_plain_linear_of_a_model_is_replaced_and_freed() -> None:
-    lm = load_model(EMBEDDED_TARGET)
+@pytest.mark.parametrize(("quantization", "kind"), [(None, PackedLinear), ("int8", Int8Linear)])
+def test_every_plain_linear_of_a_model_is_replaced_and_freed(
+    quantization: str | None, kind: type[nn.Module]
+) -> None:
+    lm = load_model(EMBEDDED_TARGET, quantization=quantization, cpu_kernels="torch")
     modules = list(lm.model.modules())
-    assert sum(isinstance(module, PackedLinear) for module in modules) == 6 * 7 + 1
+    assert sum(isinstance(module, kind) for module in modules) == 6 * 7 + 1
     assert not any(type(module) is nn.Linear for module in modules)
     embedding = lm.model.get_input_embeddings().weight.numel()
-    assert lm.weight_bytes == 4 * (lm.num_parameters + embedding), (
-        "the tied embedding is held twice, nothing else"
-    )
+    norms = 13 * 320
+    packed = lm.weight_bytes - 4 * (embedding + norms)
+    exact = (4 if quantization is None else 1) * (lm.num_parameters - norms)
+    assert exact <= packed < exact * 1.05, "the tied embedding is held twice, nothing else"
     left = sum(parameter.numel() for parameter in lm.model.parameters())
-    assert left < embedding + 10_000, "what is left unpacked are the embedding and the norms"
+    assert left == embedding + norms, "what is left unpacked"
 
 
 def test_only_plain_float32_layers_on_a_cpu_are_packed() -> None:
     class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
     class Model(nn.Module):
@@ -59,8 +111,18 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed() -> None:
             self.odd, self.narrow, self.plain = Scaled(8, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
             self.device = torch.device("cpu")
 
-    model = Model()
-    assert pack_linears(model) == 1
-    assert type(model.odd) is Scaled
-    assert type(model.narrow) is nn.Linear
-    assert type(model.plain) is PackedLinear
+    for native, kind in [(True, NativeLinear), (False, PackedLinear)]:
+        model = Model()
+        assert pack_linears(model, native=native) == 1
+        assert type(model.odd) is Scaled
+        assert type(model.narrow) is nn.Linear
+        assert type(model.plain) is kind
+
+
+def test_quantization_says_where_it_cannot_be_used() -> None:
+    check_quantization(None, torch.device("cuda"), torch.bfloat16)
+    check_quantization("int8", torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match="for the CPU"):
+        check_quantization("int8", torch.device("cuda"), torch.float32)
+    with pytest.raises(ConfigError, match="leave dtype at auto, it is bfloat16"):
+        check_quantization("int8", torch.device("cpu"), torch.bfloat16)

@@ -98,6 +98,7 @@ def _drafters() -> dict[str, str]:
         "draft_model": "a model with the same vocabulary (--draft PATH tells)",
         "ngram": "nothing: looks the text's last tokens up in prompt and answer",
         "off": "nothing: ordinary decoding",
+        "self": "room for the target's own weights in int8, on a CPU",
         "suffix": "nothing: learns from prompt and answers",
     }
     return {name: needs.get(name, "added by an installed package") for name in drafter_names()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.config import DTYPES, check_at_least, check_types, reject_unknown
+from slipstream.config import DTYPES, QUANTIZATIONS, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.vocabulary import check_same_vocabulary
@@ -43,6 +43,8 @@ class DraftModelOptions:
     """`greedy`: the draft's most probable tokens. `coupled`: drawn with the target's own noise. `probabilistic`:
     drawn independently, for the classical verifiers, chains only. `auto` suits the verifier."""
     dtype: str = "auto"
+    quantization: str | None = None
+    """`int8`: the draft's weights as 8-bit integers, on a CPU; the text stays the target's own."""
     device: str = "auto"
     revision: str | None = None
 
@@ -57,6 +59,8 @@ class DraftModelOptions:
             raise ConfigError("draft_model num_draft_nodes is for trees; set tree_top_k above 1")
         reject_unknown([self.draft_sample_method], SAMPLE_METHODS, "draft_sample_method")
         reject_unknown([self.dtype], DTYPES, "draft_model dtype")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "draft_model quantization")
         if self.draft_sample_method == "probabilistic" and self.tree_top_k > 1:
             raise ConfigError("probabilistic drafts are chains; set tree_top_k to 1 or sample coupled")
 
@@ -126,6 +130,8 @@ class DraftModelDrafter(Drafter):
             device=str(context.device) if options.device == "auto" else options.device,
             revision=options.revision,
             trust_remote_code=trust,
+            quantization=options.quantization,
+            cpu_kernels=context.engine_config.cpu_kernels,
         )
         self._cache: KVCache | None = None
         self._processors: dict[int, LogitsProcessor] = {}

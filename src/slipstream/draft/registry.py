@@ -27,6 +27,7 @@ _BUILT_IN = {
     "ngram": "slipstream.draft.ngram:NgramDrafter",
     "suffix": "slipstream.draft.suffix:SuffixDrafter",
     "draft_model": "slipstream.draft.draft_model:DraftModelDrafter",
+    "self": "slipstream.draft.self_model:SelfDrafter",
 }
 
 

@@ -83,6 +83,8 @@ class Engine:
             device=config.device,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
+            quantization=config.quantization,
+            cpu_kernels=config.cpu_kernels,
         )
         self.tokenizer = load_tokenizer(
             config.tokenizer or config.model,

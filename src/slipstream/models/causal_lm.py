@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.attention import LayerProbe
-from slipstream.models.linears import PackedLinear
+from slipstream.models.decoder import Decoder
+from slipstream.models.linears import packed_bytes
 from slipstream.models.rows import Batch, RowGroup
 
 
@@ -48,6 +49,7 @@ class CausalLM:
         shapes: Sequence[LayerShape],
         vocab_size: int,
         context_length: int,
+        quantization: str | None = None,
     ) -> None:
         self.model = model
         self.path = path
@@ -59,6 +61,9 @@ class CausalLM:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.quantization = quantization
+        self.decoder: Decoder | None = None
+        """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
 
     @property
     def family(self) -> str:
@@ -71,9 +76,10 @@ class CausalLM:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are held; an embedding that is tied to a packed output layer counts twice."""
-        packed = [module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear)]
-        return sum(packed) + sum(int(parameter.nbytes) for parameter in self.model.parameters())
+        """Bytes of the weights as they are held."""
+        if self.decoder is not None:
+            return self.decoder.nbytes
+        return packed_bytes(self.model) + sum(int(parameter.nbytes) for parameter in self.model.parameters())
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -84,6 +90,8 @@ class CausalLM:
         self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`."""
+        if self.decoder is not None:
+            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers))
         batch = Batch(groups, pool, self.device)
         output = self.model(
             input_ids=batch.input_ids(),

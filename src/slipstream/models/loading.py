@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,19 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
 from slipstream.models.attention import ATTENTION_NAME, HookRoute
 from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
 from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.linears import pack_linears
+from slipstream.models.decoder import fuse
+from slipstream.models.linears import check_quantization, pack_linears
+from slipstream.models.native import unavailable
 from slipstream.models.support import check_config, context_length, unsupported
+
+log = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -44,6 +50,24 @@ def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
         dtype = getattr(config, "dtype", None) or torch.float32
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def resolve_kernels(name: str) -> str:
+    """`auto` is `native` where the kernels can be compiled, else `torch`, with a warning."""
+    if name == "torch":
+        return name
+    reason = unavailable()
+    if reason is None:
+        return "native"
+    if name == "native":
+        raise ConfigError(f"cpu_kernels is native, but {reason}")
+    _warn_once(reason)
+    return "torch"
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    log.warning("%s; PyTorch's own operators are used instead, which are slower", reason)
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -74,40 +98,62 @@ def load_model(
     trust_remote_code: bool = False,
     canary: bool = True,
     pack: bool = True,
+    quantization: str | None = None,
+    cpu_kernels: str = "auto",
 ) -> CausalLM:
     """Load a decoder-only Transformers model from a folder or the hub.
 
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
-    with the model's own attention (about two passes of a dozen rows); `pack=False` keeps the linear layers as
-    they are (see `linears.py`), for code that reads their weights.
+    with the model's own attention (about two passes of a dozen rows); `pack=False` keeps the Transformers model as
+    it is, for code that reads its weights. See `EngineConfig` for `quantization` and `cpu_kernels`.
     """
     where = resolve_device(device)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     try:
         check_config(config)
         _check_weight_files(path)
-        model = _load_weights(path, config, resolve_dtype(dtype, where, config), revision, trust_remote_code)
-        return adapt(model.to(where).eval(), path, canary=canary, pack=pack)
+        kind = resolve_dtype(dtype, where, config)
+        check_quantization(quantization, where, kind)
+        kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
+        model = _load_weights(path, config, kind, revision, trust_remote_code)
+        return adapt(
+            model.to(where).eval(),
+            path,
+            canary=canary,
+            pack=pack,
+            quantization=quantization,
+            native=kernels == "native",
+        )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path!r}: {error}") from None
 
 
-def adapt(model: Any, path: str = "", *, canary: bool = True, pack: bool = True) -> CausalLM:
+def adapt(
+    model: Any,
+    path: str = "",
+    *,
+    canary: bool = True,
+    pack: bool = True,
+    quantization: str | None = None,
+    native: bool = True,
+) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out."""
     check_config(model.config)
     length = context_length(model.config)
     route = _route(model.config)
-    shapes, vocab_size = probe_layers(model, route)
-    lm = CausalLM(model, path, route, shapes, vocab_size, length)
+    probed = probe_layers(model, route)
+    lm = CausalLM(model, path, route, probed.shapes, probed.vocab_size, length, quantization)
     expected = None
     with _quiet():
         if canary:
             check_masks(lm)
             expected = stock_logits(lm)
         if pack:
-            pack_linears(model)
+            lm.decoder = fuse(model, probed.variants, quantization) if native else None
+            if lm.decoder is None:
+                pack_linears(model, quantization, native)
         if expected is not None:
             check_logits(lm, expected)
     return lm
@@ -187,7 +233,7 @@ def _one_line(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep Transformers' own progress bars and warnings out of the user's terminal while it loads."""
-    quiet: Any = logging
+    quiet: Any = transformers_logging
     bars, verbosity, hub_verbosity = (
         quiet.is_progress_bar_enabled(),
         quiet.get_verbosity(),

@@ -1,0 +1,253 @@
+"""A whole forward pass in one call: the CPU kernels' decoder for models that are shaped like Llama.
+
+Pre-norm layers of rotary grouped-query attention and a gated MLP cover most families; `fuse` takes over a Transformers
+model of one of them and leaves every other alone. Weights move into the kernels' layout layer by layer and are held
+once. Rows are computed independently of each other, bit for bit, so that neither drafts nor neighbours can change what
+a row says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.kv.pool import KVPool
+from slipstream.models import native
+from slipstream.models.attention import Variant
+from slipstream.models.native import BatchStruct, LayerStruct, ModelStruct, PackedWeight
+from slipstream.models.rows import RowGroup
+
+log = logging.getLogger(__name__)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers are computed as kernels/decoder.h says; the load-time canary checks each model all the same."""
+
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not change with the length of the text."""
+
+
+class Decoder:
+    """A model in the kernels' layout. Make one with `fuse`."""
+
+    def __init__(self, model: Any, variants: Sequence[Variant], quantization: str | None) -> None:
+        config = model.config
+        self.num_layers = config.num_hidden_layers
+        self.vocab_size = model.lm_head.weight.shape[0]
+        self.hidden_size = config.hidden_size
+        self._kept: list[Any] = []  # what the structs point into
+        rotary = model.model.rotary_emb
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        embedding = None if tied else self._keep(model.model.embed_tokens.weight)
+        layers = (LayerStruct * self.num_layers)(
+            *(
+                self._layer(layer, variant, quantization)
+                for layer, variant in zip(model.model.layers, variants, strict=True)
+            )
+        )
+        inverse_frequencies = self._keep(rotary.inv_freq)
+        self._struct = ModelStruct(
+            num_layers=self.num_layers,
+            hidden=self.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=model.model.layers[0].self_attn.head_dim,
+            rotary_dim=2 * len(rotary.inv_freq),
+            intermediate=config.intermediate_size,
+            vocab=self.vocab_size,
+            norm_epsilon=model.model.norm.variance_epsilon,
+            attention_scale=variants[0].scaling,
+            rotary_scale=rotary.attention_scaling,
+            embedding_scale=1.0,
+            residual_scale=1.0,
+            logit_divisor=1.0,
+            inverse_frequencies=inverse_frequencies,
+            embedding=embedding,
+            final_norm=self._keep(model.model.norm.weight),
+            head=self._pack([model.lm_head], quantization),
+            layers=layers,
+        )
+        self._scratch = native.library().slipstream_new_scratch()
+        finalize(self, native.library().slipstream_free_scratch, self._scratch)
+        self._pools: WeakKeyDictionary[KVPool, tuple[Any, Any]] = WeakKeyDictionary()
+        model.to_empty(device="meta")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        return sum(int(kept.nbytes) for kept in self._kept)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that every pass reads: all but an embedding table of its own."""
+        embedding = self._struct.embedding
+        return self.nbytes - sum(
+            int(kept.nbytes)
+            for kept in self._kept
+            if isinstance(kept, Tensor) and kept.data_ptr() == embedding
+        )
+
+    def forward(
+        self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `CausalLM.forward`."""
+        rows = _Rows(groups)
+        logits = torch.empty(len(rows.logit_rows), self.vocab_size)
+        hidden = {layer: torch.empty(rows.num_rows, self.hidden_size) for layer in hidden_layers}
+        keys, values = self._addresses(pool)
+        tap_layers = np.array(list(hidden), dtype=np.int64)
+        taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
+        batch = BatchStruct(
+            rows.num_rows,
+            len(rows.logit_rows),
+            len(hidden),
+            0,
+            *rows.addresses(),
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            tap_layers.ctypes.data,
+            ctypes.addressof(taps),
+            logits.data_ptr(),
+        )
+        native.library().slipstream_forward(
+            ctypes.byref(self._struct), ctypes.byref(batch), self._scratch, torch.get_num_threads()
+        )
+        return logits, hidden
+
+    def _layer(self, layer: Any, variant: Variant, quantization: str | None) -> LayerStruct:
+        attention, mlp = layer.self_attn, layer.mlp
+        struct = LayerStruct(
+            attention_norm=self._keep(layer.input_layernorm.weight),
+            mlp_norm=self._keep(layer.post_attention_layernorm.weight),
+            query_norm=self._keep(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            key_norm=self._keep(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], quantization),
+            output=self._pack([attention.o_proj], quantization),
+            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], quantization, interleaved=True),
+            down=self._pack([mlp.down_proj], quantization),
+            sliding_window=variant.sliding_window or 0,
+            rotates=1,
+        )
+        layer.to_empty(device="meta")
+        return struct
+
+    def _pack(
+        self, linears: list[nn.Linear], quantization: str | None, interleaved: bool = False
+    ) -> native.LinearStruct:
+        packed = PackedWeight(
+            [linear.weight for linear in linears],
+            [linear.bias for linear in linears],
+            quantization,
+            interleaved,
+        )
+        self._kept.append(packed)
+        return packed.struct
+
+    def _keep(self, tensor: Tensor) -> int:
+        kept = tensor.detach().float().contiguous().clone()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _addresses(self, pool: KVPool) -> tuple[Any, Any]:
+        if pool not in self._pools:
+            array = ctypes.c_void_p * self.num_layers
+            self._pools[pool] = (
+                array(*(tensor.data_ptr() for tensor in pool.keys)),
+                array(*(tensor.data_ptr() for tensor in pool.values)),
+            )
+        return self._pools[pool]
+
+
+def fuse(model: Any, variants: Sequence[Variant], quantization: str | None = None) -> Decoder | None:
+    """Take over a float32 CPU model; None, with the model untouched, when it is not of the kernels' shape.
+
+    `variants` says how each layer attends.
+    """
+    reason = next(_misfits(model, variants), None)
+    if reason is not None:
+        log.info("%s runs layer by layer: %s", model.config.model_type, reason)
+        return None
+    return Decoder(model, variants, quantization)
+
+
+def _misfits(model: Any, variants: Sequence[Variant]) -> Iterator[str]:
+    """Why the kernels' decoder does not compute this model."""
+    config = model.config
+    if config.model_type not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        yield f"the fused decoder knows {', '.join(FAMILIES)}"
+        return
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        yield f"the fused decoder computes float32 on a CPU, not {model.dtype} on {model.device.type}"
+    if config.hidden_act not in ("silu", "swish"):
+        yield f"its activation is {config.hidden_act}"
+    if model.model.rotary_emb.rope_type not in STATIC_ROTARY:
+        yield f"its rotary embedding is {model.model.rotary_emb.rope_type}"
+    if any(
+        linear.bias is not None
+        for layer in model.model.layers
+        for linear in layer.mlp.children()
+        if isinstance(linear, nn.Linear)
+    ):
+        yield "its MLP has biases"
+    if any(variant.softcap or variant.sinks is not None for variant in variants):
+        yield "its attention has capped logits or sinks"
+
+
+class _Rows:
+    """The rows of a pass as the kernels take them: flat int64 arrays in one buffer."""
+
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        run_begin: list[int] = []
+        run_length: list[int] = []
+        tail_size: list[int] = []
+        tail_slots: list[int] = []
+        tail_positions: list[int] = []
+        self.logit_rows: list[int] = []
+        for group in groups:
+            n, first = len(group.token_ids), group.first_new_slot
+            self.logit_rows.extend(len(token_ids) + row for row in group.logit_rows)
+            token_ids.extend(group.token_ids)
+            positions.extend(group.row_positions())
+            slots.extend(range(first, first + n))
+            run_begin.extend([group.start] * n)
+            if group.tail_visible is None:
+                run_length.extend(range(first - group.start + 1, first - group.start + n + 1))
+                tail_size.extend([0] * n)
+                continue
+            run_length.extend([group.num_past] * n)
+            tail = group.start + group.num_past
+            held = [*group.stored_positions, *group.row_positions()]
+            for visible in group.tail_visible.tolist():
+                seen = [entry for entry, sees in enumerate(visible) if sees]
+                tail_size.append(len(seen))
+                tail_slots.extend(tail + entry for entry in seen)
+                tail_positions.extend(held[entry] for entry in seen)
+        self.num_rows = len(token_ids)
+        parts = (
+            token_ids,
+            positions,
+            slots,
+            run_begin,
+            run_length,
+            list(accumulate(tail_size, initial=0)),
+            tail_slots,
+            tail_positions,
+            self.logit_rows,
+        )
+        self._ends = list(accumulate(map(len, parts), initial=0))[:-1]
+        self._buffer = np.array([number for part in parts for number in part], dtype=np.int64)
+
+    def addresses(self) -> list[int]:
+        """Where each array begins, in the order of `BatchStruct`."""
+        base = self._buffer.ctypes.data
+        return [base + 8 * end for end in self._ends]

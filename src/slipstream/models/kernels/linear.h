@@ -1,0 +1,214 @@
+// Linear layers over packed weights: a few rows for the price of one.
+//
+// A weight [out, in] is stored in panels of PANEL outputs, each panel [in][PANEL]: one stream through memory, read once
+// for up to MAX_TILE rows. Every output is one chain of multiply-adds over `in` (or one exact integer sum), so a row's
+// result has the same bits for any number of rows. PANEL follows the SIMD width; only this file knows it.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+constexpr int PANEL = 2 * LANES;
+constexpr int UNIT = 2 * PANEL;  // outputs are padded to whole units, the parts that threads share out
+constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
+
+enum WeightKind : int32_t { FLOAT32 = 0, INT8 = 1 };
+
+// Mirrored by native.py. `out` and `in` are the layer's own; columns beyond `out` in the last panel are zero.
+struct Linear {
+  int32_t kind, in, out, unused;
+  const void* panels;
+  const float* scales;  // [padded out], int8: weight = scale * integer
+  const int32_t* sums;  // [padded out], int8: the sum of a column's integers times 128
+  const float* bias;    // [padded out] or null
+};
+
+inline int num_units(int out) { return (out + UNIT - 1) / UNIT; }
+inline int num_panels(int out) { return 2 * num_units(out); }
+
+// int8 reads four inputs at a time.
+inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + 3) / 4 * 4 : in; }
+
+inline size_t packed_bytes(int32_t kind, int in, int out) {
+  return size_t(num_panels(out)) * PANEL * padded_depth(kind, in) * (kind == INT8 ? 1 : sizeof(float));
+}
+
+// --- float32 ---------------------------------------------------------------------------------------------------------
+
+inline void pack_float32(const float* weight, int in, int out, int panel, float* panels) {
+  float* to = panels + size_t(panel) * in * PANEL;
+  for (int k = 0; k < in; ++k)
+    for (int column = 0; column < PANEL; ++column) {
+      int row = panel * PANEL + column;
+      to[size_t(k) * PANEL + column] = row < out ? weight[size_t(row) * in + k] : 0.0f;
+    }
+}
+
+// rows [R, in] (stride `stride`) times P neighbouring panels -> out [R, P * PANEL] (stride UNIT).
+template <int R, int P>
+void multiply_float32(const float* rows, size_t stride, const float* panels, int in, float* out) {
+  floats total[R][2 * P] = {};
+  for (int k = 0; k < in; ++k) {
+    floats weight[2 * P];
+    for (int c = 0; c < 2 * P; ++c) weight[c] = load(panels + (size_t(c / 2) * in + k) * PANEL + c % 2 * LANES);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 2 * P; ++c) total[r][c] += rows[r * stride + k] * weight[c];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2 * P; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
+}
+
+// --- int8 ------------------------------------------------------------------------------------------------------------
+
+inline float largest_magnitude(const float* values, int size) {
+  floats best = {};
+  int i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    floats value = load(values + i);
+    value = value < 0.0f ? -value : value;
+    best = larger(value, best);
+  }
+  float largest = largest_lane(best);
+  for (; i < size; ++i) largest = std::max(largest, std::fabs(values[i]));
+  return largest;
+}
+
+// To the nearest integer, halves away from zero.
+inline int rounded(float value) { return int(value + (value < 0.0f ? -0.5f : 0.5f)); }
+
+// Activations of one row: integers from -127 to 127, stored with 128 added, and the scale that undoes it.
+inline float quantise_row(const float* row, int in, uint8_t* quantised) {
+  float largest = largest_magnitude(row, in);
+  float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  for (int k = 0; k < in; ++k) quantised[k] = uint8_t(rounded(row[k] * inverse) + 128);
+  for (int k = in; k < padded_depth(INT8, in); ++k) quantised[k] = 128;
+  return largest / 127.0f;
+}
+
+// One panel, symmetric, one scale an output; also the column sums that undo the 128 of the activations.
+inline void pack_int8(const float* weight, int in, int out, int panel, int8_t* panels, float* scales, int32_t* sums) {
+  int depth = padded_depth(INT8, in);
+  int8_t* to = panels + size_t(panel) * depth * PANEL;
+  std::memset(to, 0, size_t(depth) * PANEL);
+  for (int column = 0; column < PANEL; ++column) {
+    int row = panel * PANEL + column;
+    scales[row] = 0.0f;
+    sums[row] = 0;
+    if (row >= out) continue;
+    const float* from = weight + size_t(row) * in;
+    float largest = largest_magnitude(from, in);
+    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (int k = 0; k < in; ++k) {
+      int value = rounded(from[k] * inverse);
+      to[size_t(k / 4) * PANEL * 4 + column * 4 + k % 4] = int8_t(value);
+      sums[row] += 128 * value;
+    }
+    scales[row] = largest / 127.0f;
+  }
+}
+
+// total[lane] += the four products of each lane's bytes; exact on every machine, so its results are too.
+inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
+#if defined(__AVX512VNNI__)
+  return (ints)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(four_rows), _mm512_loadu_si512(weight));
+#elif defined(__AVX2__)
+  // vpmaddubsw would saturate: widen to 16 bits, whose products and pairs fit into 32.
+  __m256i rows = _mm256_cvtepu8_epi16(_mm_set1_epi32(four_rows));
+  __m256i low = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)weight)));
+  __m256i high = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(weight + 16))));
+  return total + (ints)_mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xD8);
+#else
+  const uint8_t* rows = reinterpret_cast<const uint8_t*>(&four_rows);
+  for (int lane = 0; lane < LANES; ++lane)
+    for (int i = 0; i < 4; ++i) total[lane] += int32_t(rows[i]) * weight[lane * 4 + i];
+  return total;
+#endif
+}
+
+// As multiply_float32, over quantised rows [R, depth]; `out` holds the integers' float values, 128s removed.
+template <int R, int P>
+void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, const float* scales, const int32_t* sums,
+                   const float* row_scales, float* out) {
+  ints total[R][2 * P] = {};
+  for (size_t k = 0; k < depth; k += 4) {
+    int32_t four[R];
+    for (int r = 0; r < R; ++r) std::memcpy(&four[r], rows + r * depth + k, 4);
+    for (int c = 0; c < 2 * P; ++c) {
+      const int8_t* weight = panels + (c / 2 * depth + k) * PANEL + c % 2 * LANES * 4;
+      for (int r = 0; r < R; ++r) total[r][c] = dot_bytes(total[r][c], four[r], weight);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2 * P; ++c) {
+      ints offset;
+      std::memcpy(&offset, sums + c * LANES, sizeof offset);
+      floats value = __builtin_convertvector(total[r][c] - offset, floats);
+      store(out + r * UNIT + c * LANES, value * (load(scales + c * LANES) * row_scales[r]));
+    }
+}
+
+// --- any kind --------------------------------------------------------------------------------------------------------
+
+// Rows ready to be multiplied: float32 as they are, int8 quantised.
+struct Rows {
+  const float* values;   // [n, stride]
+  size_t stride;
+  const uint8_t* quantised;  // [n, padded depth]
+  const float* scales;       // [n]
+};
+
+template <int R, int P>
+void multiply_tile(const Linear& linear, const Rows& rows, int first, int panel, float* out) {
+  int depth = padded_depth(linear.kind, linear.in);
+  size_t offset = size_t(panel) * PANEL * depth;
+  if (linear.kind == INT8)
+    multiply_int8<R, P>(rows.quantised + size_t(first) * depth, depth, (const int8_t*)linear.panels + offset,
+                        linear.scales + panel * PANEL, linear.sums + panel * PANEL, rows.scales + first, out);
+  else
+    multiply_float32<R, P>(rows.values + first * rows.stride, rows.stride, (const float*)linear.panels + offset,
+                           linear.in, out);
+  if (linear.bias)
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < P * PANEL; c += LANES) {
+        float* at = out + r * UNIT + c;
+        store(at, load(at) + load(linear.bias + panel * PANEL + c));
+      }
+}
+
+template <int R, int P>
+void multiply_upto(int n, const Linear& linear, const Rows& rows, int first, int panel, float* out) {
+  if (n == R) return multiply_tile<R, P>(linear, rows, first, panel, out);
+  if constexpr (R > 1) multiply_upto<R - 1, P>(n, linear, rows, first, panel, out);
+}
+
+// Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
+// [number of rows, UNIT].
+template <typename Take>
+void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+  alignas(64) float tile[MAX_TILE * UNIT];
+  for (int first = 0; first < n; first += MAX_TILE) {
+    int count = std::min(MAX_TILE, n - first);
+    if (count <= MAX_TILE / 2) {
+      multiply_upto<MAX_TILE / 2, 2>(count, linear, rows, first, 2 * unit, tile);
+    } else {
+      multiply_upto<MAX_TILE, 1>(count, linear, rows, first, 2 * unit, tile);
+      multiply_upto<MAX_TILE, 1>(count, linear, rows, first, 2 * unit + 1, tile + PANEL);
+    }
+    take(first, count, tile);
+  }
+}
+
+// out [in] = one row of the unpacked weight.
+inline void unpack_row(const Linear& linear, int64_t row, float* out) {
+  int depth = padded_depth(linear.kind, linear.in);
+  size_t panel = size_t(row / PANEL) * PANEL * depth, column = row % PANEL;
+  for (int k = 0; k < linear.in; ++k)
+    out[k] = linear.kind == INT8
+                 ? ((const int8_t*)linear.panels)[panel + size_t(k / 4) * PANEL * 4 + column * 4 + k % 4] * linear.scales[row]
+                 : ((const float*)linear.panels)[panel + size_t(k) * PANEL + column];
+}

@@ -1,0 +1,274 @@
+"""The CPU kernels in `kernels/`: compiled once on the user's machine, for its instructions, and kept.
+
+They are plain C++ without dependencies, so a compiler needs a few seconds for them, once. Where there is no compiler
+the engine runs on PyTorch's operators instead (`linears.py`); `unavailable` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "kernels"
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread")
+FLOAT32, INT8 = 0, 1
+
+
+class NativeUnavailable(RuntimeError):
+    """The kernels cannot be used here; the message says why, in one line."""
+
+
+class LinearStruct(Structure):
+    """`Linear` of linear.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("in_features", c_int32),
+        ("out_features", c_int32),
+        ("unused", c_int32),
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class LayerStruct(Structure):
+    """`Layer` of decoder.h."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("sliding_window", c_int64),
+        ("rotates", c_int64),
+    )
+
+
+class ModelStruct(Structure):
+    """`Model` of decoder.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim", "rotary_dim", "intermediate", "vocab")),
+        *((name, c_float) for name in ("norm_epsilon", "attention_scale", "rotary_scale")),
+        *((name, c_float) for name in ("embedding_scale", "residual_scale", "logit_divisor")),
+        ("inverse_frequencies", c_void_p),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", LinearStruct),
+        ("layers", POINTER(LayerStruct)),
+    )
+
+
+class BatchStruct(Structure):
+    """`Batch` of decoder.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_logit_rows", "num_taps", "unused")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots")),
+        *((name, c_void_p) for name in ("run_begin", "run_length", "tail_begin")),
+        *((name, c_void_p) for name in ("tail_slots", "tail_positions", "logit_rows")),
+        *((name, c_void_p) for name in ("keys", "values", "tap_layers", "taps", "logits")),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "slipstream_instructions": (c_char_p, ()),
+    "slipstream_panel": (c_int, ()),
+    "slipstream_padded_out": (c_int, (c_int,)),
+    "slipstream_packed_bytes": (c_size_t, (c_int, c_int, c_int)),
+    "slipstream_pack_float32": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
+    "slipstream_pack_int8": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_multiply": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
+    "slipstream_new_scratch": (c_void_p, ()),
+    "slipstream_free_scratch": (None, (c_void_p,)),
+    "slipstream_forward": (None, (c_void_p, c_void_p, c_void_p, c_int)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels; compiles them when they are not in the cache. Raises `NativeUnavailable`."""
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except OSError as error:
+        raise NativeUnavailable(f"the compiled CPU kernels cannot be loaded: {error}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot be used here, in one line; None when they can."""
+    try:
+        library()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `SLIPSTREAM_CACHE`, else `slipstream` in the user's cache folder."""
+    chosen = os.environ.get("SLIPSTREAM_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+class PackedWeight:
+    """One or more weights [out, in], stacked, in the kernels' layout; `struct` is what the kernels are given.
+
+    `interleaved` alternates the panels of two weights of one shape, so that a thread that has the one's outputs has
+    the other's too (gate and up).
+    """
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        biases: list[Tensor | None],
+        quantization: str | None,
+        interleaved: bool = False,
+    ) -> None:
+        kind = INT8 if quantization == "int8" else FLOAT32
+        if interleaved:
+            weight, bias = _interleave(weights), None
+        else:
+            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+            bias = _stacked_bias(weights, biases)
+        weight = weight.detach().float().contiguous()
+        self.out_features, self.in_features = weight.shape
+        lib = library()
+        size = lib.slipstream_packed_bytes(kind, self.in_features, self.out_features)
+        padded = lib.slipstream_padded_out(self.out_features)
+        self.panels = huge_buffer(size)
+        self.scales = torch.empty(padded if kind == INT8 else 0)
+        self.sums = torch.empty(padded if kind == INT8 else 0, dtype=torch.int32)
+        self.bias = (
+            None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
+        )
+        shape = (self.in_features, self.out_features)
+        threads = torch.get_num_threads()
+        if kind == INT8:
+            scales, sums = self.scales.data_ptr(), self.sums.data_ptr()
+            lib.slipstream_pack_int8(weight.data_ptr(), *shape, self.panels.data_ptr(), scales, sums, threads)
+        else:
+            lib.slipstream_pack_float32(weight.data_ptr(), *shape, self.panels.data_ptr(), threads)
+        self.struct = LinearStruct(
+            kind,
+            *shape,
+            0,
+            self.panels.data_ptr(),
+            self.scales.data_ptr(),
+            self.sums.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        tensors = (self.panels, self.scales, self.sums, self.bias)
+        return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """float32 [n, in] -> [n, out]; a row's bits do not depend on the others."""
+        rows = rows.contiguous()
+        output = torch.empty(len(rows), self.out_features)
+        library().slipstream_multiply(
+            ctypes.byref(self.struct), rows.data_ptr(), len(rows), output.data_ptr(), torch.get_num_threads()
+        )
+        return output
+
+
+def huge_buffer(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] in large pages where the system grants them: weights are read from end to end."""
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+def _interleave(weights: list[Tensor]) -> Tensor:
+    """Two weights [out, in] as alternating panels of rows; the last panel of each is padded with zeros."""
+    panel = library().slipstream_panel()
+    out, in_features = weights[0].shape
+    padded = [torch.nn.functional.pad(weight, (0, 0, 0, -out % panel)) for weight in weights]
+    return torch.stack([weight.view(-1, panel, in_features) for weight in padded], dim=1).view(
+        -1, in_features
+    )
+
+
+def _stacked_bias(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(len(weight)) if bias is None else bias.detach().float()
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+    )
+
+
+def _compiled() -> Path:
+    """The shared library for these sources and this machine."""
+    name = f"kernels-{_fingerprint()}.so"
+    folder = cache_folder()
+    if (folder / name).is_file():
+        return folder / name
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None or shutil.which(compiler) is None:
+        raise NativeUnavailable(
+            f"there is no C++ compiler ({compiler or 'c++, g++ or clang++'}) to build the CPU kernels with"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _compile(compiler, folder / name)
+    except PermissionError:
+        return _compile(compiler, Path(tempfile.mkdtemp(prefix="slipstream-")) / name)
+
+
+def _compile(compiler: str, target: Path) -> Path:
+    log.info("compiling the CPU kernels, once, to %s", target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
+            raise NativeUnavailable(f"{compiler} could not build the CPU kernels: {lines[0]}")
+        built.replace(target)  # atomic: another process may be doing the same
+    return target
+
+
+def _fingerprint() -> str:
+    """Changes with the sources, the flags and the processor's instructions."""
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    digest.update(platform.machine().encode())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features")))
+        digest.update(next(lines, "").encode())
+    return digest.hexdigest()[:16]

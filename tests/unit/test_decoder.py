@@ -1,0 +1,156 @@
+"""The kernels' decoder: a row's logits are the same bits in any company, and its weights are held once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup, load_model
+
+LENGTH = 300
+TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
+
+
+@pytest.fixture(scope="module", params=["float32", "int8", "odd", "window"])
+def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """The embedded target in both kinds of weight, and small models of awkward shapes."""
+    if request.param in ("float32", "int8"):
+        loaded = load_model(
+            EMBEDDED_TARGET, quantization=None if request.param == "float32" else "int8", cpu_kernels="native"
+        )
+    else:
+        loaded = load_model(
+            str(_awkward(request.param, tmp_path_factory.mktemp("odd"))), cpu_kernels="native"
+        )
+    assert loaded.decoder is not None
+    return loaded
+
+
+def _awkward(name: str, folder: Path) -> Path:
+    """Grouped heads of 24, widths that fill no panel; with a window, one shorter than the text."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 72,
+        "intermediate_size": 101,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "initializer_range": 0.2,
+    }
+    model = (
+        LlamaForCausalLM(LlamaConfig(**shape, attention_bias=True))
+        if name == "odd"
+        else MistralForCausalLM(MistralConfig(**shape, sliding_window=37))
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_pool(lm: CausalLM, num_slots: int = 2 * LENGTH) -> KVPool:
+    """Every entry that was not written is NaN, so that reading one shows."""
+    pool = KVPool(lm.shapes, num_slots, lm.dtype, lm.device)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.fill_(float("nan"))
+    return pool
+
+
+def chain(start: int, begin: int, end: int) -> RowGroup:
+    return RowGroup(start, begin, TEXT[begin:end], range(end - begin))
+
+
+@pytest.fixture(scope="module")
+def alone(lm: CausalLM) -> Tensor:
+    """[LENGTH, vocab]: the logits of every row, each computed in a pass of its own."""
+    pool = make_pool(lm)
+    return torch.cat([lm.forward([chain(0, i, i + 1)], pool).logits for i in range(LENGTH)])
+
+
+@pytest.mark.parametrize("sizes", [[LENGTH], [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 69], [7] * 42 + [6]])
+def test_chunks_have_the_bits_of_single_rows(lm: CausalLM, alone: Tensor, sizes: list[int]) -> None:
+    pool, begin, logits = make_pool(lm), 0, []
+    for size in sizes:
+        logits.append(lm.forward([chain(0, begin, begin + size)], pool).logits)
+        begin += size
+    assert torch.equal(torch.cat(logits), alone)
+
+
+def test_neighbours_do_not_change_a_row(lm: CausalLM, alone: Tensor) -> None:
+    pool = make_pool(lm)
+    lm.forward([chain(0, 0, 200)], pool)
+    lm.forward([chain(LENGTH, 0, 50)], pool)
+    both = lm.forward([chain(LENGTH, 50, 57), chain(0, 200, 203)], pool).logits
+    assert torch.equal(both, torch.cat([alone[50:57], alone[200:203]]))
+
+
+def test_a_node_of_a_tree_has_the_bits_of_its_path(lm: CausalLM, alone: Tensor) -> None:
+    """Three wrong siblings stand between the right nodes; entries of an earlier level are stored already."""
+    begin, depth = 150, 60  # deeper than the window
+    pool = make_pool(lm)
+    lm.forward([chain(0, 0, begin)], pool)
+    nodes: list[tuple[int, int]] = []  # (token, depth)
+    for level in range(depth):
+        nodes += [((TEXT[begin + level] + wrong) % 96, level) for wrong in (1, 0, 2, 3)]
+    right = [4 * level + 1 for level in range(depth)]
+    visible = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
+    for node, (_, level) in enumerate(nodes):
+        visible[node, right[:level]] = True
+        visible[node, node] = True
+    positions = [begin + level for _, level in nodes]
+    half = len(nodes) // 2
+    passes = [
+        RowGroup(
+            0, begin, [t for t, _ in nodes[:half]], range(half), positions[:half], (), visible[:half, :half]
+        ),
+        RowGroup(
+            0,
+            begin,
+            [t for t, _ in nodes[half:]],
+            range(half),
+            positions[half:],
+            positions[:half],
+            visible[half:],
+        ),
+    ]
+    logits = torch.cat([lm.forward([rows], pool).logits for rows in passes])
+    assert torch.equal(logits[right], alone[begin : begin + depth])
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_no_bit(lm: CausalLM, alone: Tensor, threads: int) -> None:
+    torch.set_num_threads(threads)
+    assert torch.equal(lm.forward([chain(0, 0, LENGTH)], make_pool(lm)).logits, alone)
+
+
+def test_only_the_wanted_rows_have_logits(lm: CausalLM, alone: Tensor) -> None:
+    pool = make_pool(lm)
+    groups = [
+        RowGroup(0, 0, TEXT[:9], [8, 2]),
+        RowGroup(LENGTH, 0, TEXT[:4], []),
+        RowGroup(400, 0, TEXT[:3], [1]),
+    ]
+    assert torch.equal(lm.forward(groups, pool).logits, alone[[8, 2, 1]])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_weights_are_held_once(quantization: str | None) -> None:
+    lm = load_model(EMBEDDED_TARGET, quantization=quantization, cpu_kernels="native")
+    assert all(parameter.is_meta for parameter in lm.model.parameters())
+    each = 4 if quantization is None else 1
+    assert each * lm.num_parameters <= lm.weight_bytes < each * lm.num_parameters * 1.05
