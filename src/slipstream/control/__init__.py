@@ -1,0 +1,1 @@
+"""What a step costs and what speculation then earns: measured profiles and their arithmetic, without tensors."""
