@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.console import print_rows, results
+from slipstream.cli.console import notes, print_rows, results
 from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.measure import Measurement
 from slipstream.cli.options import ENGINE, Json, chosen_speculation, model_name, print_json
+from slipstream.cli.profile_plot import check_plot, plot_profiles
 from slipstream.config import SpeculativeConfig
-from slipstream.errors import VocabularyMismatchError
+from slipstream.control.store import prepare_folder
+from slipstream.errors import ConfigError, VocabularyMismatchError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -26,6 +30,20 @@ def info(
         str | None, typer.Option(help="Can this model draft for it? If so, both are planned for.")
     ] = None,
     draft_for: Annotated[str | None, typer.Option(help="Can it draft for this model?")] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time steps of 1 to 64 rows, show them beside the machine's floors, and save the profile. Takes "
+            "half a minute; longer for a large model.",
+        ),
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --measure: a rough look in a few seconds, not saved.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --measure: draw the times into this .png, .svg or .pdf.")
+    ] = None,
     json: Json = False,
     *,
     engine: Values,
@@ -34,6 +52,7 @@ def info(
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.engine.llm import LLM
 
+    _check_measuring(measure, quick, plot)
     options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
     path = model or EMBEDDED_TARGET
     tokenizer = engine.get("tokenizer", path)
@@ -52,10 +71,30 @@ def info(
         )
     if draft_for is not None:
         facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
+    measurement = None if measure else Measurement.find(llm)
+    if not json:
+        print_rows(results(), [*_lines(facts), *([] if measurement is None else measurement.lines())])
+    if measure:
+        measurement = Measurement.take(llm, quick)
+        facts["profile_files"] = [] if quick else measurement.save()
+        if plot is not None:
+            plot_profiles(measurement.profiles(), plot)
     if json:
-        print_json(facts)
-        return
-    print_rows(results(), _lines(facts))
+        print_json({**facts, "measured": None if measurement is None else measurement.as_json()})
+    elif measure and measurement is not None:
+        measurement.print(results())
+        for file in [*facts["profile_files"], *([] if plot is None else [plot])]:
+            notes().print(f"saved {file}", markup=False)
+
+
+def _check_measuring(measure: bool, quick: bool, plot: Path | None) -> None:
+    """Refuse what cannot be done before a model is loaded for it."""
+    if not measure and (quick or plot is not None):
+        raise ConfigError(f"{'--quick' if quick else '--plot'} is a way of --measure; add that")
+    if plot is not None:
+        check_plot(plot)
+    if measure and not quick:
+        prepare_folder()
 
 
 def _facts(llm: LLM, name: str) -> dict[str, Any]:

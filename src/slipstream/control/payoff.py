@@ -10,10 +10,15 @@ def acceptance_length(acceptance_rate: float, num_draft_tokens: int) -> float:
     return sum(acceptance_rate**depth for depth in range(num_draft_tokens + 1))
 
 
+def draft_cost(target: CostProfile, draft: CostProfile, context: float) -> float:
+    """c: a draft step over a target step, of one row each."""
+    return draft.step_s(1, context) / target.step_s(1, context)
+
+
 def round_cost(target: CostProfile, draft: CostProfile, num_draft_tokens: int, context: float) -> float:
     """γ·c + v: a round of drafting and verifying, in target steps of one row."""
-    drafting_s = num_draft_tokens * draft.step_s(1, context)
-    return (drafting_s + target.step_s(num_draft_tokens + 1, context)) / target.step_s(1, context)
+    drafting = num_draft_tokens * draft_cost(target, draft, context)
+    return drafting + target.verify_cost(num_draft_tokens + 1, context)
 
 
 def break_even(num_draft_tokens: int, cost: float) -> float | None:

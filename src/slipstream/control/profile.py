@@ -46,6 +46,19 @@ class ProfileKey:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Readings of what a device can do in a second, taken in turns with the passes that they are compared with."""
+
+    median: float
+    best: float
+
+    def __post_init__(self) -> None:
+        check_types(self, "rate")
+        if not 0 < self.median <= self.best < math.inf:
+            raise ConfigError(f"rate must be positive and its median at most its best, got {self}")
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Repeated passes of `rows` rows of one sequence that has `context` tokens in the cache. Times are in seconds."""
 
@@ -54,6 +67,7 @@ class StepTime:
     median_s: float
     q1_s: float
     q3_s: float
+    best_s: float
     repeats: int
     bytes_read: int
     """What a pass must read: the weights that are multiplied with, and the keys and values."""
@@ -62,16 +76,18 @@ class StepTime:
         check_types(self, "step time")
         check_at_least("step time", 1, rows=self.rows, repeats=self.repeats)
         check_at_least("step time", 0, context=self.context, bytes_read=self.bytes_read)
-        if not 0 < self.q1_s <= self.median_s <= self.q3_s < math.inf:
-            raise ConfigError(f"step time of {self.rows} rows must be positive, its median between its quartiles")
+        if not 0 < self.best_s <= self.q1_s <= self.median_s <= self.q3_s < math.inf:
+            raise ConfigError(
+                f"step time of {self.rows} rows must be positive, its median between its quartiles"
+            )
 
 
 @dataclass(frozen=True)
 class CostProfile:
     """Measured times of one model's passes, beside the least that its device could need for them.
 
-    `step_times` covers every pair of the row counts and contexts that occur in it. Raises `ConfigError` where it
-    does not, or where a number cannot be.
+    `step_times` covers every pair of the row counts and contexts that occur in it, one row among them. Raises
+    `ConfigError` where it does not, or where a number cannot be.
     """
 
     key: ProfileKey
@@ -81,22 +97,25 @@ class CostProfile:
     """ISO 8601, UTC."""
     num_weights: int
     """Weights that every row is multiplied with; of a mixture of experts, those of the experts that are chosen."""
-    memory_bytes_per_s: float
+    memory_bytes_per_s: Rate
     """Read bandwidth of the memory, over an array far larger than the last-level cache."""
-    read_bytes_per_s: float
+    read_bytes_per_s: Rate
     """The same over an array of the size of this model's weights, which a cache may hold. The floor is made of it."""
-    flops_per_s: float
+    flops_per_s: Rate
     step_times: tuple[StepTime, ...]
 
     def __post_init__(self) -> None:
         check_types(self, "profile")
         check_at_least("profile", 1, num_weights=self.num_weights)
-        for name in ("memory_bytes_per_s", "read_bytes_per_s", "flops_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"profile {name} must be a positive number, got {getattr(self, name)}")
         cells = [(time.context, time.rows) for time in self.step_times]
-        if not cells or sorted(cells) != list(itertools.product(self.contexts, self.row_counts)):
-            raise ConfigError("profile step_times must have each pair of its row counts and contexts once")
+        if (
+            not cells
+            or self.row_counts[0] != 1
+            or sorted(cells) != list(itertools.product(self.contexts, self.row_counts))
+        ):
+            raise ConfigError(
+                "profile step_times must have each pair of its contexts and row counts, from 1 on, once"
+            )
 
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
@@ -115,7 +134,9 @@ class CostProfile:
         The second pass keeps what the first one made, since isotonic regression keeps the order of two series.
         """
         medians = {(time.rows, time.context): time.median_s for time in self.step_times}
-        by_context = [isotonic([medians[rows, context] for rows in self.row_counts]) for context in self.contexts]
+        by_context = [
+            isotonic([medians[rows, context] for rows in self.row_counts]) for context in self.contexts
+        ]
         return [isotonic(series) for series in zip(*by_context, strict=True)]
 
     def step_s(self, rows: float, context: float) -> float:
@@ -126,29 +147,31 @@ class CostProfile:
         """
         if rows < 1 or context < 0:
             raise ValueError(f"a pass has at least one row and no negative context, got {rows} and {context}")
-        column = [_interpolate(self.contexts, series, max(context, self.contexts[0])) for series in self._grid]
+        column = [
+            _interpolate(self.contexts, series, max(context, self.contexts[0])) for series in self._grid
+        ]
         column = list(itertools.accumulate(column, max))  # extrapolated lines may cross
-        return _interpolate(self.row_counts, column, max(rows, self.row_counts[0]))
+        return _interpolate(self.row_counts, column, rows)
 
     def verify_cost(self, rows: float, context: float) -> float:
         """v: time of a pass of `rows` rows over that of one row."""
         return self.step_s(rows, context) / self.step_s(1, context)
 
     def memory_floor_s(self, time: StepTime) -> float:
-        """The least time in which what the pass must read can be read."""
-        return time.bytes_read / self.read_bytes_per_s
+        """The time in which what the pass must read can be read, at the median rate: like with like."""
+        return time.bytes_read / self.read_bytes_per_s.median
 
     def compute_floor_s(self, time: StepTime) -> float:
-        """The least time in which two operations a weight and row can be done."""
-        return 2 * self.num_weights * time.rows / self.flops_per_s
+        """The time in which two operations a weight and row can be done, at the median rate."""
+        return 2 * self.num_weights * time.rows / self.flops_per_s.median
 
     def floor_s(self, time: StepTime) -> float:
-        """The greater of the two floors: no pass can be faster."""
+        """The greater of the two floors."""
         return max(self.memory_floor_s(time), self.compute_floor_s(time))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the way back."""
-        return dataclasses.asdict(self) | {"step_times": [dataclasses.asdict(time) for time in self.step_times]}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CostProfile:
@@ -159,9 +182,10 @@ class CostProfile:
         if not all(isinstance(time, dict) for time in made["step_times"]):
             raise ConfigError("profile step_times must be objects")
         made["key"] = options_from(ProfileKey, made["key"], "profile key")
-        made["step_times"] = tuple(
-            options_from(StepTime, time, "step time") for time in made["step_times"]
-        )
+        for name in ("memory_bytes_per_s", "read_bytes_per_s", "flops_per_s"):
+            if isinstance(made.get(name), dict):
+                made[name] = options_from(Rate, made[name], name)
+        made["step_times"] = tuple(options_from(StepTime, time, "step time") for time in made["step_times"])
         return options_from(cls, made, "profile")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,8 @@ from torch import nn
 
 import slipstream
 from slipstream.control.machine import cpu_name, num_cpus
-from slipstream.control.profile import CostProfile, ProfileKey, StepTime
-from slipstream.engine.limits import flop_rate, memory_array_bytes, read_bandwidth, synchronize
+from slipstream.control.profile import CostProfile, ProfileKey, Rate, StepTime
+from slipstream.engine.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.support import text_config
@@ -33,14 +32,14 @@ class Survey:
     row_counts: tuple[int, ...] = (1, 2, 4, 5, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (16, 256, 1024)
     budget_s: float = 15.0
-    """For all passes of all models together."""
-    limits_s: float = 0.5
-    """For each of the device's limits."""
+    """For all models together."""
+    array_bytes: int = 2**30
+    """Of the array over which the memory's bandwidth is measured; more where the caches are large."""
     min_repeats: int = 3
     max_repeats: int = 25
 
 
-QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, limits_s=0.05, max_repeats=5)
+QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, array_bytes=2**28, max_repeats=5)
 """A rough look: few points, few repeats."""
 
 OnProgress = Callable[[int, int], None]
@@ -48,15 +47,15 @@ OnProgress = Callable[[int, int], None]
 
 
 def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> list[CostProfile]:
-    """The profile of each model, in order. The passes of all models and sizes take turns, so that a machine which
-    grows slower or faster in the meantime spoils no comparison between them."""
-    before = [_Limits.of(model, survey) for model in models]
+    """The profile of each model, in order.
+
+    The passes of all models and sizes and the readings of the device's limits take turns, so that a machine which
+    grows slower or faster in the meantime spoils no comparison between them.
+    """
+    limits = _Limits(models, survey)
     benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
-    _take_turns(benches, survey, on_progress)
-    after = [_Limits.of(model, survey) for model in models]
-    return [
-        bench.profile(first.best(second)) for bench, first, second in zip(benches, before, after, strict=True)
-    ]
+    _take_turns(benches, limits, survey, on_progress)
+    return [bench.profile(limits) for bench in benches]
 
 
 def profile_key(model: CausalLM) -> ProfileKey:
@@ -72,7 +71,7 @@ def profile_key(model: CausalLM) -> ProfileKey:
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bits=round(8 * weights.num_bytes / weights.number),
         slipstream=slipstream.__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         transformers=transformers.__version__,
     )
 
@@ -98,7 +97,7 @@ class Weights:
                 continue
             packed_bytes = getattr(module, "nbytes", None)
             if isinstance(packed_bytes, int):
-                number += int(module.in_features) * int(module.out_features)  # type: ignore[arg-type]
+                number += int(module.in_features) * int(module.out_features)
                 num_bytes += packed_bytes
             for parameter in module.parameters(recurse=False):
                 if id(parameter) in seen:
@@ -120,31 +119,47 @@ def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     return Weights.of(model).num_bytes + cached
 
 
-@dataclass(frozen=True, slots=True)
 class _Limits:
-    """What the device was able to do at one time."""
+    """Readings of what the models' devices can do, taken again and again."""
 
-    memory_bytes_per_s: float
-    read_bytes_per_s: float
-    flops_per_s: float
+    def __init__(self, models: Seq[CausalLM], survey: Survey) -> None:
+        self._array_bytes = {
+            device: memory_array_bytes(survey.array_bytes, device)
+            for device in {model.device for model in models}
+        }
+        self._rates: dict[tuple[object, torch.device], list[float]] = {}
+        self._readings: dict[tuple[object, torch.device], Callable[[], float]] = {}
+        for model in models:
+            device = model.device
+            for size in {self._array_bytes[device], self._own_bytes(model)}:
+                if (size, device) not in self._readings:
+                    self._readings[size, device] = ReadStream(size, device).bytes_per_s
+            if (model.dtype, device) not in self._readings:
+                self._readings[model.dtype, device] = MatrixProduct(model.dtype, device).flops_per_s
 
-    @classmethod
-    def of(cls, model: CausalLM, survey: Survey) -> _Limits:
-        array_bytes = memory_array_bytes(model.device)
-        memory = read_bandwidth(array_bytes, model.device, survey.limits_s)
-        weight_bytes = Weights.of(model).num_bytes
-        own = memory
-        if weight_bytes < array_bytes:
-            own = max(memory, read_bandwidth(weight_bytes, model.device, survey.limits_s))
-        return cls(memory, own, flop_rate(model.dtype, model.device, survey.limits_s))
+    def read(self) -> None:
+        """Take one reading of each."""
+        for limit, reading in self._readings.items():
+            self._rates.setdefault(limit, []).append(reading())
 
-    def best(self, other: _Limits) -> _Limits:
-        """The higher of both readings: a floor is what the device can do, not what it was held back to."""
-        return _Limits(
-            max(self.memory_bytes_per_s, other.memory_bytes_per_s),
-            max(self.read_bytes_per_s, other.read_bytes_per_s),
-            max(self.flops_per_s, other.flops_per_s),
-        )
+    def memory_bytes_per_s(self, model: CausalLM) -> Rate:
+        """Over an array that no cache holds."""
+        return self._rate(self._array_bytes[model.device], model.device)
+
+    def read_bytes_per_s(self, model: CausalLM) -> Rate:
+        """Over an array of the size of the model's weights."""
+        return self._rate(self._own_bytes(model), model.device)
+
+    def flops_per_s(self, model: CausalLM) -> Rate:
+        """In the model's dtype."""
+        return self._rate(model.dtype, model.device)
+
+    def _own_bytes(self, model: CausalLM) -> int:
+        return min(Weights.of(model).num_bytes, self._array_bytes[model.device])
+
+    def _rate(self, limit: object, device: torch.device) -> Rate:
+        rates = self._rates[limit, device]
+        return Rate(statistics.median(rates), max(rates))
 
 
 class _Bench:
@@ -152,16 +167,18 @@ class _Bench:
 
     def __init__(self, model: CausalLM, survey: Survey, seed: int) -> None:
         self.model = model
-        # Rows first: a short context is still worth a measurement of all rows.
-        limit = model.context_length
-        row_counts = sorted({rows for rows in survey.row_counts if rows <= max(limit // 2, 1)})
-        contexts = sorted({min(context, limit - row_counts[-1]) for context in survey.contexts})
+        longest = model.context_length
+        row_counts = [rows for rows in survey.row_counts if rows <= max(longest // 2, 1)]
+        contexts = sorted({min(context, longest - row_counts[-1]) for context in survey.contexts})
         self.cells = [(rows, context) for context in contexts for rows in row_counts]
         self.times_s: dict[tuple[int, int], list[float]] = {cell: [] for cell in self.cells}
         num_slots = contexts[-1] + row_counts[-1]
         self._pool = KVPool(model.shapes, num_slots, model.dtype, model.device)
         generator = torch.Generator().manual_seed(seed)
-        for tensor in (*self._pool.keys, *self._pool.values):  # numbers as they occur: no NaN, nothing denormal
+        for tensor in (
+            *self._pool.keys,
+            *self._pool.values,
+        ):  # numbers as they occur: no NaN, nothing denormal
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         self._token_ids = torch.randint(model.vocab_size, (row_counts[-1],), generator=generator).tolist()
 
@@ -181,9 +198,9 @@ class _Bench:
             path=self.model.path,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             num_weights=Weights.of(self.model).number,
-            memory_bytes_per_s=limits.memory_bytes_per_s,
-            read_bytes_per_s=limits.read_bytes_per_s,
-            flops_per_s=limits.flops_per_s,
+            memory_bytes_per_s=limits.memory_bytes_per_s(self.model),
+            read_bytes_per_s=limits.read_bytes_per_s(self.model),
+            flops_per_s=limits.flops_per_s(self.model),
             step_times=tuple(self._step_time(*cell) for cell in self.cells),
         )
 
@@ -196,16 +213,17 @@ class _Bench:
             median_s=median_s,
             q1_s=q1_s,
             q3_s=q3_s,
+            best_s=min(times_s),
             repeats=len(times_s),
             bytes_read=bytes_read_per_step(self.model, rows, context),
         )
 
 
-def _take_turns(benches: Seq[_Bench], survey: Survey, on_progress: OnProgress) -> None:
-    """Warm every cell up once, then time rounds over all cells, every other round backwards."""
-    started_s = time.perf_counter()
+def _take_turns(benches: Seq[_Bench], limits: _Limits, survey: Survey, on_progress: OnProgress) -> None:
+    """Run every cell twice to warm it up, then time rounds over all cells, every other round backwards."""
     num_cells = sum(len(bench.cells) for bench in benches)
     total, done = num_cells * (1 + survey.max_repeats), 0
+    started_s = time.perf_counter()
     round_s = 0.0
     for bench in benches:
         for cell in bench.cells:
@@ -214,11 +232,12 @@ def _take_turns(benches: Seq[_Bench], survey: Survey, on_progress: OnProgress) -
             round_s += bench.pass_s(*cell)
             done += 1
     left_s = survey.budget_s - (time.perf_counter() - started_s)
-    repeats = min(max(math.floor(left_s / round_s), survey.min_repeats), survey.max_repeats)
+    repeats = min(max(int(left_s / round_s), survey.min_repeats), survey.max_repeats)
     total = num_cells * (1 + repeats)
     for turn in range(repeats):
+        limits.read()
         for bench in benches:
-            bench.pass_s(*bench.cells[0])  # not timed: the other model's weights may fill the caches
+            bench.pass_s(*bench.cells[0])  # not timed: something else fills the caches
             for cell in bench.cells if turn % 2 == 0 else reversed(bench.cells):
                 on_progress(done, total)
                 bench.times_s[cell].append(bench.pass_s(*cell))
@@ -246,5 +265,7 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
     """The sliding window of each layer, None for one that sees everything."""
     text = text_config(config)
     window: int | None = getattr(text, "sliding_window", None)
-    kinds: Mapping[int, str] | Seq[str] = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    kinds: Mapping[int, str] | Seq[str] = (
+        getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    )
     return [window if kinds[layer] == "sliding_attention" else None for layer in range(num_layers)]

@@ -1,9 +1,9 @@
-"""The best that a device can do: bytes read and floating-point operations a second."""
+"""The most that a device can do: bytes read and floating-point operations a second."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -13,43 +13,50 @@ from slipstream.engine.memory import available_bytes
 from slipstream.models.linears import PackedLinear
 
 CACHES_FULL = 8
-"""The memory's bandwidth is measured over an array of so many last-level caches: almost none of it can stay in one."""
+"""The memory's bandwidth is measured over so many last-level caches at least: almost none of the array stays in one."""
 
-_LEAST_ARRAY_BYTES = 256 * 2**20
+_SHORTEST_READING_S = 0.005
 _MATRIX = 1024
 _MATRIX_ROWS = (64, 1024)
 """A tile of the packed linear layers, and a square product."""
 
 
-def memory_array_bytes(device: torch.device) -> int:
-    """Size of an array that no cache holds, and no more than a quarter of the free memory."""
-    wanted = max(_LEAST_ARRAY_BYTES, CACHES_FULL * last_level_cache_bytes())
-    return min(wanted, available_bytes(device) // 4)
+class ReadStream:
+    """An array that is read from one end to the other."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._array = torch.ones(
+            max(num_bytes // 4, 1), dtype=torch.float32, device=device
+        )  # written: really there
+
+    def bytes_per_s(self) -> float:
+        """One reading. Of two reductions the faster: neither can read faster than the hardware."""
+        return self._array.nbytes / _fastest_s([self._array.sum, self._array.amax], self._device)
 
 
-def read_bandwidth(num_bytes: int, device: torch.device, seconds: float) -> float:
-    """Bytes a second at which an array of `num_bytes` is read from one end to the other, over and over.
+class MatrixProduct:
+    """Matrix products of one dtype: PyTorch's own, and where there is one the packed one."""
 
-    The fastest pass of several kinds: whichever reduction is the fastest, none can read faster than the hardware.
-    """
-    array = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32, device=device)  # written, so really there
-    reductions = (array.sum, array.amax, lambda: torch.linalg.vector_norm(array))
-    share_s = seconds / len(reductions)
-    return array.nbytes / min(_fastest_s(reduction, device, share_s) for reduction in reductions)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        plain = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
+        packs = device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
+        self._layers: list[nn.Module] = [plain, PackedLinear(plain)] if packs else [plain]
+        self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]
+
+    def flops_per_s(self) -> float:
+        """One reading: the fastest kind and shape."""
+        rates = []
+        for rows in self._rows:  # [rows, _MATRIX]
+            kinds = [lambda layer=layer, rows=rows: layer(rows) for layer in self._layers]
+            rates.append(2 * rows.numel() * _MATRIX / _fastest_s(kinds, self._device))
+        return max(rates)
 
 
-def flop_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """Floating-point operations a second of a matrix product: the fastest of PyTorch's own and the packed one."""
-    weight = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
-    packs = device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
-    layers = (weight, PackedLinear(weight)) if packs else (weight,)
-    share_s = seconds / len(layers) / len(_MATRIX_ROWS)
-    rates = []
-    for num_rows in _MATRIX_ROWS:
-        rows = torch.ones(num_rows, _MATRIX, dtype=dtype, device=device)
-        operations = 2 * num_rows * _MATRIX**2
-        rates += [operations / _fastest_s(lambda f=layer, x=rows: f(x), device, share_s) for layer in layers]
-    return max(rates)
+def memory_array_bytes(least: int, device: torch.device) -> int:
+    """Size of an array of `least` bytes or more that no cache holds, but no more than a quarter of the free memory."""
+    return min(max(least, CACHES_FULL * last_level_cache_bytes()), available_bytes(device) // 4)
 
 
 def synchronize(device: torch.device) -> None:
@@ -59,14 +66,16 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def _fastest_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The shortest of the runs that fit into `seconds`, at least three after one that warms up."""
-    work()
-    synchronize(device)
-    runs: list[float] = []
-    while len(runs) < 3 or sum(runs) < seconds:
-        started_s = time.perf_counter()
-        work()
-        synchronize(device)
-        runs.append(time.perf_counter() - started_s)
-    return min(runs)
+def _fastest_s(kinds: Iterable[Callable[[], object]], device: torch.device) -> float:
+    """The shortest run of any kind. Short ones are repeated, since the first finds cold caches."""
+    fastest_s = float("inf")
+    for run in kinds:
+        spent_s = 0.0
+        while spent_s < _SHORTEST_READING_S:
+            started_s = time.perf_counter()
+            run()
+            synchronize(device)
+            run_s = time.perf_counter() - started_s
+            spent_s += run_s
+            fastest_s = min(fastest_s, run_s)
+    return fastest_s

@@ -1,0 +1,241 @@
+"""Measured step times beside their floors: taken, kept, found again, and shown."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.cli.console import notes
+from slipstream.control.payoff import break_even, draft_cost, round_cost
+from slipstream.control.profile import CostProfile, StepTime
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.models import CausalLM
+
+USUAL_CONTEXT = 256
+"""The context that a conclusion is about, where it was measured."""
+
+NOTICEABLE = 1.25
+"""A step that costs so many steps of one row is called dearer."""
+
+CHAIN = 4
+"""Draft tokens of the chain in the conclusion; the draft model's default."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The profiles of a target and of its draft model, where there is one."""
+
+    target: CostProfile
+    draft: CostProfile | None
+
+    @classmethod
+    def take(cls, llm: LLM, quick: bool) -> Measurement:
+        """Measure now, with a bar on a terminal."""
+        from rich.progress import Progress
+
+        from slipstream.engine.floors import QUICK, Survey, measure
+
+        models = [model for model in (llm.engine.model, _draft_model(llm)) if model is not None]
+        # Drawn between the timed passes only: a bar that refreshes by itself would slow them down.
+        with Progress(
+            console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
+        ) as progress:
+            bar = progress.add_task("measuring", total=None)
+            profiles = measure(
+                models,
+                QUICK if quick else Survey(),
+                lambda done, total: progress.update(bar, completed=done, total=total, refresh=True),
+            )
+        return cls(profiles[0], profiles[1] if len(profiles) > 1 else None)
+
+    @classmethod
+    def find(cls, llm: LLM) -> Measurement | None:
+        """What was saved for these models on this machine; None unless there is a profile of the target."""
+        from slipstream.control.store import find
+        from slipstream.engine.floors import profile_key
+
+        target, model = find(profile_key(llm.engine.model)), _draft_model(llm)
+        if target is None:
+            return None
+        return cls(target, None if model is None else find(profile_key(model)))
+
+    def save(self) -> list[str]:
+        """Keep the profiles for later runs; returns their files."""
+        from slipstream.control.store import save
+
+        return [str(save(profile)) for profile in self.profiles().values()]
+
+    def profiles(self) -> dict[str, CostProfile]:
+        """By role."""
+        return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The gist in one line a model, for a report about other things."""
+        context = _usual_context(self.target)
+        step = _at(self.target, context)
+        costs = ", ".join(
+            f"v({rows}) {time.median_s / step[1].median_s:.2f}"
+            for rows, time in step.items()
+            if rows in (5, 8)
+        )
+        taken = f"{context} tokens of context, measured {self.target.measured_at[:10]}"
+        lines = [("step", f"{_ms(step[1].median_s)} ms for one row, {costs} at {taken}")]
+        if self.draft is not None:
+            c = draft_cost(self.target, self.draft, context)
+            lines.append(("draft step", f"{_ms(self.draft.step_s(1, context))} ms, c {c:.2f}"))
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with what follows from it."""
+        return {
+            **{role: _profile_json(profile) for role, profile in {"draft": None, **self.profiles()}.items()},
+            "draft_cost": [
+                {"context": context, "c": draft_cost(self.target, self.draft, context)}
+                for context in self.target.contexts
+                if self.draft is not None
+            ],
+            "conclusion": self.conclusion(),
+        }
+
+    def print(self, console: Console) -> None:
+        """A table a model, then what they mean."""
+        for role, profile in self.profiles().items():
+            console.print()
+            for line in _heading(role, profile):
+                console.print(line, markup=False)
+            console.print(_table(profile))
+        for sentence in self.conclusion():
+            console.print(sentence, markup=False)
+
+    def conclusion(self) -> list[str]:
+        """What the numbers mean for speculation, a sentence a fact."""
+        context = _usual_context(self.target)
+        times = _at(self.target, context)
+        one = times[1]
+        floor_s = self.target.memory_floor_s(one)
+        sentences = [
+            f"At {context} tokens of context a step of one row takes {_ms(one.median_s)} ms, "
+            f"{one.median_s / floor_s:.2f} times what it takes to read its weights and cache ({_ms(floor_s)} ms)."
+        ]
+        checked = [
+            f"v({rows}) = {times[rows].median_s / one.median_s:.2f}" for rows in (5, 8) if rows in times
+        ]
+        if checked:
+            sentences.append(f"Checking several rows at once costs {' and '.join(checked)} steps of one row.")
+        costs = {rows: self.target.verify_cost(rows, context) for rows in times}
+        dear = next((rows for rows, cost in costs.items() if cost > NOTICEABLE), None)
+        if dear is None:
+            sentences.append(f"Up to {max(costs)} rows no step costs more than {NOTICEABLE} of one row.")
+        else:
+            sentences.append(
+                f"From {dear} rows on a step is noticeably dearer: {costs[dear]:.2f} of one row."
+            )
+        return [*sentences, *self._payoff(context)]
+
+    def _payoff(self, context: int) -> list[str]:
+        """From which acceptance rate on a chain pays, with the draft model and with drafts that cost nothing."""
+        verify = self.target.verify_cost(CHAIN + 1, context)
+        sentences = [f"A chain of {CHAIN} drafts that cost nothing (ngram, suffix) {_pays(verify)}."]
+        if self.draft is not None:
+            c = draft_cost(self.target, self.draft, context)
+            cost = round_cost(self.target, self.draft, CHAIN, context)
+            sentences.append(
+                f"A step of the draft model costs c = {c:.2f} of the target's: "
+                f"drafting and checking a chain of {CHAIN} costs {cost:.2f} steps and {_pays(cost)}."
+            )
+        return sentences
+
+
+def _draft_model(llm: LLM) -> CausalLM | None:
+    """The model that the drafter runs, if it runs one."""
+    from slipstream.models import CausalLM
+
+    model = getattr(llm.engine.drafter, "model", None)
+    return model if isinstance(model, CausalLM) else None
+
+
+def _pays(cost: float) -> str:
+    rate = break_even(CHAIN, cost)
+    if rate is None:
+        return "cannot pay, even if every draft token were right"
+    return f"pays from an acceptance rate of {rate:.2f} on"
+
+
+def _usual_context(profile: CostProfile) -> int:
+    if USUAL_CONTEXT in profile.contexts:
+        return USUAL_CONTEXT
+    return profile.contexts[len(profile.contexts) // 2]
+
+
+def _at(profile: CostProfile, context: int) -> dict[int, StepTime]:
+    """Row count to measurement at one context, ascending."""
+    return {time.rows: time for time in profile.step_times if time.context == context}
+
+
+def _profile_json(profile: CostProfile | None) -> dict[str, Any] | None:
+    if profile is None:
+        return None
+    one = {context: _at(profile, context)[1].median_s for context in profile.contexts}
+    steps = [
+        {
+            **asdict(time),
+            "memory_floor_s": profile.memory_floor_s(time),
+            "compute_floor_s": profile.compute_floor_s(time),
+            "floor_ratio": time.median_s / profile.floor_s(time),
+            "v": time.median_s / one[time.context],
+        }
+        for time in profile.step_times
+    ]
+    return {**profile.as_json(), "step_times": steps}
+
+
+def _heading(role: str, profile: CostProfile) -> list[str]:
+    names = {EMBEDDED_TARGET: "embedded target", EMBEDDED_DRAFT: "embedded draft"}
+    key, memory, own = profile.key, profile.memory_bytes_per_s, profile.read_bytes_per_s
+    threads = f"{key.num_threads} thread{'s' if key.num_threads > 1 else ''}"
+    reads = f"memory {memory.median / 1e9:.1f} GB/s (best {memory.best / 1e9:.1f})"
+    if own != memory:
+        reads += f", {own.median / 1e9:.1f} GB/s over its own weights"
+    return [
+        f"{role}: {names.get(profile.path, profile.path)}",
+        f"{key.cpu if key.device == 'cpu' else key.device}, {threads}, {key.dtype}: {reads}, "
+        f"{profile.flops_per_s.median / 1e9:.0f} GFLOP/s (best {profile.flops_per_s.best / 1e9:.0f})",
+    ]
+
+
+def _table(profile: CostProfile) -> Table:
+    """Milliseconds by context and rows."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("context", "rows", "ms", "quartiles", "to read", "to compute", "over floor", "v"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for context in profile.contexts:
+        times = _at(profile, context)
+        for time in times.values():
+            table.add_row(
+                str(context),
+                str(time.rows),
+                _ms(time.median_s),
+                f"{_ms(time.q1_s)} – {_ms(time.q3_s)}",
+                _ms(profile.memory_floor_s(time)),
+                _ms(profile.compute_floor_s(time)),
+                f"{time.median_s / profile.floor_s(time):.2f}",
+                f"{time.median_s / times[1].median_s:.2f}",
+                end_section=time.rows == max(times),
+            )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    """Three digits that count."""
+    ms = seconds * 1e3
+    return (
+        f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}"
+    )
