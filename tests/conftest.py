@@ -42,6 +42,12 @@ def engines_by_request() -> Iterator[dict[str, LLM]]:
         assert llm.engine.integrity() == []
 
 
+@pytest.fixture(autouse=True)
+def own_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Profiles that the user has saved neither help nor harm a test, and tests leave none behind."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str, LLM]) -> None:
     """Whoever makes an `LLM` gets the one that was made before with the same arguments, with empty caches."""

@@ -67,6 +67,8 @@ def test_commands_run(command: str, shared_engines: None, monkeypatch: pytest.Mo
 
 
 def _less_work(command: str) -> list[str]:
+    if command.startswith("info --measure") and "--quick" not in command:
+        return ["--quick"]
     return ["--max-tokens", "16"] if command.startswith("generate") and "--max-tokens" not in command else []
 
 

@@ -53,15 +53,8 @@ def _draw(axes: Axes, profile: CostProfile) -> None:
         below = [(time.median_s - time.q1_s) * 1e3 for time in times]
         above = [(time.q3_s - time.median_s) * 1e3 for time in times]
         colour = _COLOURS[number % len(_COLOURS)]
-        axes.errorbar(
-            rows,
-            medians,
-            (below, above),
-            color=colour,
-            marker="o",
-            capsize=3,
-            label=f"measured, context {context}",
-        )
+        axes.errorbar(rows, medians, (below, above), color=colour, fmt="none", capsize=3)
+        axes.plot(rows, medians, color=colour, marker="o", label=f"measured, context {context}")
         reading = [profile.memory_floor_s(time) * 1e3 for time in times]
         axes.plot(
             rows, reading, color=colour, linestyle="--", label=f"to read weights and cache, context {context}"
@@ -70,8 +63,8 @@ def _draw(axes: Axes, profile: CostProfile) -> None:
     axes.plot(rows, computing, color="0.4", linestyle=":", label="to compute")
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(count) for count in rows])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # room for the legend
     axes.set_xlabel("rows of a step")
     axes.set_ylabel("ms, median and quartiles")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left")
