@@ -101,8 +101,8 @@ One object:
   `tokens_per_s_off`, `tokens_per_s_on`, `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`,
   `ratio`, `identical`, `off_s` and `on_s`
 
-`slipstream info --json` prints its facts as one object too, the memory plan in bytes. Its `measured` is null, or the profile
-that `--measure` took or saved earlier: [what its keys mean](../guides/floors.md#in-json).
+`slipstream info --json` prints its facts as one object too, the memory plan in bytes. Its `measured` is null, or the
+profile that `--measure` took or saved earlier: [what its keys mean](../guides/floors.md#in-json).
 
 ```console
 $ slipstream generate "Can you help me to buy movie tickets?" --temperature 0 --logprobs 2 --json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import subprocess
@@ -13,13 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import KEY, profile, step_time
 
 from slipstream.control import machine, store
 from slipstream.control.payoff import acceptance_length, break_even, draft_cost, round_cost
-from slipstream.control.profile import CostProfile, ProfileKey, Rate, StepTime, isotonic
+from slipstream.control.profile import CostProfile, ProfileKey, Rate, isotonic
 from slipstream.errors import ConfigError
-
-KEY = ProfileKey("a CPU", 2, "cpu", 2, "llama-0123", "float32", 32, "0.1.0", "2.13.0", "5.23.0")
 
 grids = st.lists(st.integers(2, 64), min_size=0, max_size=5, unique=True).flatmap(
     lambda rows: st.lists(st.integers(0, 4096), min_size=1, max_size=4, unique=True).flatmap(
@@ -34,28 +34,6 @@ grids = st.lists(st.integers(2, 64), min_size=0, max_size=5, unique=True).flatma
         )
     )
 )
-
-
-def step_time(rows: int, context: int, median_s: float) -> StepTime:
-    return StepTime(
-        rows, context, median_s, median_s * 0.9, median_s * 1.1, median_s * 0.8, 5, 1000 + context
-    )
-
-
-def profile(medians_s: dict[tuple[int, int], float], **changes: Any) -> CostProfile:
-    """By (rows, context)."""
-    times = tuple(step_time(rows, context, median_s) for (rows, context), median_s in medians_s.items())
-    values: dict[str, Any] = {
-        "key": KEY,
-        "path": "a/model",
-        "measured_at": "2026-01-02T03:04:05+00:00",
-        "num_weights": 250,
-        "memory_bytes_per_s": Rate(1e4, 2e4),
-        "read_bytes_per_s": Rate(1e5, 2e5),
-        "flops_per_s": Rate(5e4, 6e4),
-        "step_times": times,
-    }
-    return CostProfile(**values | changes)
 
 
 def made(
@@ -93,22 +71,21 @@ def test_more_rows_and_more_context_never_cost_less(
     grid: Any, rows: list[float], contexts: list[float]
 ) -> None:
     costs, medians = made(grid, ordered=False)
-    rows, contexts = sorted(rows), sorted(contexts)
-    times = [[costs.step_s(r, c) for r in rows] for c in contexts]
-    almost = 1 - 1e-9
-    for series in [*times, *zip(*times, strict=True)]:
-        assert all(later >= almost * earlier for earlier, later in zip(series, series[1:], strict=False))
-    assert times[0][0] >= almost * min(medians.values())
-    within = [
-        c for r, c in [(costs.step_s(r, c), c) for r in costs.row_counts for c in costs.contexts] if r > 1e-12
-    ]
-    assert len(within) == len(medians)
+    almost = 1 - 1e-9  # rounding of the interpolation
+    for context in contexts:
+        times = [costs.step_s(count, context) for count in sorted(rows)]
+        assert all(later >= almost * earlier for earlier, later in itertools.pairwise(times))
+        assert times[0] >= almost * min(medians.values())
+    for count in rows:
+        count = min(count, costs.row_counts[-1])
+        times = [costs.step_s(count, context) for context in sorted(contexts)]
+        assert all(later >= almost * earlier for earlier, later in itertools.pairwise(times))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=20))
 def test_isotonic(values: list[float]) -> None:
     fitted = isotonic(values)
-    assert all(later >= earlier for earlier, later in zip(fitted, fitted[1:], strict=False))
+    assert all(later >= earlier for earlier, later in itertools.pairwise(fitted))
     assert sum(fitted) == pytest.approx(sum(values), abs=1e-3)
     assert isotonic(sorted(values)) == sorted(values)
 
