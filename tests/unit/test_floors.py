@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,14 +164,15 @@ def test_a_short_context_is_measured_as_far_as_it_goes() -> None:
 
 
 def test_the_key_tells_models_and_threads_apart_but_not_paths(
-    draft: CausalLM, monkeypatch: pytest.MonkeyPatch
+    draft: CausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     key = floors.profile_key(draft)
-    assert key == floors.profile_key(load_model(EMBEDDED_DRAFT, canary=False))
+    shutil.copytree(EMBEDDED_DRAFT, tmp_path / "moved")
+    assert key == floors.profile_key(load_model(str(tmp_path / "moved"), canary=False))
     assert key != floors.profile_key(tiny(LlamaConfig(**SHAPE)))
-    moved = adapt(draft.model, "elsewhere", canary=False, pack=False)
-    moved.num_parameters = draft.num_parameters  # packing took the others away
-    assert key == floors.profile_key(moved)
+    halved = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
+    assert (halved.dtype, halved.weight_bits) == ("bfloat16", 16)
+    assert halved.model == key.model
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert key != floors.profile_key(draft)
 
