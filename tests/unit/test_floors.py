@@ -122,7 +122,7 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
     assert [done for done, _ in calls] == [*range(8 + 3 * 8), 32]
     assert calls[-1] == (32, 32)
     assert measured.key == floors.profile_key(draft)
-    assert (measured.key.dtype, measured.key.weight_bits, measured.key.device) == ("float32", 32, "cpu")
+    assert (measured.key.dtype, measured.key.quantization, measured.key.device) == ("float32", None, "cpu")
     assert measured.path == EMBEDDED_DRAFT
 
 
@@ -171,7 +171,7 @@ def test_the_key_tells_models_and_threads_apart_but_not_paths(
     assert key == floors.profile_key(load_model(str(tmp_path / "moved"), canary=False))
     assert key != floors.profile_key(tiny(LlamaConfig(**SHAPE)))
     halved = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
-    assert (halved.dtype, halved.weight_bits) == ("bfloat16", 16)
+    assert (halved.dtype, halved.kernels) == ("bfloat16", "torch")
     assert halved.model == key.model
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert key != floors.profile_key(draft)
@@ -191,7 +191,7 @@ def test_rates_count_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(limits, "_fastest_s", lambda kinds, device: 0.5)
     cpu = torch.device("cpu")
     assert limits.ReadStream(4096, cpu).bytes_per_s() == 8192
-    assert limits.MatrixProduct(torch.float32, cpu).flops_per_s() == 2 * 1024**3 / 0.5
+    assert limits.MatrixProduct(torch.float32, None, cpu).flops_per_s() == 2 * 1024**3 / 0.5
 
 
 # --- the command ----------------------------------------------------------------------------------------------

@@ -30,8 +30,9 @@ class ProfileKey:
     model: str
     """A fingerprint of the configuration and the number of weights; not the path, which may move."""
     dtype: str
-    weight_bits: int
-    """Bits of a weight as it is held: 32 for float32, 8 for int8."""
+    quantization: str | None
+    kernels: str
+    """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
     slipstream: str
     torch: str
     transformers: str

@@ -60,7 +60,6 @@ def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> l
 
 def profile_key(model: CausalLM) -> ProfileKey:
     """The key under which this model's profile is saved and found, with the number of threads that is set now."""
-    weights = Weights.of(model)
     on_cpu = model.device.type == "cpu"
     return ProfileKey(
         cpu=cpu_name(),
@@ -69,7 +68,8 @@ def profile_key(model: CausalLM) -> ProfileKey:
         num_threads=torch.get_num_threads(),
         model=_fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
-        weight_bits=round(8 * weights.num_bytes / weights.number),
+        quantization=model.quantization,
+        kernels=model.kernels,
         slipstream=slipstream.__version__,
         torch=str(torch.__version__),
         transformers=transformers.__version__,
@@ -89,6 +89,8 @@ class Weights:
     @classmethod
     def of(cls, model: CausalLM) -> Weights:
         """Counted over the module tree. A packed layer says its own size; its bias is a parameter like others."""
+        if model.decoder is not None:
+            return cls(model.decoder.num_read, model.decoder.read_bytes)
         share = _expert_share(model.config)
         number, num_bytes = 0.0, 0.0
         seen: set[int] = set()
@@ -134,8 +136,9 @@ class _Limits:
             for size in {self._array_bytes[device], self._own_bytes(model)}:
                 if (size, device) not in self._readings:
                     self._readings[size, device] = ReadStream(size, device).bytes_per_s
-            if (model.dtype, device) not in self._readings:
-                self._readings[model.dtype, device] = MatrixProduct(model.dtype, device).flops_per_s
+            kind = (model.dtype, model.quantization)
+            if (kind, device) not in self._readings:
+                self._readings[kind, device] = MatrixProduct(*kind, device).flops_per_s
 
     def read(self) -> None:
         """Take one reading of each."""
@@ -151,8 +154,8 @@ class _Limits:
         return self._rate(self._own_bytes(model), model.device)
 
     def flops_per_s(self, model: CausalLM) -> Rate:
-        """In the model's dtype."""
-        return self._rate(model.dtype, model.device)
+        """In the model's dtype and quantization."""
+        return self._rate((model.dtype, model.quantization), model.device)
 
     def _own_bytes(self, model: CausalLM) -> int:
         return min(Weights.of(model).num_bytes, self._array_bytes[model.device])

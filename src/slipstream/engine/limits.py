@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.control.machine import last_level_cache_bytes
 from slipstream.engine.memory import available_bytes
-from slipstream.models.linears import PackedLinear
+from slipstream.models.linears import packed_linears
 
 CACHES_FULL = 8
 """The memory's bandwidth is measured over so many last-level caches at least: almost none of the array stays in one."""
@@ -36,13 +36,14 @@ class ReadStream:
 
 
 class MatrixProduct:
-    """Matrix products of one dtype: PyTorch's own, and where there is one the packed one."""
+    """Matrix products of one kind: PyTorch's own, and the packed ones where there are any."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, quantization: str | None, device: torch.device) -> None:
         self._device = device
         plain = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
-        packs = device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
-        self._layers: list[nn.Module] = [plain, PackedLinear(plain)] if packs else [plain]
+        self._layers: list[nn.Module] = [plain] if quantization is None else []
+        if device.type == "cpu" and dtype == torch.float32:
+            self._layers += packed_linears(plain, quantization)
         self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]
 
     def flops_per_s(self) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.attention import LayerProbe
 from slipstream.models.decoder import Decoder
-from slipstream.models.linears import packed_bytes
+from slipstream.models.linears import NativeLinear, packed_bytes
 from slipstream.models.rows import Batch, RowGroup
 
 
@@ -73,6 +73,13 @@ class CausalLM:
     def cost_expanded(self) -> bool:
         """True for a checkpoint that `slipstream.testing.expand` enlarged without changing its function."""
         return bool(getattr(self.config, "cost_expanded", None))
+
+    @property
+    def kernels(self) -> str:
+        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+        if self.decoder is not None:
+            return "decoder"
+        return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
 
     @property
     def weight_bytes(self) -> int:

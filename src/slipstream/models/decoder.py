@@ -46,13 +46,14 @@ class Decoder:
         rotary = model.model.rotary_emb
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         embedding = None if tied else self._keep(model.model.embed_tokens.weight)
+        self._embedding = None if tied else self._kept[-1]
         layers = (LayerStruct * self.num_layers)(
             *(
                 self._layer(layer, variant, quantization)
                 for layer, variant in zip(model.model.layers, variants, strict=True)
             )
         )
-        inverse_frequencies = self._keep(rotary.inv_freq)
+        frequencies = rotary.inv_freq.float().contiguous().clone()
         self._struct = ModelStruct(
             num_layers=self.num_layers,
             hidden=self.hidden_size,
@@ -68,12 +69,13 @@ class Decoder:
             embedding_scale=1.0,
             residual_scale=1.0,
             logit_divisor=1.0,
-            inverse_frequencies=inverse_frequencies,
+            inverse_frequencies=frequencies.data_ptr(),
             embedding=embedding,
             final_norm=self._keep(model.model.norm.weight),
             head=self._pack([model.lm_head], quantization),
             layers=layers,
         )
+        self._frequencies = frequencies
         self._scratch = native.library().slipstream_new_scratch()
         finalize(self, native.library().slipstream_free_scratch, self._scratch)
         self._pools: WeakKeyDictionary[KVPool, tuple[Any, Any]] = WeakKeyDictionary()
@@ -86,13 +88,20 @@ class Decoder:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the weights that every pass reads: all but an embedding table of its own."""
-        embedding = self._struct.embedding
-        return self.nbytes - sum(
-            int(kept.nbytes)
-            for kept in self._kept
-            if isinstance(kept, Tensor) and kept.data_ptr() == embedding
+        """Bytes that every pass must read: all weights but an embedding table of its own, without padding."""
+        tables = 0 if self._embedding is None else int(self._embedding.nbytes)
+        return (
+            sum(
+                kept.least_bytes if isinstance(kept, PackedWeight) else int(kept.nbytes)
+                for kept in self._kept
+            )
+            - tables
         )
+
+    @property
+    def num_read(self) -> int:
+        """How many weights every pass multiplies with."""
+        return sum(kept.num_weights for kept in self._kept if isinstance(kept, PackedWeight))
 
     def forward(
         self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()

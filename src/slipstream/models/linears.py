@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
-from slipstream.models.native import PackedWeight
+from slipstream.models.native import PackedWeight, unavailable
 
 TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 """Numbers of rows that the kernel is called with: rows are padded to the next one, and split beyond the last.
@@ -72,6 +72,7 @@ class NativeLinear(nn.Module):
     def __init__(self, linear: nn.Linear, quantization: str | None = None) -> None:
         super().__init__()
         self._weight = PackedWeight([linear.weight], [linear.bias], quantization)
+        self.in_features, self.out_features = self._weight.in_features, self._weight.out_features
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +81,8 @@ class NativeLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        output = self._weight.multiply(rows.reshape(-1, self._weight.in_features))
-        return output.view(*rows.shape[:-1], self._weight.out_features)
+        output = self._weight.multiply(rows.reshape(-1, self.in_features))
+        return output.view(*rows.shape[:-1], self.out_features)
 
 
 class Int8Linear(nn.Module):
@@ -162,6 +163,18 @@ def pack_linears(model: Any, quantization: str | None = None, native: bool = Tru
     for parent, name, child in plain:
         setattr(parent, name, _packed(child, quantization, native))
     return len(plain)
+
+
+def packed_linears(linear: nn.Linear, quantization: str | None = None) -> list[nn.Module]:
+    """The same layer in every packed form that this machine has."""
+    forms: list[nn.Module] = []
+    if unavailable() is None:
+        forms.append(NativeLinear(linear, quantization))
+    if quantization is None and torch._C._has_mkldnn:
+        forms.append(PackedLinear(linear))
+    elif quantization is not None and integer_products_are_exact():
+        forms.append(Int8Linear(linear))
+    return forms
 
 
 def packed_bytes(model: Any) -> int:

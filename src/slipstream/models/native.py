@@ -152,6 +152,9 @@ class PackedWeight:
         interleaved: bool = False,
     ) -> None:
         kind = INT8 if quantization == "int8" else FLOAT32
+        self.num_weights = sum(weight.numel() for weight in weights)
+        self._num_biases = sum(bias.numel() for bias in biases if bias is not None)
+        self._num_scales = sum(len(weight) for weight in weights) if kind == INT8 else 0
         if interleaved:
             weight, bias = _interleave(weights), None
         else:
@@ -184,6 +187,13 @@ class PackedWeight:
             self.sums.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
         )
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that a product must read: `nbytes` without the padding."""
+        each = torch.int8.itemsize if self._num_scales else torch.float32.itemsize
+        scales = self._num_scales * (torch.float32.itemsize + torch.int32.itemsize)
+        return self.num_weights * each + scales + self._num_biases * torch.float32.itemsize
 
     @property
     def nbytes(self) -> int:

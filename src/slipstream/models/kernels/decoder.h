@@ -43,6 +43,10 @@ struct Batch {
 
 constexpr int ROW_BLOCK = 4;  // rows that one thread attends for together
 
+// Rows that lie a multiple of 4 KiB apart would all fall into the same few places of the nearest cache: keep them an odd
+// number of cache lines apart.
+inline size_t row_stride(int width) { return ((width + 15) / 16 | 1) * size_t(16); }
+
 // Room for the rows of a pass between its operations; grows to the largest pass.
 struct Scratch {
   std::vector<float> states, normed, qkv, attended, gated, cosines, sines, row_scales;
@@ -55,10 +59,10 @@ struct Scratch {
     size_t widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim});
     if (row_scales.size() < rows) {
       states.resize(rows * m.hidden);
-      normed.resize(rows * m.hidden);
+      normed.resize(rows * row_stride(m.hidden));
       qkv.resize(rows * qkv_width);
-      attended.resize(rows * m.num_heads * m.head_dim);
-      gated.resize(rows * m.intermediate);
+      attended.resize(rows * row_stride(m.num_heads * m.head_dim));
+      gated.resize(rows * row_stride(m.intermediate));
       cosines.resize(rows * m.rotary_dim / 2);
       sines.resize(rows * m.rotary_dim / 2);
       quantised.resize(rows * padded_depth(INT8, widest));
@@ -116,7 +120,7 @@ class Pass {
   // out [n, width] = rows times the layer's weight, each tile handed to `take` (see multiply_unit).
   template <typename Take>
   void multiply(const Linear& linear, const float* values, int n, Take take) {
-    Rows rows{values, size_t(linear.in), s.quantised.data(), s.row_scales.data()};
+    Rows rows{values, row_stride(linear.in), s.quantised.data(), s.row_scales.data()};
     int units = num_units(linear.out), parts = std::min(units, 8 * team.size());
     share(parts, [&](int part) {
       for (int unit = units * part / parts; unit < units * (part + 1) / parts; ++unit)
@@ -136,7 +140,7 @@ class Pass {
 
   void quantise(const Linear& linear, const float* values, int row) {
     uint8_t* to = s.quantised.data() + size_t(row) * padded_depth(INT8, linear.in);
-    s.row_scales[row] = quantise_row(values + size_t(row) * linear.in, linear.in, to);
+    s.row_scales[row] = quantise_row(values + row * row_stride(linear.in), linear.in, to);
   }
 
   void embed(int row) {
@@ -164,7 +168,7 @@ class Pass {
 
   void normalise(const float* weight, const Linear& next) {
     each_row([&](int row) {
-      float* to = &s.normed[size_t(row) * m.hidden];
+      float* to = &s.normed[row * row_stride(m.hidden)];
       rms_norm(&s.states[size_t(row) * m.hidden], weight, m.hidden, m.norm_epsilon, to);
       if (next.kind == INT8) quantise(next, s.normed.data(), row);
     });
@@ -186,7 +190,7 @@ class Pass {
     add_to_states(layer.output, s.attended.data());
     normalise(layer.mlp_norm, layer.gate_up);
     multiply(layer.gate_up, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
-      float* to = &s.gated[size_t(row) * m.intermediate + unit * PANEL];
+      float* to = &s.gated[row * row_stride(m.intermediate) + unit * PANEL];
       float gated[PANEL];
       for (int i = 0; i < PANEL; i += LANES) store(gated + i, silu(load(tile + i)) * load(tile + PANEL + i));
       std::memcpy(to, gated, sizeof(float) * std::min(PANEL, m.intermediate - unit * PANEL));
@@ -255,7 +259,7 @@ class Pass {
         if (visible.begin != begin) break;
         for (int h = kv_head * heads; h < (kv_head + 1) * heads; ++h) {
           const float* query = &s.qkv[size_t(row) * qkv_width + size_t(h) * m.head_dim];
-          queries.push_back({query, visible, nullptr, &s.attended[(size_t(row) * m.num_heads + h) * m.head_dim]});
+          queries.push_back({query, visible, nullptr, &s.attended[row * row_stride(m.num_heads * m.head_dim) + h * m.head_dim]});
           room += visible.size() + LANES;
         }
       }
@@ -272,7 +276,7 @@ class Pass {
 
   void head() {
     share(b.num_logit_rows, [&](int i) {
-      float* to = &s.normed[size_t(i) * m.hidden];
+      float* to = &s.normed[i * row_stride(m.hidden)];
       rms_norm(&s.states[size_t(b.logit_rows[i]) * m.hidden], m.final_norm, m.hidden, m.norm_epsilon, to);
       if (m.head.kind == INT8) quantise(m.head, s.normed.data(), i);
     });
