@@ -7,7 +7,8 @@ SlipstreamError
 │   ├── UnsupportedModelError       an architecture that cannot be decoded exactly here
 │   └── VocabularyMismatchError     a draft whose tokens are not the target's
 ├── CapacityError           something that does not fit into the memory that was planned
-└── EngineStoppedError      the engine was closed, or failed, while a request was under way
+├── EngineStoppedError      the engine was closed, or failed, while a request was under way
+└── RemoteError             a server that is to be measured cannot be reached, or answers nothing
 """
 
 
@@ -41,3 +42,7 @@ class CapacityError(SlipstreamError):
 
 class EngineStoppedError(SlipstreamError):
     """The engine was closed, or failed, before the request was through."""
+
+
+class RemoteError(SlipstreamError):
+    """A server cannot be reached, or does not answer as an OpenAI-compatible one."""

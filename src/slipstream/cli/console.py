@@ -34,6 +34,12 @@ def results() -> Console:
     return Console(highlight=False, soft_wrap=True, emoji=False)
 
 
+def wide_results() -> Console:
+    """Standard output for tables: as wide as the terminal, and wide enough for any table where there is none."""
+    width = None if sys.stdout.isatty() else 240
+    return Console(highlight=False, emoji=False, width=width)
+
+
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Names and values, the values aligned; nothing is wrapped, so that lines can be searched."""
     rows = list(rows)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import chat, generate, info
+from slipstream.cli import bench, chat, generate, info
 from slipstream.errors import SlipstreamError
 
 
@@ -62,6 +62,7 @@ app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(info.info)
+app.command()(bench.bench)
 
 
 @app.callback(invoke_without_command=True)

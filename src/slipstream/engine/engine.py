@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +47,10 @@ from slipstream.engine.requests import (
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.text import TextStream
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.kv.cache import KVCache
-from slipstream.models import load_model, load_tokenizer
+from slipstream.metrics.step import StepReport
+from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -56,6 +59,12 @@ from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
 
 logger = logging.getLogger(__name__)
+
+_PRIVATE_FIELDS = {
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("kv_cache_bytes", "kv_memory_fraction", "enable_prefix_caching", "seed"),
+}
+"""Fields of `EngineConfig` in which engines that share a target may differ."""
 
 
 @dataclass(slots=True)
@@ -70,27 +79,21 @@ class _StepTimes:
 class Engine:
     """A target model, a drafter and a verifier, serving many requests at once. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, speculative: SpeculativeConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None = None,
+        *,
+        like: Engine | None = None,
+    ) -> None:
+        """`like` is an engine of the same target: its weights and tokenizer are shared instead of loaded again."""
         speculative = speculative or SpeculativeConfig()
         validate(speculative)
         self.config = config
         self.speculative = speculative
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.model = load_model(
-            config.model,
-            dtype=config.dtype,
-            device=config.device,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            quantization=config.quantization,
-            cpu_kernels=config.cpu_kernels,
-        )
-        self.tokenizer = load_tokenizer(
-            config.tokenizer or config.model,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        self.model, self.tokenizer = _load_target(config) if like is None else like.share_target(config)
         self.drafter = create_drafter(
             speculative,
             DraftContext(
@@ -135,6 +138,16 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
+        self.on_step: Callable[[StepReport], None] | None = None
+        """Called at the end of every step with what it did and cost, for those who measure."""
+
+    def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
+        """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
+        for name in {field.name for field in fields(config)} - _PRIVATE_FIELDS:
+            mine, asked = getattr(self.config, name), getattr(config, name)
+            if mine != asked:
+                raise ConfigError(f"engines that share a target need one {name}, got {mine!r} and {asked!r}")
+        return self.model, self.tokenizer
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -204,8 +217,11 @@ class Engine:
         verdicts = self._verify(plan, proposals, logits)
         times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
+        report = None if self.on_step is None else _report(plan, proposals, times)
         updates = self._commit(plan, proposals, verdicts, logits, times)
         deliver(updates, callbacks)
+        if self.on_step is not None and report is not None:
+            self.on_step(report)
         return updates
 
     def _verify(
@@ -377,3 +393,35 @@ def _record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, 
         path_proposed=reached,
         num_accepted=len(kept),
     )
+
+
+def _report(plan: StepPlan, proposals: dict[int, Proposal], times: _StepTimes) -> StepReport:
+    """What the step did; made before its tokens are committed, which changes the sequences."""
+    return StepReport(
+        num_sequences=len(plan.scheduled),
+        num_rows=sum(item.num_rows for item in plan.scheduled),
+        num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in plan.scheduled),
+        num_draft_tokens=sum(map(len, proposals.values())),
+        draft_depth=max((max(proposal.depths) for proposal in proposals.values()), default=0),
+        draft_s=times.drafted_s - times.planned_s,
+        verify_s=times.verified_s - times.drafted_s,
+    )
+
+
+def _load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
+    """The target model and its tokenizer."""
+    model = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
+    )
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return model, tokenizer

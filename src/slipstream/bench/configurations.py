@@ -1,0 +1,91 @@
+"""The configurations that are compared: off first, then each drafter with each number of draft tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError
+
+OFF_NAME = "off"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One column of the benchmark."""
+
+    name: str
+    speculative: SpeculativeConfig
+
+    @property
+    def is_off(self) -> bool:
+        return self.speculative.method == "off"
+
+
+def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> list[Configuration]:
+    """Speculation off and every configuration asked for, named; each once.
+
+    Every drafter runs with each of `num_speculative_tokens`, or as it is when that is empty. Raises `ConfigError`
+    when there is nothing to compare with off, or an option is wrong.
+    """
+    from slipstream.draft.registry import validate
+
+    drafters = [config for config in chosen if config.method != "off"]
+    if not drafters:
+        raise ConfigError("there is nothing to compare with speculation off; choose drafters with --spec")
+    swept: list[SpeculativeConfig] = []
+    for config in drafters:
+        lengths = [{"num_speculative_tokens": number} for number in num_speculative_tokens]
+        for length in lengths or [{}]:
+            one = replace(config, options={**config.options, **length})
+            validate(one)
+            if one not in swept:
+                swept.append(one)
+    names = _names(swept)
+    off = Configuration(OFF_NAME, SpeculativeConfig())
+    return [off, *(Configuration(name, config) for name, config in zip(names, swept, strict=True))]
+
+
+def parse_counts(text: str, flag: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas, each once and in order."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{flag} takes whole numbers of at least 1 separated by commas, got {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _names(configs: Seq[SpeculativeConfig]) -> list[str]:
+    """Short names: what a user wrote, with the number of draft tokens; draft models are told apart where needed."""
+    several = len({config.options.get("model") for config in configs if "model" in config.options}) > 1
+    names = [_name(config, several) for config in configs]
+    repeated = {name for name, times in Counter(names).items() if times > 1}
+    return [
+        f"{name} #{names[: i + 1].count(name)}" if name in repeated else name for i, name in enumerate(names)
+    ]
+
+
+def _name(config: SpeculativeConfig, with_model: bool) -> str:
+    from slipstream.draft.registry import validate
+
+    _, options = validate(config)
+    parts: list[Any] = [{"draft_model": "draft"}.get(config.method, config.method)]
+    if with_model and "model" in config.options:
+        parts.append(Path(str(config.options["model"])).name)
+    tokens = getattr(options, "num_speculative_tokens", None)
+    if tokens is not None:
+        parts.append(f"γ={tokens}")
+    parts += [
+        f"{key}={value}"
+        for key, value in config.options.items()
+        if key not in ("model", "num_speculative_tokens")
+    ]
+    if config.verifier != "coupled":
+        parts.append(config.verifier)
+    return " ".join(map(str, parts))

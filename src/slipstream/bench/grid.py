@@ -1,0 +1,81 @@
+"""A table before it is drawn, for a console or a page, and how figures are written in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from slipstream.bench.statistics import Interval, Percentiles
+
+NONE = "–"
+"""Where there is no figure."""
+
+
+@dataclass
+class Grid:
+    """A heading, and rows whose first cell names them."""
+
+    title: str
+    columns: Seq[str]
+    """The first is above the names."""
+    caption: str = ""
+    rows: list[list[str]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        """Add a row."""
+        assert len(cells) == len(self.columns), (self.title, cells)
+        self.rows.append(list(cells))
+
+    def rich(self) -> Table:
+        """For a console."""
+        table = Table(
+            title=self.title,
+            caption=self.caption or None,
+            title_justify="left",
+            caption_justify="left",
+            box=None,
+        )
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """1.234 -> '1.23'"""
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """12345 -> '12,345'"""
+    return NONE if value is None else f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    """0.123 -> '12 %'"""
+    return NONE if value is None else f"{100 * value:.0f} %"
+
+
+def rates(values: Seq[float]) -> str:
+    """[0.9, 0.8] -> '0.90 0.80'"""
+    return " ".join(number(value) for value in values) or NONE
+
+
+def interval(value: Interval | None) -> str:
+    """'1.10–1.42'"""
+    return NONE if value is None else f"{value.low:.2f}–{value.high:.2f}"
+
+
+def milliseconds(value: Percentiles | None, digits: int = 0) -> str:
+    """p50 / p90 / p99, from seconds."""
+    if value is None:
+        return NONE
+    return " / ".join(number(1e3 * part, digits) for part in (value.p50, value.p90, value.p99))
+
+
+def at_once(concurrency: int) -> str:
+    """As headings say it."""
+    return "one request at a time" if concurrency == 1 else f"{concurrency} requests at once"

@@ -1,0 +1,317 @@
+"""`slipstream bench`: speculative configurations against speculation off, or a server from its client's side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.console import notes, wide_results
+from slipstream.cli.flags import FlagSet, Values, with_flags
+from slipstream.cli.options import ENGINE, Json, print_json
+from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.bench.asked import Asked
+    from slipstream.bench.result import BenchResult, ServerResult
+
+_SAMPLING = FlagSet(
+    SamplingParams,
+    "Sampling",
+    skip=frozenset({"n", "max_tokens", "temperature", "seed", "logprobs", "prompt_logprobs"}),
+)
+"""One answer a prompt, and no log-probabilities: they would be timed. The others have flags of the verb's own."""
+
+_TOKENIZER_FLAGS = ("tokenizer", "revision", "trust_remote_code")
+_SPECULATION = "Speculation"
+_SERVER = "A server instead of an engine"
+
+
+@with_flags(sampling=_SAMPLING, engine=ENGINE)
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given."),
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload", "-w", help="What is asked: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."
+        ),
+    ] = "sample",
+    prompts_per_task: Annotated[
+        int, typer.Option(min=0, help="The first so many questions of each task; 0 takes all.")
+    ] = 4,
+    max_tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N|data",
+            help="The most tokens in an answer; `data` makes each exactly as long as the workload says.",
+        ),
+    ] = "64",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Each prompt's own seed is derived from it, the same everywhere.")
+    ] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Requests under way at once; several are a sweep.")
+    ] = "1",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Leave plain prompts as they are, without the chat template.")
+    ] = False,
+    json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option(help="A folder for bench.json and bench.html; made where there is none.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A drafter in short: ngram, suffix, draft:PATH or NAME:MODEL; may be repeated. "
+            "The embedded pair's own draft unless given.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculative-config",
+            metavar="JSON|FILE",
+            help="All keys of a drafter; may be repeated.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Every drafter runs with each of these.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option(help="coupled, rejection or block, for every drafter.", rich_help_panel=_SPECULATION),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's name there; the first that it lists unless given.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Its Prometheus metrics; /metrics beside /v1 unless given.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="Environment variable that holds the server's key.", rich_help_panel=_SERVER),
+    ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Seconds until a silent server fails a request.", rich_help_panel=_SERVER
+        ),
+    ] = 600.0,
+    *,
+    sampling: Values,
+    engine: Values,
+) -> None:
+    """Measure speculative configurations against speculation off, paired, prompt by prompt, task by task.
+
+    With --url, measure a server as its clients see it instead, and compare with what its own counters say.
+    """
+    from slipstream.bench.asked import Asked
+    from slipstream.bench.configurations import parse_counts
+    from slipstream.bench.workload import read_workload
+
+    files = _files(output, html)
+    asked = Asked(
+        workload=read_workload(workload),
+        params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
+        prompts_per_task=prompts_per_task or None,
+        max_tokens=_max_tokens(max_tokens),
+        concurrencies=parse_counts(concurrency, "--concurrency"),
+        repeats=repeats,
+        raw=raw,
+    )
+    speculation = {
+        "MODEL": model,
+        "--spec": spec,
+        "--speculative-config": config,
+        "--num-speculative-tokens": num_speculative_tokens,
+        "--verifier": verifier,
+    }
+    server = {"--served-model": served_model, "--metrics-url": metrics_url, "--api-key-env": api_key_env}
+    if url is None:
+        _refuse(server, "is about a server; give its --url")
+        if num_speculative_tokens is not None:
+            lengths = parse_counts(num_speculative_tokens, "--num-speculative-tokens")
+        else:
+            lengths = []
+        result: BenchResult | ServerResult = _bench_engines(
+            asked, model, _drafters(spec, config, verifier, model), lengths, engine
+        )
+    else:
+        _refuse(speculation, "is about engines of our own, not about the server of --url")
+        others = {name: value for name, value in engine.items() if name not in _TOKENIZER_FLAGS}
+        _refuse(
+            {f"--{name.replace('_', '-')}": value for name, value in others.items()}, "does not go with --url"
+        )
+        key = _api_key(api_key_env)
+        result = _bench_server(
+            asked, url.rstrip("/"), served_model, metrics_url, key, timeout_s, sampling, engine
+        )
+    _deliver(result, json, files)
+    if not result.complete:
+        raise typer.Exit(130)
+
+
+def _drafters(
+    spec: list[str] | None, config: list[str] | None, verifier: str | None, model: str | None
+) -> list[SpeculativeConfig]:
+    """Every drafter that was asked for, in the order of the flags' help; the default one when none was."""
+    asked = [
+        *(SpeculationFlags(spec=short, verifier=verifier) for short in spec or []),
+        *(SpeculationFlags(speculative_config=text, verifier=verifier) for text in config or []),
+    ]
+    return [speculative_config(flags, model) for flags in asked or [SpeculationFlags(verifier=verifier)]]
+
+
+def _bench_engines(
+    asked: Asked, model: str | None, drafters: list[SpeculativeConfig], lengths: list[int], engine: Values
+) -> BenchResult:
+    from slipstream.bench.configurations import sweep
+
+    configurations = sweep(drafters, lengths)
+    from slipstream.bench.local import (
+        Plan,
+        run,
+    )  # loads PyTorch: last, after all that can be refused without it
+
+    return run(Plan(asked, configurations, model, engine))
+
+
+def _bench_server(
+    asked: Asked,
+    url: str,
+    model: str | None,
+    metrics_url: str | None,
+    api_key: str | None,
+    timeout_s: float,
+    sampling: Values,
+    tokenizer: Values,
+) -> ServerResult:
+    from slipstream.bench.client import Server, find_model
+    from slipstream.bench.remote import RemotePlan, run
+
+    name = model or find_model(url, api_key, timeout_s)
+    metrics = metrics_url or f"{url.removesuffix('/v1')}/metrics"
+    server = Server(url, name, metrics, api_key, timeout_s)
+    return run(RemotePlan(asked, server, sampling, _counter(tokenizer)))
+
+
+def _counter(options: Values) -> Callable[[str], int] | None:
+    """Counts tokens with the tokenizer that was named; None when none was."""
+    if "tokenizer" not in options:
+        return None
+    from slipstream.models import load_tokenizer
+
+    rest = {name: value for name, value in options.items() if name != "tokenizer"}
+    tokenizer = load_tokenizer(options["tokenizer"], **rest)
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
+    return key
+
+
+def _max_tokens(text: str) -> int | None:
+    """None for `data`."""
+    if text == "data":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--max-tokens takes a whole number of at least 1, or data, got {text!r}")
+    return int(text)
+
+
+def _refuse(flags: dict[str, Any], why: str) -> None:
+    for name, value in flags.items():
+        if value is not None:
+            raise ConfigError(f"{name} {why}")
+
+
+def _files(output: Path | None, html: Path | None) -> dict[str, Path]:
+    """Where JSON and page go; raises `ConfigError` now rather than after the work when they cannot be written there."""
+    files: dict[str, Path] = {}
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            files = {"json": output / "bench.json", "html": output / "bench.html"}
+        if html is not None:
+            files["html"] = html
+        for file in files.values():
+            file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    return files
+
+
+def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Path]) -> None:
+    """Write the result and print it: files first, so that no closed pipe can lose it."""
+    if "json" in files:
+        text = dumps(result.as_json(), ensure_ascii=False, indent=1)
+        files["json"].write_text(text + "\n", encoding="utf-8")
+    if "html" in files:
+        files["html"].write_text(_page(result), encoding="utf-8")
+    if json:
+        print_json(result.as_json())
+    else:
+        _print(result)
+    for file in files.values():
+        notes().print(f"written: {file}", markup=False)
+
+
+def _page(result: BenchResult | ServerResult) -> str:
+    from slipstream.bench.report import render
+    from slipstream.bench.result import BenchResult
+    from slipstream.bench.server_report import render_server
+
+    return render(result) if isinstance(result, BenchResult) else render_server(result)
+
+
+def _print(result: BenchResult | ServerResult) -> None:
+    from slipstream.bench.result import BenchResult
+    from slipstream.bench.server_tables import server_remarks, server_tables
+    from slipstream.bench.tables import remarks, tables
+
+    if isinstance(result, BenchResult):
+        grids, lines = tables(result), remarks(result)
+    else:
+        grids, lines = server_tables(result), server_remarks(result)
+    console = wide_results()
+    for grid in grids:
+        console.print(grid.rich())
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
