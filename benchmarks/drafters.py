@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
-
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.bench.provenance import provenance
 from slipstream.metrics.request import RequestMetrics
 
 ROOT = Path(__file__).parent.parent

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.bench.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/embedded_speed.json"
 NUM_PROMPTS = 28

@@ -18,7 +18,7 @@ from slipstream.bench.measure import Job, Run, closed_loop, measure, num_answers
 from slipstream.bench.progress import meter
 from slipstream.bench.prompts import Chosen, Lengths, Prompt, choose
 from slipstream.bench.provenance import provenance
-from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationFacts
+from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationFacts
 from slipstream.bench.summary import OFF, summarise, timings
 from slipstream.draft.registry import validate
 from slipstream.engine.engine import Engine
@@ -61,7 +61,7 @@ def run(plan: Plan) -> BenchResult:
         kind="engine",
         complete=complete,
         provenance=provenance(),
-        model="embedded pair" if plan.model is None else plan.model,
+        model=plan.model or EMBEDDED,
         labels=engines.labels,
         workload=plan.asked.facts(chosen),
         sampling=_sampling(plan.asked.params),

@@ -9,10 +9,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from slipstream.bench.grid import Grid, number
-from slipstream.bench.plots import NUM_SERIES
+from slipstream.bench.plots import series_variable
 
-Legend = list[tuple[str, int]]
-"""Names and numbers of colours."""
+Legend = list[tuple[str, str]]
+"""Names, and the names of the page's colours."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ class Page:
 
 
 def legend(names: Seq[str], first: int) -> Legend:
-    """Names in the order of the series, of which the first has the colour `first`."""
-    return [
-        (name, 0 if place == 0 else (place - 1) % NUM_SERIES + 1) for place, name in enumerate(names, first)
-    ]
+    """Names in the order of the series, of which the first is number `first`."""
+    return [(name, series_variable(place)) for place, name in enumerate(names, first)]
 
 
 def provenance_facts(provenance: dict[str, Any], workload: Any, repeats: int) -> list[tuple[str, str]]:

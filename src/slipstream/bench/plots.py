@@ -25,14 +25,18 @@ NUM_SERIES = 8
 """Colours that the page defines as --series-1 and so on; more series begin anew, with another marker."""
 
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
-_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--line"} | {
-    f"#0501{number:02x}": f"--series-{number}" for number in range(NUM_SERIES + 1)
-}
+_PARTS = ("#060101", "#060102", "#060103")
+_VARIABLES = (
+    {_INK: "ink", _MUTED: "muted", _GRID: "line"}
+    | {f"#0501{number:02x}": f"series-{number}" for number in range(NUM_SERIES + 1)}
+    | {color: f"part-{number}" for number, color in enumerate(_PARTS, start=1)}
+)
+"""Stand-in to the page's variable."""
 _MARKERS = "osD^v"
 _WIDTH_IN = 4.7
 """Inches, 72 points each: a phone shows it at about its own size."""
 
-_STYLE = {
+_STYLE: Any = {  # matplotlib's own type names every parameter there is
     "svg.fonttype": "none",
     "font.size": 10,
     "text.color": _INK,
@@ -64,9 +68,14 @@ class Estimate:
     interval: Interval | None = None
 
 
-def series_color(number: int) -> str:
-    """The stand-in of series `number`; 0 is speculation off, which is grey."""
-    return f"#0501{0 if number == 0 else (number - 1) % NUM_SERIES + 1:02x}"
+def series_variable(number: int) -> str:
+    """The page's name of the colour of series `number`; 0 is speculation off, which is grey."""
+    return f"series-{0 if number == 0 else (number - 1) % NUM_SERIES + 1}"
+
+
+def part_variable(number: int) -> str:
+    """The page's name of the colour of part `number` of a stack, from 0."""
+    return _VARIABLES[_PARTS[number]]
 
 
 def marker(number: int) -> str:
@@ -106,7 +115,13 @@ def lines(
         for number, points in series.items():
             places = sorted(points)
             values = [points[place] for place in places]
-            axes.plot(places, values, color=series_color(number), marker=marker(number), zorder=3 + number)
+            axes.plot(
+                places,
+                values,
+                color=_stand_in(series_variable(number)),
+                marker=marker(number),
+                zorder=3 + number,
+            )
         places = sorted({place for points in series.values() for place in points})
         if logarithmic:
             axes.set_xscale("log", base=2)
@@ -120,13 +135,13 @@ def lines(
 
 
 def stacks(rows: Mapping[str, Seq[float]], axis: str) -> str:
-    """Horizontal bars of parts, one below the other; part i has the colour of series i + 1."""
+    """Horizontal bars of at most three parts, one below the other."""
     with _axes(0.75 + 0.34 * len(rows)) as (figure, axes):
         axes.grid(axis="y", visible=False)
         for place, parts in enumerate(rows.values()):
             start = 0.0
             for part, length in enumerate(parts):
-                axes.barh(place, length, left=start, height=0.6, color=series_color(part + 1))
+                axes.barh(place, length, left=start, height=0.6, color=_PARTS[part])
                 start += length
         axes.set_yticks(range(len(rows)), list(rows))
         axes.tick_params(axis="y", length=0)
@@ -135,8 +150,12 @@ def stacks(rows: Mapping[str, Seq[float]], axis: str) -> str:
         return _svg(figure, "stacks")
 
 
+def _stand_in(variable: str) -> str:
+    return next(color for color, name in _VARIABLES.items() if name == variable)
+
+
 def _point(axes: Axes, estimate: Estimate, place: float, number: int) -> None:
-    color = series_color(number)
+    color = _stand_in(series_variable(number))
     if estimate.interval is not None:
         axes.plot([estimate.interval.low, estimate.interval.high], [place, place], color=color, linewidth=1.4)
     axes.plot([estimate.value], [place], color=color, marker=marker(number), linestyle="none", zorder=3)
@@ -169,4 +188,4 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r'^<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'(url\(#|xlink:href="#|href="#)', rf"\1{name}-", text).replace("xlink:href", "href")
-    return re.sub("|".join(_VARIABLES), lambda found: f"var({_VARIABLES[found[0]]})", text).strip()
+    return re.sub("|".join(_VARIABLES), lambda found: f"var(--{_VARIABLES[found[0]]})", text).strip()

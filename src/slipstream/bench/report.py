@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slipstream.bench.grid import interval, number
 from slipstream.bench.page import Page, Plot, legend, provenance_facts
-from slipstream.bench.plots import Estimate, estimates, lines, stacks
-from slipstream.bench.result import BenchResult, Figures
+from slipstream.bench.plots import Estimate, estimates, lines, part_variable, stacks
+from slipstream.bench.result import EMBEDDED, BenchResult, Figures
 from slipstream.bench.tables import remarks, tables
 
 MIN_STEPS = 10
@@ -29,7 +29,9 @@ def render(result: BenchResult) -> str:
     provenance = result.provenance
     first = result.concurrencies[0] if result.concurrencies else 1
     page = Page(
-        title=f"Speculation on {result.model}",
+        title=f"Speculation on {result.model}"
+        if result.model != EMBEDDED
+        else "Speculation on the embedded pair",
         subtitle=f"{provenance['date']} · {provenance['cpu']} · Slipstream {provenance['slipstream']}",
         verdict=_verdict(result, first),
         warnings=[line for line in remarks(result) if line.startswith("interrupted")],
@@ -137,7 +139,7 @@ def _times(result: BenchResult, concurrency: int) -> Plot | None:
         "Where the time goes",
         stacks(rows, "ms a token"),
         "Draft passes, target passes (prompts included) and the rest, divided by the tokens that came of them.",
-        legend=legend(_PARTS, 1),
+        legend=[(name, part_variable(number)) for number, name in enumerate(_PARTS)],
     )
 
 

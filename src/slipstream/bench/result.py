@@ -7,6 +7,8 @@ from typing import Any
 
 from slipstream.bench.statistics import Interval, Percentiles
 
+EMBEDDED = "embedded pair"
+"""The model's name where none was given."""
 SCHEMA = 1
 """Raised when a field of the JSON changes its meaning."""
 

@@ -60,10 +60,11 @@ def remarks(result: BenchResult) -> list[str]:
 
 
 def _speed(figures: Seq[Figures], concurrency: int) -> Grid:
+    means = "speedup: geometric mean of the tasks'; " if concurrency == 1 else ""
     grid = Grid(
         f"Speed, {at_once(concurrency)}",
         ("", "tokens/s", "speedup", "95 % interval", "first token ms", "token ms", "answer ms"),
-        "speedup: geometric mean of the tasks'; latencies: p50 / p90 / p99",
+        f"{means}latencies: p50 / p90 / p99",
     )
     for f in figures:
         grid.add(
