@@ -6,9 +6,11 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import key_names
 from fake_server import MODEL, PIECES, FakeServer, serve
 from typer.testing import CliRunner
 
@@ -360,6 +362,8 @@ def test_the_verb(fake: FakeServer, tmp_path: Any) -> None:
     assert "2 at once" in done.stdout
     saved = json.loads((tmp_path / "new" / "bench.json").read_text())
     assert (saved["kind"], saved["model"], saved["complete"]) == ("server", MODEL, True)
+    guide = (Path(__file__).parents[2] / "docs/guides/bench.md").read_text()
+    assert [name for name in key_names(saved) if f"`{name}`" not in guide] == []
     page = (tmp_path / "new" / "bench.html").read_text()
     assert f"{MODEL} as its clients see it" in page
     assert len(re.findall("<svg", page)) == 4  # throughput, two latencies, acceptance

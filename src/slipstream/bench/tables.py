@@ -25,8 +25,9 @@ def tables(result: BenchResult) -> list[Grid]:
     for concurrency in result.concurrencies:
         figures = [f for f in result.figures if f.concurrency == concurrency and f.task is None]
         grids += [_speed(figures, concurrency), _drafts(figures, concurrency), _time(figures, concurrency)]
-    if 1 in result.concurrencies and len(result.tasks) > 1:
-        grids.append(_by_task(result))
+    drafters = [c.name for c in result.configurations if c.method != "off" and result.of(c.name, 1)]
+    if drafters and len(result.tasks) > 1:
+        grids.append(_by_task(result, drafters))
     if len(result.concurrencies) > 1:
         grids.append(_throughput(result))
     return grids
@@ -125,8 +126,7 @@ def _time(figures: Seq[Figures], concurrency: int) -> Grid:
     return grid
 
 
-def _by_task(result: BenchResult) -> Grid:
-    drafters = [c.name for c in result.configurations if c.method != "off" and result.of(c.name, 1)]
+def _by_task(result: BenchResult, drafters: Seq[str]) -> Grid:
     grid = Grid("By task, one request at a time", ("", *drafters), "speedup (95 % interval) · α · τ")
     for task in result.tasks:
         grid.add(task, *(_task_cell(result.of(name, 1, task)) for name in drafters))

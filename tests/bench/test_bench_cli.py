@@ -1,0 +1,123 @@
+"""The verb: what it refuses before any work, what it costs to import, where results go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.bench.provenance import command, commit, provenance
+from slipstream.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+REFUSALS = {
+    "unknown drafter": (["--spec", "ngarm"], "did you mean 'ngram'?"),
+    "only off": (["--spec", "off"], "nothing to compare with speculation off"),
+    "a model without a drafter": (["some/model"], "nothing to compare with speculation off; choose drafters"),
+    "draft of another target": (["some/model", "--spec", "draft"], "--spec draft:PATH"),
+    "lengths": (["--num-speculative-tokens", "2,x"], "--num-speculative-tokens takes whole numbers"),
+    "length 0": (["--num-speculative-tokens", "0"], "of at least 1"),
+    "concurrency": (["--concurrency", "1,,2"], "--concurrency takes whole numbers"),
+    "max_tokens": (["--max-tokens", "many"], "--max-tokens takes a whole number of at least 1, or data"),
+    "max_tokens 0": (["--max-tokens", "0"], "--max-tokens takes a whole number"),
+    "temperature": (["--temperature", "-1"], "temperature must be a finite number"),
+    "workload": (
+        ["--workload", "prompts.txt"],
+        "is none of sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE",
+    ),
+    "no file": (["--workload", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
+    "verifier": (["--verifier", "couple"], "did you mean 'coupled'?"),
+    "served model without url": (["--served-model", "x"], "--served-model is about a server; give its --url"),
+    "metrics without url": (["--metrics-url", "x"], "--metrics-url is about a server"),
+    "output is a file": (["--output", "README.md"], "cannot write README.md"),
+    "html in no folder": (["--html", "no/such/folder/x.html"], "cannot write no/such/folder/x.html"),
+    "nobody there": (
+        ["--url", "http://127.0.0.1:9/v1", "--timeout-s", "5"],
+        "cannot reach http://127.0.0.1:9/v1",
+    ),
+    "no url": (["--url", "127.0.0.1"], "cannot reach 127.0.0.1"),
+    "data without references": (
+        ["--max-tokens", "data", "--kv-cache-bytes", "32MiB"],
+        "neither output_tokens nor a reference",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    args, error = REFUSALS[case]
+    done = run(*args)
+    assert done.exit_code == 2
+    assert error in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_results_are_printed_and_written(tmp_path: Path) -> None:
+    workload = tmp_path / "w.jsonl"
+    workload.write_text('{"prompt": "SELECT name FROM"}\n')
+    args = [
+        "--workload",
+        str(workload),
+        "--max-tokens",
+        "6",
+        "--repeats",
+        "1",
+        "--raw",
+        "--kv-cache-bytes",
+        "32MiB",
+    ]
+    done = run(*args, "--num-speculative-tokens", "1,2", "--html", str(tmp_path / "page.html"))
+    assert done.exit_code == 0, done.output
+    for text in ("draft γ=1", "draft γ=2", "1 of 1", "peak memory"):
+        assert text in done.stdout
+    assert "written:" in done.stderr
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert not (tmp_path / "bench.json").exists()
+
+
+def test_starting_the_command_loads_nothing_heavy() -> None:
+    heavy = ("torch", "scipy", "matplotlib", "httpx2", "prometheus_client", "numpy", "slipstream.bench")
+    program = f"import slipstream.cli.main, sys; print([n for n in {heavy!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_server_is_benched_without_loading_a_model() -> None:
+    program = (
+        "import slipstream.bench.remote, slipstream.bench.server_tables, sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_provenance() -> None:
+    found = provenance()
+    assert json.loads(json.dumps(found)) == found
+    assert {"date", "commit", "command", "python", "slipstream", "versions", "cpu", "threads"} <= found.keys()
+    assert found["versions"]["torch"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode == 0:
+        assert (commit() or "").removesuffix("+changes") == head.stdout.strip()
+
+
+def test_commands_name_no_more_of_a_path_than_a_reader_can_use() -> None:
+    assert command(["/opt/bin/slipstream", "bench", "--max-tokens", "8"]) == "slipstream bench --max-tokens 8"
+    assert command(["/opt/slipstream/cli/__main__.py", "a b"]) == "slipstream 'a b'"
+    assert (
+        command([str(ROOT / "benchmarks/drafters.py"), "--prompts", "5"])
+        == "python benchmarks/drafters.py --prompts 5"
+    )
+    assert command(["/elsewhere/run.py"]) == "python run.py"
