@@ -40,8 +40,11 @@ REFUSALS = {
     "verifier": (["--verifier", "couple"], "did you mean 'coupled'?"),
     "served model without url": (["--served-model", "x"], "--served-model is about a server; give its --url"),
     "metrics without url": (["--metrics-url", "x"], "--metrics-url is about a server"),
-    "output is a file": (["--output", "README.md"], "cannot write README.md"),
-    "html in no folder": (["--html", "no/such/folder/x.html"], "cannot write no/such/folder/x.html"),
+    "output is a file": (["--output", "README.md"], "cannot write 'README.md': is no folder"),
+    "html in no folder": (
+        ["--html", "no/such/folder/x.html"],
+        "cannot write 'no/such/folder/x.html': there is no folder",
+    ),
     "nobody there": (
         ["--url", "http://127.0.0.1:9/v1", "--timeout-s", "5"],
         "cannot reach http://127.0.0.1:9/v1",
@@ -96,7 +99,8 @@ def test_starting_the_command_loads_nothing_heavy() -> None:
 
 
 def test_a_server_is_benched_without_loading_a_model() -> None:
-    program = "import slipstream.bench.remote, slipstream.bench.server_tables, sys; print('transformers' in sys.modules)"
+    modules = "slipstream.bench.remote, slipstream.bench.server_report, sys"
+    program = f"import {modules}; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

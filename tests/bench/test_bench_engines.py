@@ -127,21 +127,15 @@ def test_engines_share_the_target() -> None:
 
 
 def test_where_memory_is_short_one_engine_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_module, "available_bytes", lambda device: 3 * KV - 1)
-    result = run(plan(DRAFT, NGRAM, repeats=2, questions=QUESTIONS[:1]))
+    monkeypatch.setattr(engines_module, "available_bytes", lambda device: 2 * KV - 1)
+    result = run(plan(DRAFT, repeats=2, questions=QUESTIONS[:2]))
     assert result.interleaved_by == "round"
-    order = [(t.repeat, t.configuration) for t in result.timings]
-    assert order == [
-        (0, "off"),
-        (0, "draft γ=2"),
-        (0, "ngram γ=4"),
-        (1, "draft γ=2"),
-        (1, "ngram γ=4"),
-        (1, "off"),
-    ]
+    order = [(t.repeat, t.configuration, t.batch) for t in result.timings]
+    first = [(0, name, batch) for name in ("off", "draft γ=2") for batch in (0, 1)]
+    assert order == [*first, *((1, name, batch) for name in ("draft γ=2", "off") for batch in (0, 1))]
     identity = result.of("draft γ=2", 1).identity  # type: ignore[union-attr]
     assert identity is not None
-    assert identity.num_identical == 2
+    assert identity.num_identical == 4
 
 
 def test_engines_that_cannot_be_made_together_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

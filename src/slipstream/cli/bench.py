@@ -265,21 +265,30 @@ def _refuse(flags: dict[str, Any], why: str) -> None:
 def _files(output: Path | None, html: Path | None) -> dict[str, Path]:
     """Where JSON and page go; raises `ConfigError` now rather than after the work when they cannot be written there."""
     files: dict[str, Path] = {}
-    try:
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            files = {"json": output / "bench.json", "html": output / "bench.html"}
-        if html is not None:
-            files["html"] = html
-        for file in files.values():
-            file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    if output is not None:
+        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+        _check(
+            existing.is_dir() and os.access(existing, os.W_OK), output, "is no folder that can be written to"
+        )
+        files = {"json": output / "bench.json", "html": output / "bench.html"}
+    if html is not None:
+        _check(html.parent.is_dir(), html, f"there is no folder {str(html.parent)!r}")
+        files["html"] = html
+    for file in files.values():
+        _check(not file.is_dir(), file, "is a folder")
+        _check(not file.exists() or os.access(file, os.W_OK), file, "may not be written")
     return files
+
+
+def _check(fine: bool, path: Path, why: str) -> None:
+    if not fine:
+        raise ConfigError(f"cannot write {str(path)!r}: {why}")
 
 
 def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Path]) -> None:
     """Write the result and print it: files first, so that no closed pipe can lose it."""
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
     if "json" in files:
         text = dumps(result.as_json(), ensure_ascii=False, indent=1)
         files["json"].write_text(text + "\n", encoding="utf-8")
