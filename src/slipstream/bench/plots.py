@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -136,14 +137,16 @@ def lines(
 
 def stacks(rows: Mapping[str, Seq[float]], axis: str) -> str:
     """Horizontal bars of at most three parts, one below the other."""
-    with _axes(0.75 + 0.34 * len(rows)) as (figure, axes):
+    names = [textwrap.fill(name, 18) for name in rows]
+    num_lines = sum(1 + name.count("\n") for name in names)
+    with _axes(0.75 + 0.2 * len(rows) + 0.14 * num_lines) as (figure, axes):
         axes.grid(axis="y", visible=False)
         for place, parts in enumerate(rows.values()):
             start = 0.0
             for part, length in enumerate(parts):
                 axes.barh(place, length, left=start, height=0.6, color=_PARTS[part])
                 start += length
-        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_yticks(range(len(rows)), names)
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(axis)
