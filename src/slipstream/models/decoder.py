@@ -157,6 +157,8 @@ class Decoder:
             interleaved,
         )
         self._kept.append(packed)
+        for linear in linears:
+            native.release(linear.weight)
         return packed.struct
 
     def _keep(self, tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -213,10 +214,25 @@ class PackedWeight:
 
 def huge_buffer(num_bytes: int) -> Tensor:
     """uint8 [num_bytes] in large pages where the system grants them: weights are read from end to end."""
-    memory = mmap.mmap(-1, max(num_bytes, 1))
+    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    memory = mmap.mmap(-1, max(num_bytes, 1), **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+def release(tensor: Tensor) -> None:
+    """Give back the pages of a tensor that nobody will read again.
+
+    Weights that are mapped from their file stay in memory until the whole file is closed; so the packed ones would
+    come on top of all others.
+    """
+    if sys.platform != "linux" or not tensor.is_contiguous():
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:  # whole pages: those at the edges may hold others
+        ctypes.CDLL(None).madvise(c_void_p(begin), c_size_t(end - begin), c_int(mmap.MADV_DONTNEED))
 
 
 def _interleave(weights: list[Tensor]) -> Tensor:
