@@ -84,11 +84,17 @@ def test_same_function(tmp_path: Path, sizes: dict[str, int], tied: bool) -> Non
 
 
 def test_what_is_added_is_not_a_row_of_zeros(tmp_path: Path) -> None:
-    expand(save_llama(tmp_path / "source"), tmp_path / "target", num_layers=6, hidden_size=48)
+    expand(save_llama(tmp_path / "source"), tmp_path / "target", num_layers=6)
     layers = stock_model(tmp_path / "target").model.layers
     added = [layer for layer in layers if not layer.self_attn.o_proj.weight.any()]
     assert len(added) == 3
     assert all(layer.self_attn.q_proj.weight.all() and layer.mlp.up_proj.weight.all() for layer in added)
+
+
+def test_no_two_matrices_of_a_wider_model_are_equal(tmp_path: Path) -> None:
+    expand(save_llama(tmp_path / "source"), tmp_path / "target", num_layers=6, hidden_size=48)
+    weights = [w for w in stock_model(tmp_path / "target").parameters() if w.ndim == 2]
+    assert len({weight.detach().numpy().tobytes() for weight in weights}) == len(weights)
 
 
 def test_the_checkpoint_says_what_it_is(tmp_path: Path) -> None:

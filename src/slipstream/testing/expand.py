@@ -4,9 +4,9 @@
 
 The result costs as much time and memory as a trained model of its size and writes the source's text, so
 that draft acceptance stays what training made it. Quality and speed can then be measured on one pair of
-models. What is added computes on real numbers and adds zero: new layers have a zero `o_proj` and
-`down_proj`, new heads and new intermediate units a zero column there, and the new part of the hidden state
-stays zero. RMSNorm divides by the mean square over all dimensions, which the zeros lower by h/H; its
+models. What is added computes on real numbers and adds zero: new layers take their values from the new part of the
+hidden state, which stays zero, and new heads and new intermediate units have a zero column in `o_proj` and `down_proj`.
+No two matrices are equal, since engines that store equal constants once would read less than the size says. RMSNorm divides by the mean square over all dimensions, which the zeros lower by h/H; its
 weights are scaled by sqrt(h/H) and its epsilon by h/H.
 """
 
@@ -205,11 +205,12 @@ def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
         _place(new.lm_head.weight, old.lm_head.weight)
     _place_norm(new.model.norm, old.model.norm, small, large)
     for index, layer in enumerate(new.model.layers):
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        nn.init.zeros_(layer.mlp.down_proj.weight)
         source_index = _source_layer(index, small.num_layers, large.num_layers)
         if source_index is None:
+            _silence(layer, small, large)
             continue
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
         source = old.model.layers[source_index]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _place(getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight)
@@ -217,6 +218,16 @@ def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
             _place(getattr(layer.mlp, name).weight, getattr(source.mlp, name).weight)
         for name in ("input_layernorm", "post_attention_layernorm"):
             _place_norm(getattr(layer, name), getattr(source, name), small, large)
+
+
+def _silence(layer: Any, small: Shape, large: Shape) -> None:
+    """Make a new layer add zero: what it multiplies into its output sees only the part of the state that is zero."""
+    if large.hidden_size > small.hidden_size:
+        layer.self_attn.v_proj.weight[:, : small.hidden_size] = 0
+        layer.mlp.up_proj.weight[:, : small.hidden_size] = 0
+    else:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
 
 
 def _source_layer(index: int, small: int, large: int) -> int | None:

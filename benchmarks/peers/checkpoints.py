@@ -1,0 +1,64 @@
+"""The models of the benchmark on disk: expanded where asked, converted where a peer wants another format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+
+from benchmarks.peers.catalog import Mode, Model
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.testing.expand import expand, parse_count
+
+DRAFT = "embedded-draft"
+CONVERTED = {"openvino": "", "llamacpp": ".gguf"}
+"""Peers that want a format of their own, and how their files' names end."""
+
+BITS = {"float32": 32, "int8": 8, "int4": 4}
+
+
+def target_path(model: Model, folder: Path) -> Path:
+    """The checkpoint of the target; written where it is missing."""
+    if model.expand is None:
+        return Path(EMBEDDED_TARGET)
+    target = folder / model.name
+    if not (target / "config.json").is_file():
+        expand(EMBEDDED_TARGET, target, target_parameters=parse_count(model.expand))
+    return target
+
+
+def num_parameters(checkpoint: Path) -> int:
+    total = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                size = 1
+                for length in tensors.get_slice(name).get_shape():
+                    size *= length
+                total += size
+    return total
+
+
+def paths_for(
+    mode: Mode, model: Model, folder: Path, convert: Callable[[Path, Path, str], None]
+) -> tuple[str, str]:
+    """Target and draft as this mode's worker wants them; `convert(source, target, weights)` makes what is missing."""
+    checkpoints = {model.name: target_path(model, folder), DRAFT: Path(EMBEDDED_DRAFT)}
+    if mode.peer not in CONVERTED:
+        return str(checkpoints[model.name]), str(checkpoints[DRAFT])
+    paths = []
+    for name, checkpoint in checkpoints.items():
+        path = folder / "converted" / mode.peer / f"{name}-{mode.weights}{CONVERTED[mode.peer]}"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(path.name + ".partial")
+            convert(checkpoint, partial, mode.weights)
+            partial.rename(path)  # a conversion that was stopped half way does not count
+        paths.append(str(path))
+    return paths[0], paths[1]
+
+
+def weight_bytes(parameters: int, weights: str) -> float:
+    """Bytes that one decoding step has to read at the least; scales and zero points are not counted."""
+    return parameters * BITS[weights] / 8

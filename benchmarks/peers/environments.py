@@ -1,0 +1,134 @@
+"""One virtual environment a peer, outside of the repository, built once for each state of its requirements."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+ROOT = Path(__file__).parents[2]
+
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+class EnvironmentFailed(Exception):
+    """A peer cannot be installed here; the message is the reason that the report prints."""
+
+
+def ensure(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
+    """The interpreter that runs `peer`'s worker; its environment is built where it is missing or outdated.
+
+    Slipstream runs in the interpreter of this process. Raises `EnvironmentFailed` with the reason.
+    """
+    if peer == "slipstream":
+        return Path(sys.executable)
+    environment = folder / peer
+    python = environment / "bin/python"
+    stamp = environment / ".requirements"
+    wanted = _fingerprint(peer)
+    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+        return python
+    say(f"{peer}: building its environment in {environment}")
+    if not python.exists():
+        venv.EnvBuilder(with_pip=True).create(environment)
+    for arguments in _installs(peer):
+        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
+    _install_optional(peer, python, say)
+    if peer == "llamacpp" and not (environment / "bin/llama-server").exists():
+        say("llamacpp: compiling llama-server, about ten minutes on two cores")
+        _build_llama_server(environment)
+    stamp.write_text(wanted)
+    return python
+
+
+def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]:
+    """Environment variables of a peer's worker: threads, no network, and what the peer's own documentation recommends."""
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if peer == "slipstream":
+        variables["PYTHONPATH"] = str(ROOT / "src")
+    if peer == "openvino":
+        variables["OPENVINO_TELEMETRY_OPTOUT"] = "1"
+    if peer == "vllm":
+        variables |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with two cores the other process only takes time
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),  # compiled graphs, from the second start on
+            "LD_PRELOAD": ":".join(_vllm_preloads(folder / "vllm")),
+        }
+    return variables
+
+
+def _vllm_preloads(environment: Path) -> list[str]:
+    """Its CPU guide asks for Intel's OpenMP, which comes with it, and tcmalloc, which the system may have."""
+    patterns = ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib/*/libtcmalloc.so.4", "/usr/lib64/libtcmalloc*.so.4"]
+    allocators = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
+    openmp = environment / "lib/libiomp5.so"
+    return allocators[:1] + ([str(openmp)] if openmp.exists() else [])
+
+
+def _fingerprint(peer: str) -> str:
+    files = sorted(REQUIREMENTS.glob(f"{peer}*.txt"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _installs(peer: str) -> list[list[str]]:
+    """torch first and alone, so that a CPU build of it stays; then the pins as they stand, without dependencies."""
+    file = REQUIREMENTS / f"{peer}.txt"
+    torch = [line for line in file.read_text().splitlines() if line.startswith("torch==")]
+    return [*([line] for line in torch), ["--no-deps", "-r", str(file)]]
+
+
+def _install_optional(peer: str, python: Path, say: Callable[[str], None]) -> None:
+    file = REQUIREMENTS / f"{peer}-optional.txt"
+    if file.is_file():
+        try:
+            _run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)])
+        except EnvironmentFailed as failure:
+            say(f"{peer}: {file.name} could not be installed: {failure}")
+
+
+def _build_llama_server(environment: Path) -> None:
+    sources = environment / "sources"
+    sources.mkdir(exist_ok=True)
+    pip = [str(environment / "bin/python"), "-m", "pip", "download", "--quiet", "--no-deps"]
+    requirement = str(REQUIREMENTS / "llamacpp-source.txt")
+    _run([*pip, "--no-binary", "llama-cpp-python", "-r", requirement, "--dest", str(sources)])
+    [archive] = sources.glob("llama_cpp_python-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(sources, filter="data")
+    [tree] = sources.glob("llama_cpp_python-*/vendor/llama.cpp")
+    build = environment / "build"
+    tool = environment / "bin/cmake"
+    make_program = f"-DCMAKE_MAKE_PROGRAM={environment / 'bin/ninja'}"
+    _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS])
+    _run([str(tool), "--build", str(build), "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
+    (build / "bin/llama-server").rename(environment / "bin/llama-server")
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        raise EnvironmentFailed(f"{' '.join(command[1:4])} failed: {lines[-1] if lines else 'no message'}")

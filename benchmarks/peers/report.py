@@ -1,0 +1,436 @@
+"""The page that the results make: a pure function of the JSON.
+
+    python -m benchmarks.peers.report                    # docs/benchmarks/cpu_peers.json -> docs/benchmarks/cpu.md
+    python -m benchmarks.peers.report RESULTS.json PAGE.md
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.figures import (
+    Ratio,
+    best_by_task,
+    equal_texts,
+    over_tasks,
+    paired_ratios,
+    quartiles,
+    task_mean,
+)
+from benchmarks.peers.results import BATCH, Results, Sample, load
+from slipstream.errors import SlipstreamError
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "slipstream": "Slipstream",
+    "transformers": "Transformers",
+    "vllm": "vLLM (CPU)",
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
+}
+OURS = "slipstream"
+BUSY_SHARE = 0.05
+"""Processor time of others, as a share of the worker's, from which a sample counts as disturbed."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of the table of bars: ours over theirs, and what it has to reach."""
+
+    what: str
+    models: tuple[str, ...]
+    least: float
+    measure: Callable[[ModelResults], tuple[Ratio | None, str]]
+    """The ratio for one model, and against what it was taken."""
+
+
+class ModelResults:
+    """One model's part of the results, by mode key (`peer/name/weights`)."""
+
+    def __init__(self, results: Results, name: str) -> None:
+        self.name = name
+        self.title: str = results.models[name]["title"]
+        self.parameters: int = results.models[name]["parameters"]
+        self.entries = {
+            key.split(": ", 1)[1]: entry for key, entry in results.modes.items() if key.startswith(f"{name}: ")
+        }
+        self.single = {key: list(results.of(name, key)) for key in self.entries}
+        self.batch = {key: list(results.of(name, key, batch=True)) for key in self.entries}
+        self.single = {key: samples for key, samples in self.single.items() if samples}
+        self.batch = {key: samples for key, samples in self.batch.items() if samples}
+        self.refused = {
+            key.split(": ", 1)[1]: reason
+            for key, reason in results.refused.items()
+            if key.startswith(f"{name}: ")
+        }
+
+    def keys(
+        self, *, ours: bool | None = None, peer: str | None = None, kind: str | None = None, weights: str | None = None
+    ) -> list[str]:
+        """Modes with samples that are of this kind."""
+        found = []
+        for key in self.single:
+            definition = self.entries[key]["definition"]
+            if ours is not None and ours != (definition["peer"] == OURS):
+                continue
+            if any(want not in (None, definition[what]) for what, want in _wanted(peer, kind, weights)):
+                continue
+            found.append(key)
+        return found
+
+    def off(self, key: str) -> str | None:
+        """The mode without speculation of the same peer and weights."""
+        peer, _, weights = _parts(key)
+        keys = self.keys(peer=peer, kind="off", weights=weights)
+        return keys[0] if keys else None
+
+    def bytes_per_step(self, weights: str) -> float:
+        return self.parameters * {"float32": 4, "int8": 1, "int4": 0.5}[weights]
+
+
+def _wanted(peer: str | None, kind: str | None, weights: str | None) -> list[tuple[str, str | None]]:
+    return [("peer", peer), ("kind", kind), ("weights", weights)]
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    peer, name, weights = key.split("/")
+    return peer, name, weights
+
+
+def _label(key: str) -> str:
+    peer, name, weights = _parts(key)
+    return f"{NAMES[peer]}, {name}" + ("" if weights == "float32" else f", {weights}")
+
+
+# --- what the bars measure ---------------------------------------------------------------------------------------------------
+
+
+def _against_fastest(model: ModelResults, ours: str | None, theirs: Iterable[str]) -> tuple[Ratio | None, str]:
+    """One mode of ours over the fastest of theirs."""
+    candidates = [key for key in theirs if model.single[key]]
+    if ours is None or not candidates:
+        return None, "nothing to compare"
+    fastest = max(candidates, key=lambda key: task_mean(model.single[key]))
+    return over_tasks(paired_ratios(model.single[ours], model.single[fastest])), _label(fastest)
+
+
+def _only(keys: list[str]) -> str | None:
+    return keys[0] if keys else None
+
+
+def _off_against_peers(model: ModelResults) -> tuple[Ratio | None, str]:
+    ours = _only(model.keys(peer=OURS, kind="off", weights="float32"))
+    return _against_fastest(model, ours, model.keys(ours=False, kind="off", weights="float32"))
+
+
+def _draft_against_peers(model: ModelResults) -> tuple[Ratio | None, str]:
+    ours = _only(model.keys(peer=OURS, kind="draft", weights="float32"))
+    return _against_fastest(model, ours, model.keys(ours=False, kind="draft", weights="float32"))
+
+
+def _int8_off_against_openvino(model: ModelResults) -> tuple[Ratio | None, str]:
+    ours = _only(model.keys(peer=OURS, kind="off", weights="int8"))
+    return _against_fastest(model, ours, model.keys(peer="openvino", kind="off"))
+
+
+def _best(model: ModelResults, keys: Iterable[str]) -> list[Sample]:
+    return best_by_task({key: model.single[key] for key in keys})
+
+
+def _best_against_off(model: ModelResults) -> tuple[Ratio | None, str]:
+    off = _only(model.keys(peer=OURS, kind="off", weights="float32"))
+    if off is None:
+        return None, "nothing to compare"
+    best = _best(model, model.keys(peer=OURS, weights="float32"))
+    return over_tasks(paired_ratios(best, model.single[off])), _label(off)
+
+
+def _best_against_best(
+    model: ModelResults, weights: str, peers: Iterable[str], their_weights: str | None
+) -> tuple[Ratio | None, str]:
+    """Our best mode by task over the best modes by task of the peer whose best are the fastest."""
+    ours = _best(model, model.keys(peer=OURS, weights=weights))
+    theirs = {peer: _best(model, model.keys(peer=peer, weights=their_weights)) for peer in peers}
+    theirs = {peer: samples for peer, samples in theirs.items() if samples}
+    if not ours or not theirs:
+        return None, "nothing to compare"
+    peer = max(theirs, key=lambda name: task_mean(theirs[name]))
+    modes = sorted({_label(sample.mode).split(", ", 1)[1] for sample in theirs[peer]})
+    return over_tasks(paired_ratios(ours, theirs[peer])), f"{NAMES[peer]} ({'; '.join(modes)})"
+
+
+def _best_float32(model: ModelResults) -> tuple[Ratio | None, str]:
+    return _best_against_best(model, "float32", [peer for peer in NAMES if peer != OURS], "float32")
+
+
+def _best_int8(model: ModelResults) -> tuple[Ratio | None, str]:
+    return _best_against_best(model, "int8", ["openvino"], None)
+
+
+def _batch_against_vllm(model: ModelResults) -> tuple[Ratio | None, str]:
+    """Best batch mode of ours over vLLM's best, float32 both; pairs are rounds."""
+    ours = {key: samples for key, samples in model.batch.items() if key.startswith(f"{OURS}/") and key.endswith("32")}
+    theirs = {key: samples for key, samples in model.batch.items() if key.startswith("vllm/")}
+    if not ours or not theirs:
+        return None, "nothing to compare"
+    our_key = max(ours, key=lambda key: task_mean(ours[key]))
+    their_key = max(theirs, key=lambda key: task_mean(theirs[key]))
+    ratio = over_tasks(paired_ratios(ours[our_key], theirs[their_key]))
+    return ratio, f"{_label(our_key)} over {_label(their_key)}"
+
+
+EMBEDDED, SMALL, LARGE = "embedded", "expanded-300m", "expanded-1g"
+BARS = (
+    Bar("speculation off over the fastest peer's off", (EMBEDDED, SMALL, LARGE), 1.0, _off_against_peers),
+    Bar("the same draft, 4 tokens, over the fastest peer with it", (SMALL, LARGE), 1.05, _draft_against_peers),
+    Bar("best mode by task over own off", (SMALL, LARGE), 1.9, _best_against_off),
+    Bar("best mode by task over own off", (EMBEDDED,), 1.3, _best_against_off),
+    Bar("best mode by task over the best peer's", (EMBEDDED, SMALL, LARGE), 1.15, _best_float32),
+    Bar("int8 off over OpenVINO's fastest off at any weight format", (SMALL, LARGE), 1.2, _int8_off_against_openvino),
+    Bar("int8 best mode by task over OpenVINO's at any weight format", (SMALL, LARGE), 1.7, _best_int8),
+    Bar("8 requests at once over vLLM's best mode", (EMBEDDED, SMALL), 1.3, _batch_against_vllm),
+)
+
+
+# --- the page ----------------------------------------------------------------------------------------------------------------
+
+
+def page(results: Results, file_name: str) -> str:
+    """The whole page in Markdown; `file_name` is the JSON beside it."""
+    models = [ModelResults(results, name) for name in results.settings["models"] if name in results.models]
+    parts = [_heading(results, file_name), _bars(models)]
+    for model in models:
+        parts += [f"## {model.title[0].upper()}{model.title[1:]}\n"]
+        if model.single:
+            parts += [_speeds(model, results), _ratios(model), _tasks(model)]
+        if model.batch:
+            parts += [_batches(model)]
+        parts += [_refusals(model)]
+    parts.append(_settings(models))
+    return "\n".join(part for part in parts if part)
+
+
+def _heading(results: Results, file_name: str) -> str:
+    lines = [
+        "# Slipstream and its peers on a CPU",
+        "",
+        "Written by `python -m benchmarks.peers.report`; do not edit. How to run it again is in "
+        "[benchmarks/peers](../../benchmarks/peers/README.md).",
+        "",
+        "The same checkpoints, prompt token ids, threads and output lengths for all; greedy, the end token ignored, nothing kept from "
+        "one request to the next; modes take turns prompt by prompt. Tokens/s are output tokens over the whole call, prompt included. "
+        "The larger models are cost-expanded: they compute the embedded target's function at their size's cost.",
+        "",
+        f"Raw results with every output: [{file_name}]({file_name}).",
+        "",
+    ]
+    if not results.sessions:
+        return "\n".join(lines)
+    session = results.sessions[-1]
+    lines += [
+        f"- {session['cpu']}, {session['cores']} cores, {session['threads']} threads, "
+        f"{session['memory_bytes'] / 2**30:.0f} GiB; memory read at "
+        f"{session['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"- {session['date']}, commit {session['commit'][:12]}, code {results.code}, Python {session['python']}, "
+        f"{len(results.sessions)} start{'s' if len(results.sessions) > 1 else ''}",
+        f"- `{session['command']}`",
+        f"- {_quiet(results)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _quiet(results: Results) -> str:
+    """How much else the machine did while samples were taken."""
+    if not results.samples:
+        return "no samples"
+    shares = [sample.other_cpu_s / max(sample.seconds, 0.05) for sample in results.samples]
+    disturbed = sum(share > BUSY_SHARE for share in shares)
+    return (
+        f"processor time of everything but the measured process, idle workers included, while it ran: median "
+        f"{statistics.median(shares):.3f} cores; more than {BUSY_SHARE} in {disturbed} of {len(shares)} samples"
+    )
+
+
+def _bars(models: list[ModelResults]) -> str:
+    by_name = {model.name: model for model in models}
+    lines = [
+        "## Bars",
+        "",
+        "Geometric means over tasks of paired ratios, with 95 % bootstrap intervals over tasks and pairs.",
+        "",
+        "| what | model | against | bar | reached | yes or no |",
+        "|---|---|---|---|---|---|",
+    ]
+    for bar in BARS:
+        for name in bar.models:
+            if name not in by_name:
+                continue
+            ratio, against = bar.measure(by_name[name])
+            reached = str(ratio) if ratio else "not measured"
+            verdict = "—" if ratio is None else "yes" if ratio.value >= bar.least else "**no**"
+            lines.append(f"| {bar.what} | {name} | {against} | ≥ {bar.least} | {reached} | {verdict} |")
+    for model in models:
+        if row := _int8_texts(model):
+            lines.append(row)
+    return "\n".join([*lines, ""])
+
+
+def _int8_texts(model: ModelResults) -> str:
+    """Whether int8 texts are those of int8 off, over all our int8 modes."""
+    off = _only(model.keys(peer=OURS, kind="off", weights="int8"))
+    if off is None:
+        return ""
+    counts = [
+        equal_texts(model.single[key], model.single[off])
+        for key in model.keys(peer=OURS, weights="int8")
+        if key != off
+    ]
+    equal, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
+    if not total:
+        return ""
+    verdict = "yes" if equal == total else "**no**"
+    what = "int8 texts with speculation on equal to off's"
+    return f"| {what} | {model.name} | {_label(off)} | 100 % | {equal} of {total} | {verdict} |"
+
+
+def _speeds(model: ModelResults, results: Results) -> str:
+    bandwidth = results.sessions[-1]["read_bandwidth_bytes_per_s"] if results.sessions else None
+    lines = [
+        "| mode | tokens/s, mean over tasks | median | quartiles | after the first token | texts equal to its off | "
+        "weights read | over the floor | peak memory | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in _in_order(model):
+        samples = model.single[key]
+        low, median, high = quartiles([sample.tokens_per_s for sample in samples])
+        decode = [speed for sample in samples if (speed := sample.decode_tokens_per_s)]
+        entry = model.entries[key]
+        weights = entry["definition"]["weights"]
+        floor = ["", ""]
+        if entry["definition"]["kind"] == "off" and decode:
+            achieved = model.bytes_per_step(weights) * statistics.median(decode)
+            floor = [f"{achieved / 1e9:.1f} GB/s", f"{bandwidth / achieved:.2f}" if bandwidth else ""]
+        off = model.off(key)
+        same = ""
+        if off is not None and off != key:
+            equal, total = equal_texts(samples, model.single[off])
+            same = f"{equal} of {total}"
+        cells = [
+            _label(key),
+            f"{task_mean(samples):.1f}",
+            f"{median:.1f}",
+            f"{low:.1f} to {high:.1f}",
+            f"{statistics.median(decode):.1f}" if decode else "not told",
+            same,
+            *floor,
+            f"{entry.get('peak_memory_bytes', 0) / 2**30:.2f} GiB",
+            f"{entry['load_s']:.1f} s",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "*Weights read* is the size of the weights times steps a second, with speculation off; *over the floor* is the measured "
+        "bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a small model that stays in the "
+        "processor's cache goes below. *Peak memory* includes loading and mapped files.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _ratios(model: ModelResults) -> str:
+    """Each mode over its peer's off, and over our own mode of the same kind."""
+    lines = ["| mode | over its own off | Slipstream's same kind over it |", "|---|---|---|"]
+    for key in _in_order(model):
+        definition = model.entries[key]["definition"]
+        off = model.off(key)
+        own = ""
+        if off is not None and off != key:
+            own = str(over_tasks(paired_ratios(model.single[key], model.single[off])) or "")
+        against = ""
+        if definition["peer"] != OURS:
+            weights = "float32" if definition["weights"] == "float32" else "int8"
+            same = _only(model.keys(peer=OURS, kind=definition["kind"], weights=weights))
+            if same is not None:
+                against = str(over_tasks(paired_ratios(model.single[same], model.single[key])) or "")
+        if own or against:
+            lines.append(f"| {_label(key)} | {own} | {against} |")
+    return "\n".join(["Paired ratios, geometric mean over tasks (95 % interval):", "", *lines, ""])
+
+
+def _tasks(model: ModelResults) -> str:
+    tasks = sorted({sample.task for samples in model.single.values() for sample in samples})
+    lines = [f"| tokens/s, median | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
+    for key in _in_order(model):
+        cells = []
+        for task in tasks:
+            speeds = [sample.tokens_per_s for sample in model.single[key] if sample.task == task]
+            cells.append(f"{statistics.median(speeds):.1f}" if speeds else "")
+        lines.append(f"| {_label(key)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _batches(model: ModelResults) -> str:
+    size = max(len(sample.token_ids) for samples in model.batch.values() for sample in samples)
+    lines = [f"{size} requests at once:", "", "| mode | tokens/s together, median | least and most |", "|---|---|---|"]
+    for key in _in_order(model):
+        if speeds := [sample.tokens_per_s for sample in model.batch.get(key, [])]:
+            spread = f"{min(speeds):.1f} to {max(speeds):.1f}"
+            lines.append(f"| {_label(key)} | {statistics.median(speeds):.1f} | {spread} |")
+    return "\n".join([*lines, ""])
+
+
+def _refusals(model: ModelResults) -> str:
+    if not model.refused:
+        return ""
+    lines = ["| cannot run | why |", "|---|---|"]
+    for key, reason in model.refused.items():
+        mode, _, batch = key.partition(" (batch)") if key.endswith(" (batch)") else (key, "", None)
+        label = _label(mode) + (f", {BATCH}" if batch is not None else "")
+        cell = reason.replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| {label} | {cell} |")
+    return "\n".join([*lines, ""])
+
+
+def _settings(models: list[ModelResults]) -> str:
+    lines = ["## Versions and settings", "", "| mode | versions | settings |", "|---|---|---|"]
+    seen: set[str] = set()
+    for model in models:
+        for key in _in_order(model):
+            entry = model.entries[key]
+            if key in seen:
+                continue
+            seen.add(key)
+            versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
+            definition = entry["definition"]
+            given = [f"`{name}`: `{definition[name]}`" for name in ("load", "call") if definition[name]]
+            lines.append(f"| {_label(key)} | {versions} | {'; '.join([*entry['notes'], *given])} |")
+    return "\n".join([*lines, ""])
+
+
+def _in_order(model: ModelResults) -> list[str]:
+    """Modes with samples: by weights, then peer, as the catalogue has them."""
+    weights = ["float32", "int8", "int4"]
+    peers = list(NAMES)
+    keys = [key for key in model.entries if key in model.single]
+    return sorted(keys, key=lambda key: (weights.index(_parts(key)[2]), peers.index(_parts(key)[0])))
+
+
+def main(arguments: list[str]) -> int:
+    source = Path(arguments[0]) if arguments else ROOT / "docs/benchmarks/cpu_peers.json"
+    target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("cpu.md")
+    try:
+        target.write_text(page(load(source), source.name), encoding="utf-8")
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""llama.cpp's own server, built from the sources in llama-cpp-python's package, over HTTP on this machine.
+
+`options` of a mode: `arguments`, more of the server's arguments. llama-cpp-python itself has no draft models; the server has them.
+
+Checkpoints become GGUF files here, with every tensor as it is, by llama.cpp's own `gguf` package: its converter
+refuses tokenizers that it does not know by name.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workers.loop import Answers, Loaded, Refused, serve
+
+START_TIMEOUT_S = 120
+
+
+class LlamaServer:
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Answers:
+        bodies = [
+            {
+                "prompt": prompt,
+                "n_predict": max_tokens,
+                "temperature": 0,
+                "samplers": ["temperature"],
+                "ignore_eos": True,
+                "cache_prompt": False,  # the same prompts come again in every round
+                "return_tokens": True,
+                **options,
+            }
+            for prompt in prompts
+        ]
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            started_s = time.perf_counter()
+            answers = list(pool.map(self._post, bodies))
+            seconds = time.perf_counter() - started_s
+        first_ms = min(answer["timings"]["prompt_ms"] for answer in answers)
+        return Answers([answer["tokens"] for answer in answers], seconds, first_ms / 1e3)
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        if response.status != 200:
+            raise Refused(f"llama-server answered {response.status}: {answer}")
+        return dict(answer)
+
+
+def load(request: dict[str, Any]) -> Loaded:
+    server = Path(sys.prefix) / "bin/llama-server"
+    slots = request["max_num_seqs"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    extra = request["options"].get("arguments", [])
+    command = [
+        *(str(server), "--model", request["target"]),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--threads", str(request["threads"]), "--threads-batch", str(request["threads"])),
+        *("--parallel", str(slots), "--ctx-size", str(slots * request["max_model_len"])),
+        *("--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"),
+        *extra,
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    backend = LlamaServer(process, port)
+    _wait_until_ready(process, port)
+    version = subprocess.run([str(server), "--version"], capture_output=True, text=True, check=False)
+    about = (version.stdout + version.stderr).strip().splitlines()
+    lines = [line for line in about if line.startswith("version")]
+    notes = ["float32 weights and cache, prompt cache off, llama-server", *([" ".join(extra)] if extra else [])]
+    return Loaded(
+        backend, {"llama.cpp": lines[0].removeprefix("version: ") if lines else "unknown"},
+        [note.replace(request["draft"], "DRAFT") for note in notes],
+    )
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise Refused(f"llama-server ended with {process.returncode} while it started")
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise Refused(f"llama-server was not ready after {START_TIMEOUT_S} s")
+
+
+def convert(source: Path, target: Path, weights: str) -> None:
+    """Write a Llama checkpoint with tied embeddings as GGUF, every tensor in float32."""
+    import gguf
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    assert weights == "float32"
+    config = json.loads((source / "config.json").read_text())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(target, "llama")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    _add_tokenizer(writer, gguf, json.loads((source / "tokenizer.json").read_text()))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(source / "model.safetensors").items():
+        values = tensor.astype(np.float32)
+        if name.endswith("q_proj.weight"):
+            values = _interleaved(values, heads)
+        elif name.endswith("k_proj.weight"):
+            values = _interleaved(values, kv_heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Any, heads: int) -> Any:
+    """llama.cpp rotates neighbouring pairs, Transformers halves: reorder the rows of each head."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _add_tokenizer(writer: Any, gguf: Any, tokenizer: dict[str, Any]) -> None:
+    """The vocabulary under neutral names for the special tokens.
+
+    llama.cpp ends an answer at any token that is *called* like an end token, and forbids such tokens when told to ignore the
+    end; neutral names let the end token pass like any other, as it does in the other engines.
+    """
+    special = {token["id"]: f"[special {token['id']}]" for token in tokenizer["added_tokens"]}
+    vocabulary = {index: token for token, index in tokenizer["model"]["vocab"].items()} | special
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    ids = range(len(vocabulary))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([vocabulary[index] for index in ids])
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL for index in ids]
+    )
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)  # padding, which the model never writes
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+if __name__ == "__main__":
+    serve(load, convert)

@@ -1,0 +1,95 @@
+"""OpenVINO GenAI. `options` of a mode: `draft`, `prompt_lookup`, and device properties.
+
+Weights are compressed by NNCF through optimum-intel, as OpenVINO's documentation recommends; float32 rows force float32
+arithmetic and a float32 cache, the others keep the CPU plugin's own choice, which is its fastest.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+
+from benchmarks.peers.workers.loop import Answers, Loaded, serve
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+
+class OpenVino:
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Answers:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        for name, value in options.items():
+            setattr(config, name, value)
+        width = max(len(prompt) for prompt in prompts)
+        ids = np.zeros((len(prompts), width), dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(mask))
+        started_s = time.perf_counter()
+        result = self.pipeline.generate(inputs, config)
+        seconds = time.perf_counter() - started_s
+        first_ms = result.perf_metrics.get_ttft().mean
+        return Answers([list(tokens) for tokens in result.tokens], seconds, first_ms / 1e3)
+
+
+def load(request: dict[str, Any]) -> Loaded:
+    options = dict(request["options"])
+    exact = EXACT if request["weights"] == "float32" else {}
+    properties = {"INFERENCE_NUM_THREADS": request["threads"], **exact}
+    arguments: dict[str, Any] = {}
+    if options.pop("draft", False):
+        arguments["draft_model"] = openvino_genai.draft_model(request["draft"], "CPU", **properties)
+    if options.pop("prompt_lookup", False):
+        arguments["prompt_lookup"] = True
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # the same prompts come again in every round
+    scheduler.max_num_seqs = request["max_num_seqs"]
+    scheduler.cache_size = 1
+    if options.get("ATTENTION_BACKEND") != "SDPA":
+        arguments["scheduler_config"] = scheduler
+    pipeline = openvino_genai.LLMPipeline(request["target"], "CPU", **properties, **options, **arguments)
+    notes = [f"{name}={value}" for name, value in {**properties, **options}.items()]
+    versions = {"openvino-genai": openvino_genai.__version__, "openvino": openvino.__version__}
+    return Loaded(OpenVino(pipeline), versions, [*notes, "prefix caching off"])
+
+
+def convert(source: Path, target: Path, weights: str) -> None:
+    """Write `source` as an OpenVINO model with the given weight format, its tokenizer included."""
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    quantization = {
+        "float32": None,
+        "int8": OVWeightQuantizationConfig(bits=8),
+        "int4": OVWeightQuantizationConfig(bits=4, group_size_fallback="adjust"),
+    }[weights]
+    model = OVModelForCausalLM.from_pretrained(
+        source, export=True, compile=False, load_in_8bit=False, quantization_config=quantization
+    )
+    model.save_pretrained(target)
+    _save_tokenizer(source, target)
+
+
+def _save_tokenizer(source: Path, target: Path) -> None:
+    """The pipeline wants a tokenizer beside the model, even where it is fed token ids."""
+    from openvino_tokenizers import convert_tokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
+    openvino.save_model(tokenizer, target / "openvino_tokenizer.xml")
+    openvino.save_model(detokenizer, target / "openvino_detokenizer.xml")
+
+
+if __name__ == "__main__":
+    serve(load, convert)
