@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import subprocess
@@ -58,7 +57,7 @@ def ensure(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]:
-    """Environment variables of a peer's worker: threads, no network, and what the peer's own documentation recommends."""
+    """Environment variables of a peer's worker: threads, no network, and what its own documentation recommends."""
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -82,8 +81,8 @@ def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]
 
 def _vllm_preloads(environment: Path) -> list[str]:
     """Its CPU guide asks for Intel's OpenMP, which comes with it, and tcmalloc, which the system may have."""
-    patterns = ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib/*/libtcmalloc.so.4", "/usr/lib64/libtcmalloc*.so.4"]
-    allocators = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
+    patterns = ("lib/*/libtcmalloc_minimal.so.4", "lib/*/libtcmalloc.so.4", "lib64/libtcmalloc*.so.4")
+    allocators = [str(path) for pattern in patterns for path in sorted(Path("/usr").glob(pattern))]
     openmp = environment / "lib/libiomp5.so"
     return allocators[:1] + ([str(openmp)] if openmp.exists() else [])
 
@@ -123,7 +122,9 @@ def _build_llama_server(environment: Path) -> None:
     tool = environment / "bin/cmake"
     make_program = f"-DCMAKE_MAKE_PROGRAM={environment / 'bin/ninja'}"
     _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS])
-    _run([str(tool), "--build", str(build), "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
+    _run(
+        [str(tool), "--build", str(build), "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)]
+    )
     (build / "bin/llama-server").rename(environment / "bin/llama-server")
 
 

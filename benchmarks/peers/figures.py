@@ -46,8 +46,8 @@ def paired_ratios(ours: Iterable[Sample], theirs: Iterable[Sample]) -> dict[str,
 def over_tasks(ratios: Mapping[str, Sequence[float]], *, seed: int = 0) -> Ratio | None:
     """Geometric mean of the tasks' geometric means; None without a pair.
 
-    The interval resamples tasks, and pairs within each: tasks differ more than repetitions do, and with a pair or two a task
-    an interval over repetitions alone would claim too much.
+    The interval resamples tasks, and pairs within each: tasks differ more than repetitions do, and with a pair or
+    two a task an interval over repetitions alone would claim too much.
     """
     if not ratios:
         return None

@@ -65,7 +65,9 @@ class Worker:
 
     def cpu_s(self) -> float:
         """Processor time that the worker and its children have used so far."""
-        return sum(times.user + times.system for times in (process.cpu_times() for process in self._processes()))
+        return sum(
+            times.user + times.system for times in (process.cpu_times() for process in self._processes())
+        )
 
     def resident_bytes(self) -> int:
         return sum(process.memory_info().rss for process in self._processes())

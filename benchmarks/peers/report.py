@@ -1,7 +1,7 @@
 """The page that the results make: a pure function of the JSON.
 
-    python -m benchmarks.peers.report                    # docs/benchmarks/cpu_peers.json -> docs/benchmarks/cpu.md
-    python -m benchmarks.peers.report RESULTS.json PAGE.md
+python -m benchmarks.peers.report                    # docs/benchmarks/cpu_peers.json -> docs/benchmarks/cpu.md
+python -m benchmarks.peers.report RESULTS.json PAGE.md
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ NAMES = {
     "llamacpp": "llama.cpp",
 }
 OURS = "slipstream"
-BUSY_SHARE = 0.05
-"""Processor time of others, as a share of the worker's, from which a sample counts as disturbed."""
+DISTURBED_CORES = 0.1
+LONG_S = 0.5
+"""Processor time is counted in hundredths of a second: a shorter sample says little about others."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class ModelResults:
         self.title: str = results.models[name]["title"]
         self.parameters: int = results.models[name]["parameters"]
         self.entries = {
-            key.split(": ", 1)[1]: entry for key, entry in results.modes.items() if key.startswith(f"{name}: ")
+            key.split(": ", 1)[1]: entry
+            for key, entry in results.modes.items()
+            if key.startswith(f"{name}: ")
         }
         self.single = {key: list(results.of(name, key)) for key in self.entries}
         self.batch = {key: list(results.of(name, key, batch=True)) for key in self.entries}
@@ -69,7 +72,12 @@ class ModelResults:
         }
 
     def keys(
-        self, *, ours: bool | None = None, peer: str | None = None, kind: str | None = None, weights: str | None = None
+        self,
+        *,
+        ours: bool | None = None,
+        peer: str | None = None,
+        kind: str | None = None,
+        weights: str | None = None,
     ) -> list[str]:
         """Modes with samples that are of this kind."""
         found = []
@@ -106,10 +114,12 @@ def _label(key: str) -> str:
     return f"{NAMES[peer]}, {name}" + ("" if weights == "float32" else f", {weights}")
 
 
-# --- what the bars measure ---------------------------------------------------------------------------------------------------
+# --- what the bars measure ---
 
 
-def _against_fastest(model: ModelResults, ours: str | None, theirs: Iterable[str]) -> tuple[Ratio | None, str]:
+def _against_fastest(
+    model: ModelResults, ours: str | None, theirs: Iterable[str]
+) -> tuple[Ratio | None, str]:
     """One mode of ours over the fastest of theirs."""
     candidates = [key for key in theirs if model.single[key]]
     if ours is None or not candidates:
@@ -173,7 +183,11 @@ def _best_int8(model: ModelResults) -> tuple[Ratio | None, str]:
 
 def _batch_against_vllm(model: ModelResults) -> tuple[Ratio | None, str]:
     """Best batch mode of ours over vLLM's best, float32 both; pairs are rounds."""
-    ours = {key: samples for key, samples in model.batch.items() if key.startswith(f"{OURS}/") and key.endswith("32")}
+    ours = {
+        key: samples
+        for key, samples in model.batch.items()
+        if key.startswith(f"{OURS}/") and key.endswith("32")
+    }
     theirs = {key: samples for key, samples in model.batch.items() if key.startswith("vllm/")}
     if not ours or not theirs:
         return None, "nothing to compare"
@@ -186,17 +200,24 @@ def _batch_against_vllm(model: ModelResults) -> tuple[Ratio | None, str]:
 EMBEDDED, SMALL, LARGE = "embedded", "expanded-300m", "expanded-1g"
 BARS = (
     Bar("speculation off over the fastest peer's off", (EMBEDDED, SMALL, LARGE), 1.0, _off_against_peers),
-    Bar("the same draft, 4 tokens, over the fastest peer with it", (SMALL, LARGE), 1.05, _draft_against_peers),
+    Bar(
+        "the same draft, 4 tokens, over the fastest peer with it", (SMALL, LARGE), 1.05, _draft_against_peers
+    ),
     Bar("best mode by task over own off", (SMALL, LARGE), 1.9, _best_against_off),
     Bar("best mode by task over own off", (EMBEDDED,), 1.3, _best_against_off),
     Bar("best mode by task over the best peer's", (EMBEDDED, SMALL, LARGE), 1.15, _best_float32),
-    Bar("int8 off over OpenVINO's fastest off at any weight format", (SMALL, LARGE), 1.2, _int8_off_against_openvino),
+    Bar(
+        "int8 off over OpenVINO's fastest off at any weight format",
+        (SMALL, LARGE),
+        1.2,
+        _int8_off_against_openvino,
+    ),
     Bar("int8 best mode by task over OpenVINO's at any weight format", (SMALL, LARGE), 1.7, _best_int8),
     Bar("8 requests at once over vLLM's best mode", (EMBEDDED, SMALL), 1.3, _batch_against_vllm),
 )
 
 
-# --- the page ----------------------------------------------------------------------------------------------------------------
+# --- the page ---
 
 
 def page(results: Results, file_name: str) -> str:
@@ -221,9 +242,10 @@ def _heading(results: Results, file_name: str) -> str:
         "Written by `python -m benchmarks.peers.report`; do not edit. How to run it again is in "
         "[benchmarks/peers](../../benchmarks/peers/README.md).",
         "",
-        "The same checkpoints, prompt token ids, threads and output lengths for all; greedy, the end token ignored, nothing kept from "
-        "one request to the next; modes take turns prompt by prompt. Tokens/s are output tokens over the whole call, prompt included. "
-        "The larger models are cost-expanded: they compute the embedded target's function at their size's cost.",
+        "The same checkpoints, prompt token ids, threads and output lengths for all; greedy, the end token ignored, "
+        "nothing kept from one request to the next; modes take turns prompt by prompt. Tokens/s are output tokens over "
+        "the whole call, prompt included. The larger models are cost-expanded: they compute the embedded target's "
+        "function at their size's cost.",
         "",
         f"Raw results with every output: [{file_name}]({file_name}).",
         "",
@@ -245,14 +267,22 @@ def _heading(results: Results, file_name: str) -> str:
 
 
 def _quiet(results: Results) -> str:
-    """How much else the machine did while samples were taken."""
+    """How much else the machine did while samples were taken, and what idle workers used."""
     if not results.samples:
         return "no samples"
-    shares = [sample.other_cpu_s / max(sample.seconds, 0.05) for sample in results.samples]
-    disturbed = sum(share > BUSY_SHARE for share in shares)
+    others = sum(sample.other_cpu_s for sample in results.samples) / sum(s.seconds for s in results.samples)
+    long = [sample for sample in results.samples if sample.seconds >= LONG_S]
+    disturbed = sum(sample.other_cpu_s / sample.seconds > DISTURBED_CORES for sample in long)
+    idle = [
+        (entry["idle_cores"], key)
+        for key, entry in results.modes.items()
+        if entry.get("idle_cores") is not None
+    ]
+    most = max(idle, default=(0.0, "none"))
     return (
-        f"processor time of everything but the measured process, idle workers included, while it ran: median "
-        f"{statistics.median(shares):.3f} cores; more than {BUSY_SHARE} in {disturbed} of {len(shares)} samples"
+        f"while a sample was taken, everything else on the machine used {others:.3f} cores on average, more than "
+        f"{DISTURBED_CORES} in {disturbed} of the {len(long)} samples of at least {LONG_S} s; a loaded worker used "
+        f"at most {most[0]:.3f} cores while it waited ({most[1]})"
     )
 
 
@@ -334,9 +364,9 @@ def _speeds(model: ModelResults, results: Results) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*Weights read* is the size of the weights times steps a second, with speculation off; *over the floor* is the measured "
-        "bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a small model that stays in the "
-        "processor's cache goes below. *Peak memory* includes loading and mapped files.",
+        "*Weights read* is the size of the weights times steps a second, with speculation off; *over the floor* is the "
+        "measured bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a small "
+        "model that stays in the processor's cache goes below. *Peak memory* includes loading and mapped files.",
         "",
     ]
     return "\n".join(lines)
@@ -376,7 +406,12 @@ def _tasks(model: ModelResults) -> str:
 
 def _batches(model: ModelResults) -> str:
     size = max(len(sample.token_ids) for samples in model.batch.values() for sample in samples)
-    lines = [f"{size} requests at once:", "", "| mode | tokens/s together, median | least and most |", "|---|---|---|"]
+    lines = [
+        f"{size} requests at once:",
+        "",
+        "| mode | tokens/s together, median | least and most |",
+        "|---|---|---|",
+    ]
     for key in _in_order(model):
         if speeds := [sample.tokens_per_s for sample in model.batch.get(key, [])]:
             spread = f"{min(speeds):.1f} to {max(speeds):.1f}"

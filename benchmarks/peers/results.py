@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,7 +86,7 @@ class Results:
         head = json.dumps(content, indent=1).removesuffix("\n}")
         temporary = path.with_suffix(".partial")
         temporary.write_text(f'{head},\n "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
-        os.replace(temporary, path)
+        temporary.replace(path)
 
 
 def load(path: Path) -> Results:
@@ -103,8 +102,8 @@ def load(path: Path) -> Results:
 def resume(path: Path, settings: dict[str, Any], code: str, *, fresh: bool) -> Results:
     """Earlier results to go on with, or empty ones.
 
-    Raises `ConfigError` when the file at `path` came from other settings or other code: samples that were not taken alike
-    must not be compared.
+    Raises `ConfigError` when the file at `path` came from other settings or other code: samples that were not
+    taken alike must not be compared.
     """
     if fresh or not path.exists():
         return Results(settings, code)

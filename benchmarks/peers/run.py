@@ -4,8 +4,8 @@
     python -m benchmarks.peers.run --quick               # one round of few tokens, results beside the environments
     python -m benchmarks.peers.run --models expanded-300m --peers slipstream,openvino --modes off,draft
 
-Builds what is missing (environments, expanded and converted models), then runs round by round. A run that was stopped goes
-on where it was. Writes docs/benchmarks/cpu_peers.json and, from it, docs/benchmarks/cpu.md.
+Builds what is missing (environments, expanded and converted models), then runs round by round. A run that was
+stopped goes on where it was. Writes docs/benchmarks/cpu_peers.json and, from it, docs/benchmarks/cpu.md.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ LOAD_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 600.0
 CONVERT_TIMEOUT_S = 1800.0
 WARM_UP_TOKENS = 12
+SETTLE_S = 0.5
+"""How long a worker's threads may go on spinning after its answer before somebody else's turn begins all the same."""
 RESERVE_BYTES = 2 * 2**30
 """Memory that stays free, so that nothing is ever pushed out."""
 QUICK = {"prompts_per_task": 1, "max_tokens": 24, "rounds": 1}
@@ -103,7 +105,9 @@ class Driver:
         self._convert_everything()
         self._open_session()
         for number, model in enumerate(self.catalog.models):
-            console.print(f"{model.name}: about {self._minutes(self.catalog.models[number:])} left for all models")
+            console.print(
+                f"{model.name}: about {self._minutes(self.catalog.models[number:])} left for all models"
+            )
             ModelRun(self, model).run()
 
     def start(self, peer: str, name: str) -> Worker:
@@ -209,9 +213,15 @@ class ModelRun:
         self.context = context_length(model, self.asked)
         self.resident: dict[int, Worker] = {}
         """By the identity of the group."""
+        self.rested: dict[int, tuple[float, float]] = {}
+        """By the identity of the group: the clock and the worker's processor time at the end of its last turn."""
+        self.idle: dict[int, list[tuple[float, float]]] = {}
+        """Seconds between two turns, and processor time that the worker used in them."""
 
     def run(self) -> None:
-        modes = [m for m in self.driver.catalog.modes_of(self.model) if not self.driver.is_refused(self.model, m)]
+        modes = [
+            m for m in self.driver.catalog.modes_of(self.model) if not self.driver.is_refused(self.model, m)
+        ]
         groups = grouped(modes)
         waves: list[list[Group]] = []
         try:
@@ -295,6 +305,9 @@ class ModelRun:
                 "load_s": ready["load_s"],
             }
             self._warm_up(group, mode)
+        if id(group) not in self.resident:
+            return
+        self._settle(group)
         peak = worker.peak_memory_bytes()
         self.driver.peak_bytes[self.model.name, group.peer, group.weights] = peak
 
@@ -319,23 +332,49 @@ class ModelRun:
                     continue
                 self._sample(number, group, mode, question)
         for group in wave:
-            if id(group) in self.resident:
-                for mode in group.modes:
-                    entry = self.driver.results.modes[f"{self.model.name}: {mode.key}"]
-                    entry["peak_memory_bytes"] = self.resident[id(group)].peak_memory_bytes()
+            self._write_down(group)
         self.driver.save()
         names = ", ".join(mode.key for _, mode in sorted(turns, key=lambda turn: turn[1].key))
         minutes = self.driver._minutes(self._models_left())
         console.print(f"{self.model.name}, round {number + 1}: {names}; about {minutes} left")
 
+    def _write_down(self, group: Group) -> None:
+        """What the process itself has used so far."""
+        if id(group) not in self.resident:
+            return
+        rests = self.idle.get(id(group), [])
+        slept_s = sum(rest[0] for rest in rests)
+        for mode in group.modes:
+            entry = self.driver.results.modes.get(f"{self.model.name}: {mode.key}")
+            if entry is not None:
+                entry["peak_memory_bytes"] = self.resident[id(group)].peak_memory_bytes()
+                entry["idle_cores"] = round(sum(rest[1] for rest in rests) / slept_s, 4) if slept_s else None
+
+    def _settle(self, group: Group) -> None:
+        """Wait until the worker's threads sleep: some OpenMP runtimes spin for a while after their work."""
+        worker = self.resident[id(group)]
+        deadline_s = time.perf_counter() + SETTLE_S
+        used_s = worker.cpu_s()
+        while time.perf_counter() < deadline_s:
+            time.sleep(0.02)
+            before_s, used_s = used_s, worker.cpu_s()
+            if used_s == before_s:
+                break
+        self.rested[id(group)] = (time.perf_counter(), used_s)
+
     def _sample(self, number: int, group: Group, mode: Mode, question: Question) -> None:
         worker = self.resident[id(group)]
         busy_s, own_s = machine.busy_cpu_s(), worker.cpu_s()
+        if id(group) in self.rested:
+            since_s, used_s = self.rested[id(group)]
+            rest = (time.perf_counter() - since_s, own_s - used_s)
+            self.idle.setdefault(id(group), []).append(rest)
         answers = self._call(group, mode, question, self.model.max_tokens)
         if answers is None:
             return
         own_s = worker.cpu_s() - own_s
         busy_s = machine.busy_cpu_s() - busy_s
+        self._settle(group)
         sample = Sample(
             model=self.model.name,
             mode=mode.key,
@@ -403,6 +442,7 @@ class ModelRun:
             self._close(group)
 
     def _close(self, group: Group) -> None:
+        self.rested.pop(id(group), None)
         worker = self.resident.pop(id(group), None)
         if worker is not None:
             worker.close()
@@ -440,7 +480,11 @@ def _chosen(text: str | None, valid: list[str], what: str) -> list[str]:
 def code_fingerprint() -> str:
     """What the figures depend on in this checkout: Slipstream's own code, the workers and their requirements."""
     folder = Path(__file__).parent
-    files = [*ROOT.glob("src/slipstream/**/*.py"), *folder.glob("workers/*.py"), *folder.glob("requirements/*.txt")]
+    files = [
+        *ROOT.glob("src/slipstream/**/*.py"),
+        *folder.glob("workers/*.py"),
+        *folder.glob("requirements/*.txt"),
+    ]
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
@@ -471,7 +515,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="instead of each model's own")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the order in which modes take turns")
-    parser.add_argument("--venvs", type=Path, default=CACHE / "venvs", help="where the peers' environments are")
+    parser.add_argument(
+        "--venvs", type=Path, default=CACHE / "venvs", help="where the peers' environments are"
+    )
     parser.add_argument("--models-dir", type=Path, default=CACHE / "models", help="where larger models are")
     parser.add_argument("--out", type=Path, help=f"results; {RESULTS.relative_to(ROOT)} unless --quick")
     parser.add_argument("--fresh", action="store_true", help="replace earlier results instead of going on")

@@ -29,7 +29,9 @@ def questions(model: Model) -> list[Question]:
     for row in sample_prompts():
         prompts = by_task.setdefault(row["task"], [])
         if len(prompts) < max(2, model.prompts_per_task):
-            ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, return_dict=False
+            )
             prompts.append(list(ids))
     single = [
         Question(task, index, [by_task[task][index]])

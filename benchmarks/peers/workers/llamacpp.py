@@ -1,6 +1,7 @@
 """llama.cpp's own server, built from the sources in llama-cpp-python's package, over HTTP on this machine.
 
-`options` of a mode: `arguments`, more of the server's arguments. llama-cpp-python itself has no draft models; the server has them.
+`options` of a mode: `arguments`, more of the server's arguments. llama-cpp-python's own loop has no drafts from a GGUF
+model; the server has.
 
 Checkpoints become GGUF files here, with every tensor as it is, by llama.cpp's own `gguf` package: its converter
 refuses tokenizers that it does not know by name.
@@ -80,9 +81,13 @@ def load(request: dict[str, Any]) -> Loaded:
     version = subprocess.run([str(server), "--version"], capture_output=True, text=True, check=False)
     about = (version.stdout + version.stderr).strip().splitlines()
     lines = [line for line in about if line.startswith("version")]
-    notes = ["float32 weights and cache, prompt cache off, llama-server", *([" ".join(extra)] if extra else [])]
+    notes = [
+        "float32 weights and cache, prompt cache off, llama-server",
+        *([" ".join(extra)] if extra else []),
+    ]
     return Loaded(
-        backend, {"llama.cpp": lines[0].removeprefix("version: ") if lines else "unknown"},
+        backend,
+        {"llama.cpp": lines[0].removeprefix("version: ") if lines else "unknown"},
         [note.replace(request["draft"], "DRAFT") for note in notes],
     )
 
@@ -151,8 +156,8 @@ def _interleaved(weight: Any, heads: int) -> Any:
 def _add_tokenizer(writer: Any, gguf: Any, tokenizer: dict[str, Any]) -> None:
     """The vocabulary under neutral names for the special tokens.
 
-    llama.cpp ends an answer at any token that is *called* like an end token, and forbids such tokens when told to ignore the
-    end; neutral names let the end token pass like any other, as it does in the other engines.
+    llama.cpp ends an answer at any token that is *called* like an end token, and forbids such tokens when told to
+    ignore the end; neutral names let the end token pass like any other, as it does in the other engines.
     """
     special = {token["id"]: f"[special {token['id']}]" for token in tokenizer["added_tokens"]}
     vocabulary = {index: token for token, index in tokenizer["model"]["vocab"].items()} | special

@@ -6,9 +6,10 @@
     generate  {"op": "generate", "prompts": [[ids], ...], "max_tokens": N, "options": {...}}
               -> {"event": "answers", "token_ids": [[ids], ...], "seconds": S, "first_token_s": S or null}
     convert   {"op": "convert", "source": PATH, "target": PATH, "weights": "int8"}
-              -> {"event": "converted", "bytes": N}
+              -> {"event": "converted"}
 
-Whatever a peer cannot do is answered with {"event": "refused", "reason": ...}; the worker goes on. End of input ends it.
+Whatever a peer cannot do is answered with {"event": "refused", "reason": ...}; the worker goes on. End of input
+ends it.
 `seconds` runs from the call with token ids to the return with token ids, without the pipe.
 """
 

@@ -1,7 +1,7 @@
 """Hugging Face Transformers: `generate` in float32 with SDPA attention. `options` of a call go to `generate`.
 
-`draft: true` adds the assistant with a constant number of draft tokens and without its confidence threshold, which would
-otherwise be tuned while it runs.
+`draft: true` adds the assistant with a constant number of draft tokens and without its confidence threshold, which
+would otherwise be tuned while it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Transformers:
             assistant.generation_config.assistant_confidence_threshold = 0.0
         speculative = assistant is not None or "prompt_lookup_num_tokens" in options
         if speculative and len(prompts) > 1:
-            raise Refused("Transformers' assisted generation takes one request at a time (batch_size > 1 raises)")
+            raise Refused(
+                "Transformers' assisted generation takes one request at a time (batch_size > 1 raises)"
+            )
         width = max(len(prompt) for prompt in prompts)
         rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]  # padded on the left
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

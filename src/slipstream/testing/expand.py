@@ -4,10 +4,11 @@
 
 The result costs as much time and memory as a trained model of its size and writes the source's text, so
 that draft acceptance stays what training made it. Quality and speed can then be measured on one pair of
-models. What is added computes on real numbers and adds zero: new layers take their values from the new part of the
-hidden state, which stays zero, and new heads and new intermediate units have a zero column in `o_proj` and `down_proj`.
-No two matrices are equal, since engines that store equal constants once would read less than the size says. RMSNorm divides by the mean square over all dimensions, which the zeros lower by h/H; its
-weights are scaled by sqrt(h/H) and its epsilon by h/H.
+models. What is added computes on real numbers and adds zero: new layers take their values from the new part
+of the hidden state, which stays zero; new heads and new intermediate units have a zero column in `o_proj` and
+`down_proj`. No two matrices of a wider model are equal, for an engine that keeps equal constants once would
+read less than its size says. RMSNorm divides by the mean square over all dimensions, which the zeros lower by
+h/H; its weights are scaled by sqrt(h/H) and its epsilon by h/H.
 """
 
 from __future__ import annotations
