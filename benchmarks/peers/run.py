@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -48,6 +49,8 @@ CONVERT_TIMEOUT_S = 1800.0
 WARM_UP_TOKENS = 12
 SETTLE_S = 0.5
 """How long a worker's threads may go on spinning after its answer before somebody else's turn begins all the same."""
+STARTS_S = {"slipstream": 6.0, "transformers": 8.0, "vllm": 30.0, "openvino": 3.0, "llamacpp": 2.0}
+"""Guesses for the time left, until a process of that peer has started: imports, loading, warm-up."""
 RESERVE_BYTES = 2 * 2**30
 """Memory that stays free, so that nothing is ever pushed out."""
 QUICK = {"prompts_per_task": 1, "max_tokens": 24, "rounds": 1}
@@ -89,7 +92,8 @@ class Driver:
         self.results = results
         self.pythons: dict[str, Path] = {}
         self.no_environment: dict[str, str] = {}
-        self.load_s: dict[str, list[float]] = {}
+        self.start_s: dict[tuple[str, str], list[float]] = {}
+        """By model and peer: from starting a process to the end of its warm-up."""
         self.peak_bytes: dict[tuple[str, str, str], int] = {}
 
     def run(self) -> None:
@@ -188,8 +192,9 @@ class Driver:
             asked = questions(model)
             modes = [mode for mode in self.catalog.modes_of(model) if not self.is_refused(model, mode)]
             for group in grouped(modes):
-                known = self.load_s.get(group.peer, [10.0])
-                seconds += statistics.mean(known) + 2
+                known = self.start_s.get((model.name, group.peer))
+                guess = STARTS_S[group.peer] + 3 * self.results.models[model.name]["parameters"] / 1e9
+                seconds += statistics.mean(known) if known else guess
             for mode in modes:
                 left = model.rounds * len(asked) - len(self.results.done(model.name, mode.key))
                 seconds += max(0, left) * self._call_s(model, mode)
@@ -277,6 +282,7 @@ class ModelRun:
         if not self._missing(group, range(self.model.rounds)):
             return
         target, draft = self.driver.paths(group.modes[0], self.model)
+        started_s = time.monotonic()
         worker = self.driver.start(group.peer, f"{self.model.name} {group.modes[0].key}")
         request = {
             "op": "load",
@@ -296,7 +302,6 @@ class ModelRun:
                 self.driver.refuse(self.model, mode, str(refusal))
             return
         self.resident[id(group)] = worker
-        self.driver.load_s.setdefault(group.peer, []).append(ready["load_s"])
         for mode in group.modes:
             self.driver.results.modes[f"{self.model.name}: {mode.key}"] = {
                 "definition": dataclasses.asdict(mode),
@@ -308,14 +313,17 @@ class ModelRun:
         if id(group) not in self.resident:
             return
         self._settle(group)
+        took_s = time.monotonic() - started_s
+        self.driver.start_s.setdefault((self.model.name, group.peer), []).append(took_s)
         peak = worker.peak_memory_bytes()
         self.driver.peak_bytes[self.model.name, group.peer, group.weights] = peak
 
     def _warm_up(self, group: Group, mode: Mode) -> None:
-        """Short calls of every shape that will be timed."""
-        shapes = [self.asked[0]]
+        """Short calls, one request and several at once; prompts are cut, for at 1 G a long one takes seconds."""
+        first = self.asked[0].prompts[0][:WARM_UP_TOKENS]
+        shapes = [Question("warm-up", 0, [first])]
         if self._batch_asked(mode):
-            shapes.append(self.asked[-1])
+            shapes.append(Question(BATCH, 0, [first] * len(self.asked[-1].prompts)))
         for question in shapes:
             if id(group) in self.resident and not self.driver.is_refused(self.model, mode):
                 self._call(group, mode, question, WARM_UP_TOKENS)
@@ -531,6 +539,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     started_s = time.monotonic()
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # workers are ended on the way out
     try:
         check_at_least("--", 1, threads=options.threads)
         catalog = selected(load_catalog(), options)

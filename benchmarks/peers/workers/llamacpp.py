@@ -9,6 +9,7 @@ refuses tokenizers that it does not know by name.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import http.client
 import json
@@ -76,6 +77,7 @@ def load(request: dict[str, Any]) -> Loaded:
         *extra,
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    atexit.register(process.kill)  # when the driver goes away, so do both
     backend = LlamaServer(process, port)
     _wait_until_ready(process, port)
     version = subprocess.run([str(server), "--version"], capture_output=True, text=True, check=False)
