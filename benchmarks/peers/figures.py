@@ -54,10 +54,13 @@ def over_tasks(ratios: Mapping[str, Sequence[float]], *, seed: int = 0) -> Ratio
     logs = [np.log(np.asarray(values)) for _, values in sorted(ratios.items())]
     value = math.exp(float(np.mean([values.mean() for values in logs])))
     rng = np.random.default_rng(seed)
-    means = np.empty(RESAMPLES)
-    for number in range(RESAMPLES):
-        tasks = rng.integers(len(logs), size=len(logs))
-        means[number] = np.mean([rng.choice(logs[task], size=len(logs[task])).mean() for task in tasks])
+    drawn = rng.integers(len(logs), size=(RESAMPLES, len(logs)))  # [resample, place] -> task
+    resampled = np.empty(drawn.shape)
+    for task, values in enumerate(logs):
+        places = drawn == task
+        pairs = rng.integers(len(values), size=(int(places.sum()), len(values)))
+        resampled[places] = values[pairs].mean(axis=1)
+    means = resampled.mean(axis=1)
     low, high = np.exp(np.quantile(means, [0.025, 0.975]))
     return Ratio(value, float(low), float(high), sum(len(values) for values in logs))
 

@@ -223,7 +223,7 @@ def test_disturbed_samples_are_counted() -> None:
     page = report.page(noisy, "r.json")
     longer = sum(s.seconds >= 0.5 for s in noisy.samples)
     assert f"more than 0.1 in 1 of the {longer} samples" in page
-    assert "at most 0.250 cores (embedded: vllm/off/float32)" in page
+    assert "at most 0.250 cores while it waited (embedded: vllm/off/float32)" in page
 
 
 def test_the_command_writes_the_page_beside_the_results(
