@@ -358,7 +358,7 @@ def _speeds(model: ModelResults, results: Results) -> str:
             f"{statistics.median(decode):.1f}" if decode else "not told",
             same,
             *floor,
-            f"{entry.get('peak_memory_bytes', 0) / 2**30:.2f} GiB",
+            f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB" if entry.get("peak_memory_bytes") else "",
             f"{entry['load_s']:.1f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")

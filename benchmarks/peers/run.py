@@ -233,8 +233,8 @@ class ModelRun:
             for number in range(self.model.rounds):
                 waves = self._round(number, groups, waves)
         finally:
-            for group in groups:
-                self._close(group)
+            self._close_all(groups)
+            self.driver.save()
 
     def _round(self, number: int, groups: list[Group], waves: list[list[Group]]) -> list[list[Group]]:
         """Run one round and return its waves: the next one takes them backwards, beginning with what is loaded."""
@@ -450,6 +450,7 @@ class ModelRun:
             self._close(group)
 
     def _close(self, group: Group) -> None:
+        self._write_down(group)
         self.rested.pop(id(group), None)
         worker = self.resident.pop(id(group), None)
         if worker is not None:
