@@ -73,6 +73,9 @@ def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with two cores the other process only takes time
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_NO_USAGE_STATS": "1",
+            # This version cannot load what its ahead-of-time compiler saved; torch's own cache works.
+            "VLLM_USE_AOT_COMPILE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor-cache"),
             "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),  # compiled graphs, from the second start on
             "LD_PRELOAD": ":".join(_vllm_preloads(folder / "vllm")),
         }

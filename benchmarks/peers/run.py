@@ -493,6 +493,7 @@ def code_fingerprint() -> str:
         *ROOT.glob("src/slipstream/**/*.py"),
         *folder.glob("workers/*.py"),
         *folder.glob("requirements/*.txt"),
+        folder / "environments.py",
     ]
     digest = hashlib.sha256()
     for file in sorted(files):
