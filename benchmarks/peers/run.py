@@ -35,7 +35,7 @@ from benchmarks.peers.checkpoints import num_parameters, paths_for, target_path,
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, resume
 from benchmarks.peers.workload import BATCH_SIZE, Question, context_length, questions
-from benchmarks.provenance import provenance
+from slipstream.bench.provenance import provenance
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.errors import ConfigError, SlipstreamError
 
