@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/slipstream generate --compare --num-speculative-tokens 2 --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
+	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations=10 $(ARGS)

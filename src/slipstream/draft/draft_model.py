@@ -244,7 +244,8 @@ class DraftModelDrafter(Drafter):
         greedy = sequence.params.temperature == 0
         if sequence.id not in self._processors:
             params = sequence.params
-            if greedy:  # a one-hot distribution has no second guess: rank by the draft's own probabilities
+            if greedy and self.options.tree_top_k > 1:
+                # A one-hot distribution has no second guess: rank by the draft's own probabilities.
                 params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             self._processors[sequence.id] = LogitsProcessor(params, prompt, (), (), self.vocab_size)
@@ -337,7 +338,9 @@ class DraftModelDrafter(Drafter):
         parents = draft.frontier
         paths = [node.token_ids() if node else [] for node in parents]
         depth = len(paths[0]) + 1
-        log_probs = draft.processor.log_probs(logits, draft.sequence.output_token_ids, paths)
+        log_probs = logits  # of which only the argmax counts
+        if not draft.processor.is_plain_greedy:
+            log_probs = draft.processor.log_probs(logits, draft.sequence.output_token_ids, paths)
         if self.options.tree_top_k == 1:
             children = [self._single(draft, parents[0], log_probs[0], depth)]
         else:
