@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 
 CATALOG = Path(__file__).parent / "catalog.toml"
 PEERS = ("slipstream", "transformers", "vllm", "openvino", "llamacpp")
-KINDS = ("off", "draft", "draft-other", "lookup", "suffix", "tree", "self")
+KINDS = ("off", "draft", "lookup", "suffix", "tree", "self")
 WEIGHTS = ("float32", "int8", "int4")
 
 

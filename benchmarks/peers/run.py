@@ -491,6 +491,7 @@ def code_fingerprint() -> str:
     folder = Path(__file__).parent
     files = [
         *ROOT.glob("src/slipstream/**/*.py"),
+        *ROOT.glob("src/slipstream/models/kernels/*"),
         *folder.glob("workers/*.py"),
         *folder.glob("requirements/*.txt"),
         folder / "environments.py",

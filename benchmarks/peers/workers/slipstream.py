@@ -28,6 +28,7 @@ def load(request: dict[str, Any]) -> Loaded:
     engine = {
         "dtype": "float32",
         "device": "cpu",
+        "cpu_kernels": "native",
         "num_threads": request["threads"],
         "max_model_len": request["max_model_len"],
         "max_num_seqs": request["max_num_seqs"],
