@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,17 +123,11 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(lm: CausalLM, alone: Tensor) 
     assert torch.equal(logits[right], alone[begin : begin + depth])
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_no_bit(lm: CausalLM, alone: Tensor, threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_the_number_of_threads_changes_no_bit(
+    lm: CausalLM, alone: Tensor, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm.decoder, "num_threads", threads)
     assert torch.equal(lm.forward([chain(0, 0, LENGTH)], make_pool(lm)).logits, alone)
 
 

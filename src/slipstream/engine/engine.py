@@ -51,6 +51,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM, load_model, load_tokenizer
+from slipstream.models.native import serial_operators
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -107,6 +108,7 @@ class Engine:
             ),
         )
         self.verifier = create_verifier(speculative.verifier)
+        self._operators = nullcontext if self.model.decoder is None else serial_operators
         self.memory_plan = plan_memory(
             config,
             self.model,
@@ -210,12 +212,13 @@ class Engine:
             self.drafting.release(sequence)
         if not plan.scheduled:
             return []
-        planned_s = time.perf_counter()
-        proposals = self.drafting.propose(plan.scheduled)
-        drafted_s = time.perf_counter()
-        logits = self.runner.forward(plan, proposals)
-        verdicts = self._verify(plan, proposals, logits)
-        times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
+        with self._operators():
+            planned_s = time.perf_counter()
+            proposals = self.drafting.propose(plan.scheduled)
+            drafted_s = time.perf_counter()
+            logits = self.runner.forward(plan, proposals)
+            verdicts = self._verify(plan, proposals, logits)
+            times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
         report = None if self.on_step is None else _report(plan, proposals, times)
         updates = self._commit(plan, proposals, verdicts, logits, times)

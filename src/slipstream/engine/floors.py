@@ -42,6 +42,9 @@ class Survey:
 QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, array_bytes=2**28, max_repeats=5)
 """A rough look: few points, few repeats."""
 
+SETTLING_S = 0.01
+"""PyTorch's threads stay awake for some milliseconds after an operator, on the cores that a pass needs."""
+
 OnProgress = Callable[[int, int], None]
 """Called between timed passes with how many passes are done, and of how many."""
 
@@ -144,6 +147,7 @@ class _Limits:
         """Take one reading of each."""
         for limit, reading in self._readings.items():
             self._rates.setdefault(limit, []).append(reading())
+        time.sleep(SETTLING_S)
 
     def memory_bytes_per_s(self, model: CausalLM) -> Rate:
         """Over an array that no cache holds."""

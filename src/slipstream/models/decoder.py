@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -77,7 +78,10 @@ class Decoder:
         )
         self._frequencies = frequencies
         self._scratch = native.library().slipstream_new_scratch()
-        finalize(self, native.library().slipstream_free_scratch, self._scratch)
+        # Not at exit: a daemon thread may be in the middle of a pass.
+        finalize(self, native.library().slipstream_free_scratch, self._scratch).atexit = False
+        self._lock = threading.Lock()
+        self.num_threads = torch.get_num_threads()
         self._pools: WeakKeyDictionary[KVPool, tuple[Any, Any]] = WeakKeyDictionary()
         model.to_empty(device="meta")
 
@@ -108,8 +112,8 @@ class Decoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `CausalLM.forward`."""
         rows = _Rows(groups)
-        logits = torch.empty(len(rows.logit_rows), self.vocab_size)
-        hidden = {layer: torch.empty(rows.num_rows, self.hidden_size) for layer in hidden_layers}
+        logits = native.empty_rows(len(rows.logit_rows), self.vocab_size)
+        hidden = {layer: native.empty_rows(rows.num_rows, self.hidden_size) for layer in hidden_layers}
         keys, values = self._addresses(pool)
         tap_layers = np.array(list(hidden), dtype=np.int64)
         taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
@@ -125,9 +129,10 @@ class Decoder:
             ctypes.addressof(taps),
             logits.data_ptr(),
         )
-        native.library().slipstream_forward(
-            ctypes.byref(self._struct), ctypes.byref(batch), self._scratch, torch.get_num_threads()
-        )
+        with self._lock:
+            native.library().slipstream_forward(
+                ctypes.byref(self._struct), ctypes.byref(batch), self._scratch, self.num_threads
+            )
         return logits, hidden
 
     def _layer(self, layer: Any, variant: Variant, quantization: str | None) -> LayerStruct:

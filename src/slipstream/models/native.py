@@ -6,6 +6,7 @@ the engine runs on PyTorch's operators instead (`linears.py`); `unavailable` say
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -167,13 +169,14 @@ class PackedWeight:
         size = lib.slipstream_packed_bytes(kind, self.in_features, self.out_features)
         padded = lib.slipstream_padded_out(self.out_features)
         self.panels = huge_buffer(size)
-        self.scales = torch.empty(padded if kind == INT8 else 0)
-        self.sums = torch.empty(padded if kind == INT8 else 0, dtype=torch.int32)
+        self.scales = empty_rows(padded if kind == INT8 else 0)
+        self.sums = torch.empty(padded if kind == INT8 else 0, dtype=torch.int32, device="cpu")
         self.bias = (
             None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
         )
         shape = (self.in_features, self.out_features)
-        threads = torch.get_num_threads()
+        self.num_threads = torch.get_num_threads()
+        threads = self.num_threads
         if kind == INT8:
             scales, sums = self.scales.data_ptr(), self.sums.data_ptr()
             lib.slipstream_pack_int8(weight.data_ptr(), *shape, self.panels.data_ptr(), scales, sums, threads)
@@ -204,12 +207,37 @@ class PackedWeight:
 
     def multiply(self, rows: Tensor) -> Tensor:
         """float32 [n, in] -> [n, out]; a row's bits do not depend on the others."""
+        if rows.dtype != torch.float32 or rows.device.type != "cpu":
+            raise TypeError(f"the CPU kernels multiply float32 rows, not {rows.dtype} on {rows.device}")
         rows = rows.contiguous()
-        output = torch.empty(len(rows), self.out_features)
+        output = empty_rows(len(rows), self.out_features)
         library().slipstream_multiply(
-            ctypes.byref(self.struct), rows.data_ptr(), len(rows), output.data_ptr(), torch.get_num_threads()
+            ctypes.byref(self.struct), rows.data_ptr(), len(rows), output.data_ptr(), self.num_threads
         )
         return output
+
+
+def empty_rows(*shape: int) -> Tensor:
+    """What the kernels write to: float32 on the CPU, whatever PyTorch's defaults are set to."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+@contextlib.contextmanager
+def serial_operators() -> Iterator[None]:
+    """Let PyTorch's operators use one thread within the body.
+
+    After each parallel operator its other threads wait awake for the next one, for a millisecond or more, on the
+    very cores that the kernels' threads then want; and the operators between passes are too small to share out.
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def huge_buffer(num_bytes: int) -> Tensor:
@@ -250,7 +278,9 @@ def _stacked_bias(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor 
         return None
     return torch.cat(
         [
-            torch.zeros(len(weight)) if bias is None else bias.detach().float()
+            torch.zeros(len(weight), dtype=torch.float32, device="cpu")
+            if bias is None
+            else bias.detach().float()
             for weight, bias in zip(weights, biases, strict=True)
         ]
     )
