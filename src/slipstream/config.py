@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,19 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 CPU_KERNELS = ("auto", "native", "torch")
 VERIFIERS = ("coupled", "rejection", "block")
+
+
+def cache_folder() -> Path:
+    """`SLIPSTREAM_CACHE`, else `slipstream` in `XDG_CACHE_HOME` or `~/.cache`; it need not exist."""
+    if own := os.environ.get("SLIPSTREAM_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(shared).is_absolute():
+        return Path(shared) / "slipstream"
+    try:
+        return Path.home() / ".cache" / "slipstream"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "slipstream"
 
 
 def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.loading import adapt
 
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
 
 
-@pytest.fixture(scope="module", params=["float32", "int8", "odd", "window"])
+@pytest.fixture(scope="module", params=["float32", "int8", "odd", "odd int8", "window"])
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """The embedded target in both kinds of weight, and small models of awkward shapes."""
     if request.param in ("float32", "int8"):
@@ -147,3 +155,37 @@ def test_weights_are_held_once(quantization: str | None) -> None:
     assert all(parameter.is_meta for parameter in lm.model.parameters())
     each = 4 if quantization is None else 1
     assert each * lm.num_parameters <= lm.weight_bytes < each * lm.num_parameters * 1.05
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_row_that_is_no_number_shows_and_harms_no_other(quantization: str | None) -> None:
+    lm = load_model(EMBEDDED_TARGET, quantization=quantization, cpu_kernels="native")
+    pool = make_pool(lm)
+    expected = lm.forward([chain(0, 0, 4)], pool).logits
+    pool.values[0][LENGTH] = float("nan")
+    sick = RowGroup(LENGTH, 1, TEXT[:1], [0])
+    both = lm.forward([chain(0, 0, 4), sick], pool).logits
+    assert torch.equal(both[:4], expected)
+    assert both[4].isnan().all()
+
+
+def test_two_threads_may_share_a_model() -> None:
+    lm = load_model(EMBEDDED_TARGET, cpu_kernels="native")
+    pools = [make_pool(lm), make_pool(lm)]
+    expected = lm.forward([chain(0, 0, 64)], pools[0]).logits
+    with ThreadPoolExecutor(2) as threads:
+        passes = [threads.submit(lm.forward, [chain(0, 0, 64)], pools[i % 2]) for i in range(20)]
+        assert all(torch.equal(done.result().logits, expected) for done in passes)
+
+
+def test_layers_that_are_not_plain_are_left_to_transformers(tmp_path: Path) -> None:
+    class Adapted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="slipstream").eval()
+    up = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = Adapted(up.in_features, up.out_features, bias=False)
+    assert adapt(model).decoder is None

@@ -92,6 +92,9 @@ class Engines:
 
     def _label(self, engine: Engine, name: str) -> None:
         draft = getattr(engine.drafter, "model", None)
+        runs_as = f"the target runs as {engine.model.runs_as}"
+        if runs_as not in self.labels:
+            self.labels.append(runs_as)
         found = {
             "the target is cost-expanded: a smaller model's text at a larger model's cost": engine.model,
             f"{name}: the draft is cost-expanded: a smaller model's text at a larger model's cost": draft,

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from slipstream.control.machine import cpu_name
+
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 
@@ -63,14 +65,6 @@ def command(argv: Seq[str]) -> str:
     inside = root is not None and program.resolve().is_relative_to(root)
     name = str(program.resolve().relative_to(root)) if root is not None and inside else program.name
     return shlex.join(["python", name, *argv[1:]])
-
-
-def cpu_name() -> str:
-    """As the machine calls itself."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _checkout() -> Path | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.console import notes, print_rows, results
+from slipstream.cli.console import notes, print_rows, results, wide_results
 from slipstream.cli.flags import Values, with_flags
 from slipstream.cli.measure import Measurement
 from slipstream.cli.options import ENGINE, Json, chosen_speculation, model_name, print_json
@@ -82,7 +82,7 @@ def info(
     if json:
         print_json({**facts, "measured": None if measurement is None else measurement.as_json()})
     elif measure and measurement is not None:
-        measurement.print(results())
+        measurement.print(wide_results())
         for file in [*facts["profile_files"], *([] if plot is None else [plot])]:
             notes().print(f"saved {file}", markup=False)
 
@@ -107,6 +107,8 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "context_length": model.context_length,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
+        "quantization": model.quantization,
+        "runs_as": model.runs_as,
         "cost_expanded": model.cost_expanded,
         "tokenizer": _tokenizer_kind(tokenizer),
         "vocabulary": len(tokenizer),
@@ -114,7 +116,7 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "chat_template": bool(tokenizer.chat_template),
         "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
         "memory_plan_text": str(plan),
-        "drafters": _drafters(),
+        "drafters": _drafters(quantised=model.quantization is not None),
     }
 
 
@@ -129,7 +131,7 @@ def _tokenizer_kind(tokenizer: Any) -> str:
     return f"{kind} with byte fallback" if "ByteFallback" in decoder else kind
 
 
-def _drafters() -> dict[str, str]:
+def _drafters(quantised: bool) -> dict[str, str]:
     """Every drafter that is installed, and what it needs to serve this model."""
     from slipstream.draft.registry import drafter_names
 
@@ -137,7 +139,9 @@ def _drafters() -> dict[str, str]:
         "draft_model": "a model with the same vocabulary (--draft PATH tells)",
         "ngram": "nothing: looks the text's last tokens up in prompt and answer",
         "off": "nothing: ordinary decoding",
-        "self": "room for the target's own weights in int8, on a CPU",
+        "self": "a target that is not quantised already"
+        if quantised
+        else "room for the target's own weights in int8, on a CPU",
         "suffix": "nothing: learns from prompt and answers",
     }
     return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
@@ -163,7 +167,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("family", facts["family"]),
         ("parameters", f"{facts['num_parameters']:,} in {facts['num_layers']} layers"),
         ("context", f"{facts['context_length']:,} tokens"),
-        ("runs as", f"{facts['dtype']} on {facts['device']}"),
+        ("runs as", facts["runs_as"]),
         ("tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} tokens, {template} chat template"),
         ("memory", facts["memory_plan_text"]),
     ]

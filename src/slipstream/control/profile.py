@@ -32,7 +32,8 @@ class ProfileKey:
     dtype: str
     quantization: str | None
     kernels: str
-    """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+    """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, each with the
+    fingerprint of the kernels; `torch`."""
     slipstream: str
     torch: str
     transformers: str

@@ -9,6 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from slipstream.config import cache_folder
 from slipstream.control.profile import CostProfile, ProfileKey
 from slipstream.errors import ConfigError
 
@@ -21,12 +22,8 @@ _AGAIN = "measure again with slipstream info --measure"
 
 
 def profiles_folder() -> Path:
-    """`profiles` in `SLIPSTREAM_CACHE`, else in `slipstream` in `XDG_CACHE_HOME` or `~/.cache`; it need not exist."""
-    if own := os.environ.get("SLIPSTREAM_CACHE"):
-        return Path(own).expanduser() / "profiles"
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    caches = Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache"
-    return caches / "slipstream" / "profiles"
+    """`profiles` in the cache folder; it need not exist."""
+    return cache_folder() / "profiles"
 
 
 def prepare_folder() -> Path:

@@ -44,7 +44,7 @@ class DraftModelOptions:
     drawn independently, for the classical verifiers, chains only. `auto` suits the verifier."""
     dtype: str = "auto"
     quantization: str | None = None
-    """`int8`: the draft's weights as 8-bit integers, on a CPU; the text stays the target's own."""
+    """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
     device: str = "auto"
     revision: str | None = None
 
@@ -130,7 +130,7 @@ class DraftModelDrafter(Drafter):
             device=str(context.device) if options.device == "auto" else options.device,
             revision=options.revision,
             trust_remote_code=trust,
-            quantization=options.quantization,
+            quantization=options.quantization or context.engine_config.quantization,
             cpu_kernels=context.engine_config.cpu_kernels,
         )
         self._cache: KVCache | None = None

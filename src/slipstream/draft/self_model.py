@@ -37,6 +37,8 @@ class SelfOptions:
             "self", 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
         )
         reject_unknown([self.quantization], QUANTIZATIONS, "self quantization")
+        if self.num_draft_nodes is not None and self.tree_top_k == 1:
+            raise ConfigError("self num_draft_nodes is for trees; set tree_top_k above 1")
         self.as_draft_model("target", None)
 
     def as_draft_model(self, model: str, revision: str | None) -> DraftModelOptions:
@@ -62,6 +64,6 @@ class SelfDrafter(DraftModelDrafter):
         if config.quantization is not None:
             raise ConfigError(
                 f"the target is {config.quantization} already and cannot draft more cheaply for itself; "
-                "leave quantization out or choose another drafter"
+                "leave the target's quantization out, or choose another drafter"
             )
         super().__init__(options.as_draft_model(config.model, config.revision), context)

@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 

@@ -22,6 +22,7 @@ from slipstream.control.profile import CostProfile, ProfileKey, Rate, StepTime
 from slipstream.engine.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
+from slipstream.models.native import fingerprint
 from slipstream.models.support import text_config
 
 
@@ -72,7 +73,7 @@ def profile_key(model: CausalLM) -> ProfileKey:
         model=_fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
-        kernels=model.kernels,
+        kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
         slipstream=slipstream.__version__,
         torch=str(torch.__version__),
         transformers=transformers.__version__,

@@ -13,6 +13,7 @@ from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.attention import LayerProbe
 from slipstream.models.decoder import Decoder
 from slipstream.models.linears import NativeLinear, packed_bytes
+from slipstream.models.native import instructions
 from slipstream.models.rows import Batch, RowGroup
 
 
@@ -80,6 +81,13 @@ class CausalLM:
         if self.decoder is not None:
             return "decoder"
         return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
+
+    @property
+    def runs_as(self) -> str:
+        """For people: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
+        weights = "" if self.quantization is None else f"{self.quantization} weights, "
+        kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
+        return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}"
 
     @property
     def weight_bytes(self) -> int:

@@ -67,9 +67,6 @@ class Decoder:
             norm_epsilon=model.model.norm.variance_epsilon,
             attention_scale=variants[0].scaling,
             rotary_scale=rotary.attention_scaling,
-            embedding_scale=1.0,
-            residual_scale=1.0,
-            logit_divisor=1.0,
             inverse_frequencies=frequencies.data_ptr(),
             embedding=embedding,
             final_norm=self._keep(model.model.norm.weight),
@@ -147,7 +144,6 @@ class Decoder:
             gate_up=self._pack([mlp.gate_proj, mlp.up_proj], quantization, interleaved=True),
             down=self._pack([mlp.down_proj], quantization),
             sliding_window=variant.sliding_window or 0,
-            rotates=1,
         )
         layer.to_empty(device="meta")
         return struct

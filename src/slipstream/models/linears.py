@@ -4,7 +4,7 @@ Checking five draft tokens with PyTorch's own float32 linear costs about as much
 row reads the weights at memory speed, but the one for a few rows repacks them at every call. Weights that were packed
 once do not have to be (docs/LOG.md has the measurements). This is what makes speculation pay on a CPU.
 
-Our own kernels (`native.py`) read packed weights at memory speed for a dozen rows, whatever their number. Where they
+Our own kernels (`native.py`) read packed weights at memory speed for any few rows. Where they
 cannot be compiled, oneDNN's are the next best.
 """
 

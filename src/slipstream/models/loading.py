@@ -67,7 +67,10 @@ def resolve_kernels(name: str) -> str:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    log.warning("%s; PyTorch's own operators are used instead, which are slower", reason)
+    log.warning(
+        "%s. PyTorch's own operators are used instead, several times slower (--cpu-kernels torch asks for them)",
+        reason,
+    )
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -139,7 +142,10 @@ def adapt(
     quantization: str | None = None,
     native: bool = True,
 ) -> CausalLM:
-    """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out."""
+    """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out.
+
+    With `pack` the model's own weights are gone afterwards, those that somebody else holds a view of included.
+    """
     check_config(model.config)
     length = context_length(model.config)
     route = _route(model.config)

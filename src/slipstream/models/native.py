@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.config import cache_folder
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "kernels"
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", "-pthread")
+COMPILERS = ("c++", "g++", "clang++")
 FLOAT32, INT8 = 0, 1
 
 
@@ -64,7 +68,6 @@ class LayerStruct(Structure):
         ("gate_up", LinearStruct),
         ("down", LinearStruct),
         ("sliding_window", c_int64),
-        ("rotates", c_int64),
     )
 
 
@@ -75,7 +78,7 @@ class ModelStruct(Structure):
         *((name, c_int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "rotary_dim", "intermediate", "vocab")),
         *((name, c_float) for name in ("norm_epsilon", "attention_scale", "rotary_scale")),
-        *((name, c_float) for name in ("embedding_scale", "residual_scale", "logit_divisor")),
+        ("unused", c_int32),
         ("inverse_frequencies", c_void_p),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
@@ -110,13 +113,23 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels; compiles them when they are not in the cache. Raises `NativeUnavailable`."""
+    loaded = _load()
+    if isinstance(loaded, str):
+        raise NativeUnavailable(loaded)
+    return loaded
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none: a compiler that fails is not asked again for every model."""
     try:
         loaded = ctypes.CDLL(str(_compiled()))
+    except NativeUnavailable as error:
+        return str(error)
     except OSError as error:
-        raise NativeUnavailable(f"the compiled CPU kernels cannot be loaded: {error}") from None
+        return f"the compiled CPU kernels cannot be loaded: {error}"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -125,19 +138,14 @@ def library() -> ctypes.CDLL:
 
 def unavailable() -> str | None:
     """Why the kernels cannot be used here, in one line; None when they can."""
-    try:
-        library()
-    except NativeUnavailable as error:
-        return str(error)
-    return None
+    loaded = _load()
+    return loaded if isinstance(loaded, str) else None
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `SLIPSTREAM_CACHE`, else `slipstream` in the user's cache folder."""
-    chosen = os.environ.get("SLIPSTREAM_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+def instructions() -> str:
+    """The processor's instructions that the kernels use, for people: 'AVX-512 VNNI'."""
+    name: bytes = library().slipstream_instructions()
+    return name.decode()
 
 
 class PackedWeight:
@@ -288,36 +296,46 @@ def _stacked_bias(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor 
 
 def _compiled() -> Path:
     """The shared library for these sources and this machine."""
-    name = f"kernels-{_fingerprint()}.so"
+    name = f"kernels-{fingerprint()}.so"
     folder = cache_folder()
     if (folder / name).is_file():
         return folder / name
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None or shutil.which(compiler) is None:
+    chosen = os.environ.get("CXX")
+    command = shlex.split(chosen) if chosen else [next(filter(shutil.which, COMPILERS), "")]
+    if not command or shutil.which(command[0]) is None:
         raise NativeUnavailable(
-            f"there is no C++ compiler ({compiler or 'c++, g++ or clang++'}) to build the CPU kernels with"
+            f"there is no C++ compiler ({chosen or ', '.join(COMPILERS)}) to build the CPU kernels with; install one, "
+            "or set CXX"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _compile(compiler, folder / name)
-    except PermissionError:
-        return _compile(compiler, Path(tempfile.mkdtemp(prefix="slipstream-")) / name)
+        return _compile(command, folder / name)
+    except OSError as error:
+        log.warning(
+            "the compiled CPU kernels cannot be kept in %s (%s), so every start compiles them; set SLIPSTREAM_CACHE to "
+            "a folder that can be written",
+            folder,
+            error.strerror,
+        )
+        return _compile(command, Path(tempfile.mkdtemp(prefix="slipstream-")) / name)
 
 
-def _compile(compiler: str, target: Path) -> Path:
-    log.info("compiling the CPU kernels, once, to %s", target)
+def _compile(compiler: list[str], target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        log.warning("compiling the CPU kernels, once; this takes some seconds")
         built = Path(folder) / target.name
-        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        command = [*compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
-            raise NativeUnavailable(f"{compiler} could not build the CPU kernels: {lines[0]}")
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            reason = lines[0] if lines else f"exit status {done.returncode}"
+            raise NativeUnavailable(f"{compiler[0]} could not build the CPU kernels: {reason}")
         built.replace(target)  # atomic: another process may be doing the same
     return target
 
 
-def _fingerprint() -> str:
+@functools.cache
+def fingerprint() -> str:
     """Changes with the sources, the flags and the processor's instructions."""
     digest = hashlib.sha256("\0".join(FLAGS).encode())
     for source in sorted(SOURCES.iterdir()):

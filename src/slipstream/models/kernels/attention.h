@@ -78,7 +78,7 @@ void weigh(const Query& query, const Entries& values, const float* weights, int 
     floats sums[4];
     for (int j = 0; j < 4; ++j) sums[j] = load(out + d + j * LANES);
     for (int i = begin; i < end; ++i)
-      for (int j = 0; j < 4; ++j) sums[j] += weights[i] * load(values.at(slot(i)) + d + j * LANES);
+      for (int j = 0; j < 4; ++j) sums[j] = fused(splat(weights[i]), load(values.at(slot(i)) + d + j * LANES), sums[j]);
     for (int j = 0; j < 4; ++j) store(out + d + j * LANES, sums[j]);
   }
   for (; d < values.dim; ++d)

@@ -15,12 +15,12 @@ struct Layer {
   Linear gate_up;  // gate and up in alternating panels
   Linear down;
   int64_t sliding_window;  // 0: none
-  int64_t rotates;
 };
 
 struct Model {
   int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate, vocab;
-  float norm_epsilon, attention_scale, rotary_scale, embedding_scale, residual_scale, logit_divisor;
+  float norm_epsilon, attention_scale, rotary_scale;
+  int32_t unused;
   const float* inverse_frequencies;  // [rotary_dim / 2]
   const float* embedding;            // [vocab, hidden], or null: it is the head's weight
   const float* final_norm;           // [hidden]
@@ -151,7 +151,6 @@ class Pass {
     } else {
       unpack_row(m.head, token, to);
     }
-    for (int i = 0; i < m.hidden; ++i) to[i] *= m.embedding_scale;
     for (int i = 0; i < m.rotary_dim / 2; ++i) {
       float angle = float(b.positions[row]) * m.inverse_frequencies[i];
       s.cosines[size_t(row) * m.rotary_dim / 2 + i] = std::cos(angle) * m.rotary_scale;
@@ -202,7 +201,7 @@ class Pass {
   void add_to_states(const Linear& linear, const float* values) {
     multiply(linear, values, b.num_rows, [&](int row, int unit, const float* tile) {
       float* to = &s.states[size_t(row) * m.hidden + unit * UNIT];
-      for (int i = 0; i < std::min(UNIT, m.hidden - unit * UNIT); ++i) to[i] += tile[i] * m.residual_scale;
+      for (int i = 0; i < std::min(UNIT, m.hidden - unit * UNIT); ++i) to[i] += tile[i];
     });
   }
 
@@ -212,7 +211,7 @@ class Pass {
       float* head = heads + h * m.head_dim;
       const float* norm = h < m.num_heads ? layer.query_norm : layer.key_norm;
       if (norm) rms_norm(head, norm, m.head_dim, m.norm_epsilon, head);
-      if (layer.rotates) rotate(head, row);
+      rotate(head, row);
     }
     size_t width = size_t(m.num_kv_heads) * m.head_dim;
     const float* key = heads + size_t(m.num_heads) * m.head_dim;
@@ -283,7 +282,7 @@ class Pass {
     team.barrier();
     multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
       float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
-      for (int i = 0; i < std::min(UNIT, m.vocab - unit * UNIT); ++i) to[i] = tile[i] / m.logit_divisor;
+      std::memcpy(to, tile, sizeof(float) * std::min(UNIT, m.vocab - unit * UNIT));
     });
     for (int i = 0; i < b.num_taps; ++i)
       if (b.tap_layers[i] == m.num_layers)

@@ -1,25 +1,26 @@
 // The C interface of Slipstream's CPU kernels; see native.py, which compiles and calls it.
+#include <unistd.h>
+
 #include <map>
-#include <memory>
 
 #include "decoder.h"
 
 namespace {
 
+// One team a number of threads and process: a forked child has none of its parent's threads. Teams are never taken down:
+// at exit a daemon thread may still be in the middle of a pass.
 Team& team_of(int threads) {
   static std::mutex mutex;
-  static std::map<int, std::unique_ptr<Team>> teams;
+  static auto& teams = *new std::map<std::pair<pid_t, int>, Team*>;
   std::lock_guard<std::mutex> lock(mutex);
-  auto& team = teams[threads];
-  if (!team) team = std::make_unique<Team>(threads);
+  Team*& team = teams[{getpid(), threads}];
+  if (!team) team = new Team(threads);
   return *team;
 }
 
 }  // namespace
 
 extern "C" {
-
-int slipstream_abi() { return 1; }
 
 const char* slipstream_instructions() {
 #if defined(__AVX512VNNI__)
@@ -77,9 +78,6 @@ void slipstream_multiply(const Linear* linear, const float* rows, int n, float* 
     });
   });
 }
-
-// out [in] = row `row` of the unpacked weight
-void slipstream_unpack_row(const Linear* linear, int64_t row, float* out) { unpack_row(*linear, row, out); }
 
 Scratch* slipstream_new_scratch() { return new Scratch; }
 

@@ -9,10 +9,6 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 constexpr int PANEL = 2 * LANES;
 constexpr int UNIT = 2 * PANEL;  // outputs are padded to whole units, the parts that threads share out
 constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
@@ -66,7 +62,7 @@ void multiply_float32(const float* rows, size_t stride, const float* panels, int
     floats weight[2 * P];
     for (int c = 0; c < 2 * P; ++c) weight[c] = load(panels + (size_t(c / 2) * in + k) * PANEL + c % 2 * LANES);
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 2 * P; ++c) total[r][c] += rows[r * stride + k] * weight[c];
+      for (int c = 0; c < 2 * P; ++c) total[r][c] = fused(splat(rows[r * stride + k]), weight[c], total[r][c]);
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 2 * P; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
@@ -74,18 +70,26 @@ void multiply_float32(const float* rows, size_t stride, const float* panels, int
 
 // --- int8 ------------------------------------------------------------------------------------------------------------
 
+// NaN where any value is not a finite number.
 inline float largest_magnitude(const float* values, int size) {
-  floats best = {};
+  floats best = {}, odd = {};
   int i = 0;
   for (; i + LANES <= size; i += LANES) {
     floats value = load(values + i);
+    odd += value * 0.0f;
     value = value < 0.0f ? -value : value;
     best = larger(value, best);
   }
-  float largest = largest_lane(best);
-  for (; i < size; ++i) largest = std::max(largest, std::fabs(values[i]));
-  return largest;
+  float largest = largest_lane(best), rest = sum(odd);
+  for (; i < size; ++i) {
+    rest += values[i] * 0.0f;
+    largest = std::max(largest, std::fabs(values[i]));
+  }
+  return rest == 0.0f ? largest : NAN;
 }
+
+// What turns numbers up to `largest` into integers up to 127; 0 where they are NaN or too small to be told from 0.
+inline float quantum(float largest) { return largest > 1e-30f ? 127.0f / largest : 0.0f; }
 
 // To the nearest integer, halves away from zero.
 inline int rounded(float value) { return int(value + (value < 0.0f ? -0.5f : 0.5f)); }
@@ -93,7 +97,11 @@ inline int rounded(float value) { return int(value + (value < 0.0f ? -0.5f : 0.5
 // Activations of one row: integers from -127 to 127, stored with 128 added, and the scale that undoes it.
 inline float quantise_row(const float* row, int in, uint8_t* quantised) {
   float largest = largest_magnitude(row, in);
-  float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  float inverse = quantum(largest);
+  if (inverse == 0.0f) {  // zeros, or NaN: then the scale says so
+    std::memset(quantised, 128, padded_depth(INT8, in));
+    return largest > 1e-30f || largest != largest ? NAN : 0.0f;
+  }
   for (int k = 0; k < in; ++k) quantised[k] = uint8_t(rounded(row[k] * inverse) + 128);
   for (int k = in; k < padded_depth(INT8, in); ++k) quantised[k] = 128;
   return largest / 127.0f;
@@ -111,13 +119,13 @@ inline void pack_int8(const float* weight, int in, int out, int panel, int8_t* p
     if (row >= out) continue;
     const float* from = weight + size_t(row) * in;
     float largest = largest_magnitude(from, in);
-    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int k = 0; k < in; ++k) {
+    float inverse = quantum(largest);
+    scales[row] = inverse > 0.0f ? largest / 127.0f : largest != largest ? NAN : 0.0f;
+    for (int k = 0; k < in && inverse > 0.0f; ++k) {
       int value = rounded(from[k] * inverse);
       to[size_t(k / 4) * PANEL * 4 + column * 4 + k % 4] = int8_t(value);
       sums[row] += 128 * value;
     }
-    scales[row] = largest / 127.0f;
   }
 }
 
@@ -125,7 +133,7 @@ inline void pack_int8(const float* weight, int in, int out, int panel, int8_t* p
 inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
 #if defined(__AVX512VNNI__)
   return (ints)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(four_rows), _mm512_loadu_si512(weight));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   // vpmaddubsw would saturate: widen to 16 bits, whose products and pairs fit into 32.
   __m256i rows = _mm256_cvtepu8_epi16(_mm_set1_epi32(four_rows));
   __m256i low = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)weight)));

@@ -15,8 +15,13 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 inline void pause_briefly() { _mm_pause(); }
+// Rounding and denormals: every thread must compute as the caller does.
+inline unsigned floating_point_mode() { return _mm_getcsr(); }
+inline void set_floating_point_mode(unsigned mode) { _mm_setcsr(mode); }
 #else
 inline void pause_briefly() {}
+inline unsigned floating_point_mode() { return 0; }
+inline void set_floating_point_mode(unsigned) {}
 #endif
 
 // Hands out the parts of one operation to whoever comes first.
@@ -34,13 +39,6 @@ class Team {
     for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { serve(rank); });
   }
 
-  ~Team() {
-    stopping_ = true;
-    generation_.fetch_add(1);
-    generation_.notify_all();
-    for (auto& worker : workers_) worker.join();
-  }
-
   int size() const { return size_; }
 
   // Run `job(rank)` on every thread; `num_operations` bounds the calls of `share` in it.
@@ -49,6 +47,7 @@ class Team {
     if (static_cast<int>(counters_.size()) < num_operations) counters_ = std::vector<Counter>(num_operations);
     for (int i = 0; i < num_operations; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
     job_ = &job;
+    mode_ = floating_point_mode();
     arrived_.store(0, std::memory_order_relaxed);
     generation_.fetch_add(1);
     generation_.notify_all();
@@ -87,7 +86,7 @@ class Team {
       }
       generation_.wait(seen, std::memory_order_acquire);
       seen = generation_.load(std::memory_order_acquire);
-      if (stopping_) return;
+      set_floating_point_mode(mode_);
       (*job_)(rank);
       barrier();
     }
@@ -98,6 +97,6 @@ class Team {
   std::vector<std::thread> workers_;
   std::vector<Counter> counters_;
   const std::function<void(int)>* job_ = nullptr;
-  std::atomic<bool> stopping_{false};
+  unsigned mode_ = 0;
   std::atomic<int> generation_{0}, arrived_{0}, phase_{0};
 };
