@@ -201,12 +201,12 @@ def _misfits(model: Any, variants: Sequence[Variant]) -> Iterator[str]:
         yield f"its activation is {config.hidden_act}"
     if model.model.rotary_emb.rope_type not in STATIC_ROTARY:
         yield f"its rotary embedding is {model.model.rotary_emb.rope_type}"
-    if any(
-        linear.bias is not None
-        for layer in model.model.layers
-        for linear in layer.mlp.children()
-        if isinstance(linear, nn.Linear)
-    ):
+    layers = model.model.layers
+    parts = [part for layer in layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
+    linears = [part for part in (*parts, model.lm_head) if isinstance(part, nn.Linear)]
+    if len(linears) != 7 * len(layers) + 1 or any(type(linear) is not nn.Linear for linear in linears):
+        yield "its linear layers are not plain ones"  # a subclass may compute something else
+    if any(layer.mlp.down_proj.bias is not None for layer in layers):
         yield "its MLP has biases"
     if any(variant.softcap or variant.sinks is not None for variant in variants):
         yield "its attention has capped logits or sinks"
