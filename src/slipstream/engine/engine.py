@@ -238,12 +238,13 @@ class Engine:
                 continue
             sequence = item.sequence
             proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
-            paths = [
-                [proposal.token_ids[n] for n in proposal.path(node)] for node in range(ROOT, len(proposal))
-            ]
-            log_probs = rows[-len(paths) :]
+            log_probs = rows[-1 - len(proposal) :]
             processor = self._answers[sequence.id].processor
             if self.verifier.needs_distributions or not processor.is_plain_greedy:
+                paths = [
+                    [proposal.token_ids[n] for n in proposal.path(node)]
+                    for node in range(ROOT, len(proposal))
+                ]
                 log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
             noise = Noise(sequence.seed, len(sequence.token_ids), greedy=sequence.params.temperature == 0)
             judgements[sequence.id] = Judgement(log_probs, proposal, noise)
