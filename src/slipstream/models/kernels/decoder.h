@@ -85,11 +85,12 @@ class Pass {
   Pass(const Model& model, const Batch& batch, Scratch& scratch, Team& team, int rank)
       : m(model), b(batch), s(scratch), team(team), rank(rank), qkv_width((m.num_heads + 2 * m.num_kv_heads) * m.head_dim) {}
 
-  static int num_operations(const Model& model) { return 12 * model.num_layers + 8; }
+  static int num_operations(const Model& model, const Batch& batch) {
+    return 12 * model.num_layers + 8 + batch.num_taps;
+  }
 
   void run() {
     each_row([&](int row) { embed(row); });
-    team.barrier();
     tap(0);
     for (int i = 0; i < m.num_layers; ++i) {
       layer(m.layers[i], b.keys[i], b.values[i]);
@@ -128,14 +129,12 @@ class Pass {
           for (int r = 0; r < count; ++r) take(first + r, unit, tile + r * UNIT);
         });
     });
-    team.barrier();
   }
 
   // Where the weights are int8, the rows must be quantised first.
   void prepare(const Linear& linear, const float* values, int n) {
     if (linear.kind != INT8) return;
     share(n, [&](int row) { quantise(linear, values, row); });
-    team.barrier();
   }
 
   void quantise(const Linear& linear, const float* values, int row) {
@@ -160,9 +159,10 @@ class Pass {
 
   void tap(int number) {
     for (int i = 0; i < b.num_taps; ++i)
-      if (b.tap_layers[i] == number && rank == 0)
-        std::memcpy(b.taps[i], s.states.data(), sizeof(float) * b.num_rows * m.hidden);
-    if (b.num_taps) team.barrier();
+      if (b.tap_layers[i] == number)
+        each_row([&](int row) {
+          std::memcpy(b.taps[i] + size_t(row) * m.hidden, &s.states[size_t(row) * m.hidden], sizeof(float) * m.hidden);
+        });
   }
 
   void normalise(const float* weight, const Linear& next) {
@@ -171,7 +171,6 @@ class Pass {
       rms_norm(&s.states[size_t(row) * m.hidden], weight, m.hidden, m.norm_epsilon, to);
       if (next.kind == INT8) quantise(next, s.normed.data(), row);
     });
-    team.barrier();
   }
 
   void layer(const Layer& layer, float* keys, float* values) {
@@ -181,10 +180,8 @@ class Pass {
       std::memcpy(&s.qkv[size_t(row) * qkv_width + begin], tile, sizeof(float) * std::min(UNIT, qkv_width - begin));
     });
     each_row([&](int row) { rotate_and_store(layer, row, keys, values); });
-    team.barrier();
     int blocks = (b.num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
     share(blocks * m.num_kv_heads, [&](int part) { attend_block(layer, part, keys, values); });
-    team.barrier();
     prepare(layer.output, s.attended.data(), b.num_rows);
     add_to_states(layer.output, s.attended.data());
     normalise(layer.mlp_norm, layer.gate_up);
@@ -279,7 +276,6 @@ class Pass {
       rms_norm(&s.states[size_t(b.logit_rows[i]) * m.hidden], m.final_norm, m.hidden, m.norm_epsilon, to);
       if (m.head.kind == INT8) quantise(m.head, s.normed.data(), i);
     });
-    team.barrier();
     multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
       float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
       std::memcpy(to, tile, sizeof(float) * std::min(UNIT, m.vocab - unit * UNIT));

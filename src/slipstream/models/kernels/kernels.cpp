@@ -67,7 +67,6 @@ void slipstream_multiply(const Linear* linear, const float* rows, int n, float* 
       team.share(0, n, [&](int row) {
         scales[row] = quantise_row(rows + size_t(row) * linear->in, linear->in, &quantised[size_t(row) * depth]);
       });
-      team.barrier();
     }
     team.share(1, units, [&](int unit) {
       multiply_unit(*linear, ready, n, unit, [&](int first, int count, const float* tile) {
@@ -86,7 +85,7 @@ void slipstream_free_scratch(Scratch* scratch) { delete scratch; }
 void slipstream_forward(const Model* model, const Batch* batch, Scratch* scratch, int threads) {
   Team& team = team_of(threads);
   scratch->reserve(*model, batch->num_rows, threads);
-  team.run(Pass::num_operations(*model), [&](int rank) { Pass(*model, *batch, *scratch, team, rank).run(); });
+  team.run(Pass::num_operations(*model, *batch), [&](int rank) { Pass(*model, *batch, *scratch, team, rank).run(); });
 }
 
 }  // extern "C"

@@ -1,7 +1,9 @@
 // The threads that run a forward pass together.
 //
-// One pass is one parallel region: the threads meet at barriers between its operations, which are far too short to
-// be handed out one by one. Between passes the workers sleep.
+// One pass is one parallel region; its operations are far too short to be handed to threads one by one. Each operation
+// is cut into parts that whoever comes first takes, and is over when its *parts* are done, not when every thread has
+// come by: a thread that the system has put aside holds nobody up unless it has a part in hand. Between passes the
+// workers sleep.
 #pragma once
 
 #include <sched.h>
@@ -24,9 +26,10 @@ inline unsigned floating_point_mode() { return 0; }
 inline void set_floating_point_mode(unsigned) {}
 #endif
 
-// Hands out the parts of one operation to whoever comes first.
-struct Counter {
-  alignas(64) std::atomic<int> next{0};
+// How far one operation has come.
+struct Progress {
+  alignas(64) std::atomic<int> taken{0};
+  alignas(64) std::atomic<int> done{0};
 };
 
 // How long a worker waits awake for the next pass, some hundreds of microseconds: waking it up takes longer than the
@@ -36,67 +39,74 @@ constexpr int IDLE_SPINS = 16384;
 class Team {
  public:
   explicit Team(int size) : size_(size) {
-    for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { serve(rank); });
+    for (int rank = 1; rank < size; ++rank) std::thread([this, rank] { serve(rank); }).detach();
   }
 
   int size() const { return size_; }
 
-  // Run `job(rank)` on every thread; `num_operations` bounds the calls of `share` in it.
+  // Run `job(rank)` on every thread that is free; `num_operations` bounds the calls of `share` in it. All threads must
+  // make the same calls in the same order.
   void run(int num_operations, const std::function<void(int)>& job) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (static_cast<int>(counters_.size()) < num_operations) counters_ = std::vector<Counter>(num_operations);
-    for (int i = 0; i < num_operations; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+    if (static_cast<int>(progress_.size()) < num_operations) progress_ = std::vector<Progress>(num_operations);
+    for (int i = 0; i < num_operations; ++i) {
+      progress_[i].taken.store(0, std::memory_order_relaxed);
+      progress_[i].done.store(0, std::memory_order_relaxed);
+    }
     job_ = &job;
     mode_ = floating_point_mode();
-    arrived_.store(0, std::memory_order_relaxed);
+    open_ = generation_.load() + 1;
     generation_.fetch_add(1);
     generation_.notify_all();
     job(0);
-    barrier();  // the others still use `job`
+    open_ = 0;  // who has not come in by now stays out
+    wait_until([&] { return inside_.load() == 0; });
   }
 
-  // Wait until every thread of the job is here.
-  void barrier() {
-    if (size_ == 1) return;
-    int phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.fetch_add(1, std::memory_order_acq_rel);
-      return;
+  // Call `part(i)` for i below `num_parts`, each on one thread; returns when all are done. `operation` numbers the job's
+  // calls from 0.
+  template <typename Part>
+  void share(int operation, int num_parts, Part part) {
+    Progress& progress = progress_[operation];
+    for (int i; (i = progress.taken.fetch_add(1, std::memory_order_relaxed)) < num_parts;) {
+      part(i);
+      progress.done.fetch_add(1, std::memory_order_release);
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+    wait_until([&] { return progress.done.load(std::memory_order_acquire) == num_parts; });
+  }
+
+ private:
+  template <typename Condition>
+  static void wait_until(Condition holds) {
+    for (int spins = 0; !holds(); ++spins) {
       if (spins < 4096) pause_briefly();
       else sched_yield();  // more threads than free cores: let the late one run
     }
   }
 
-  // Call `part(i)` for i below `num_parts`, each on one thread. `operation` numbers the job's calls from 0.
-  template <typename Part>
-  void share(int operation, int num_parts, Part part) {
-    auto& next = counters_[operation].next;
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_parts;) part(i);
-  }
-
- private:
   void serve(int rank) {
-    for (int seen = 0;;) {
+    for (unsigned seen = 0;;) {
       for (int spins = 0; spins < IDLE_SPINS && generation_.load(std::memory_order_acquire) == seen; ++spins) {
         pause_briefly();
         if (spins % 64 == 63) sched_yield();  // whoever else wants this core has it
       }
-      generation_.wait(seen, std::memory_order_acquire);
-      seen = generation_.load(std::memory_order_acquire);
-      set_floating_point_mode(mode_);
-      (*job_)(rank);
-      barrier();
+      generation_.wait(seen);
+      seen = generation_.load();
+      // First in, then a look whether the job is still open: `run` closes it first and then looks who is in.
+      inside_.fetch_add(1);
+      if (open_.load() == seen) {
+        set_floating_point_mode(mode_);
+        (*job_)(rank);
+      }
+      inside_.fetch_sub(1);
     }
   }
 
   const int size_;
   std::mutex mutex_;
-  std::vector<std::thread> workers_;
-  std::vector<Counter> counters_;
+  std::vector<Progress> progress_;
   const std::function<void(int)>* job_ = nullptr;
   unsigned mode_ = 0;
-  std::atomic<int> generation_{0}, arrived_{0}, phase_{0};
+  std::atomic<unsigned> generation_{0}, open_{0};
+  std::atomic<int> inside_{0};
 };
