@@ -1,0 +1,47 @@
+"""The int8 target as its own draft: its options, its refusals, and what it costs in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.config import SpeculativeConfig
+from slipstream.draft.registry import validate
+from slipstream.draft.self_model import SelfOptions
+from slipstream.errors import ConfigError
+
+
+def test_the_short_form_names_the_quantization() -> None:
+    assert validate(SpeculativeConfig.from_short("self:int8"))[1] == SelfOptions(quantization="int8")
+    assert validate(SpeculativeConfig.from_short("self"))[1] == SelfOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int4"}, "unknown self quantization 'int4'"),
+        ({"model": "draft"}, "unknown self key 'model'"),
+        ({"num_speculative_tokens": 0}, "self num_speculative_tokens must be a whole number of at least 1"),
+        ({"num_draft_nodes": 4}, "self num_draft_nodes is for trees"),
+        ({"draft_sample_method": "magic"}, "unknown draft_sample_method 'magic'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(SpeculativeConfig("self", options=options))
+
+
+def test_a_quantised_target_has_no_cheaper_self() -> None:
+    with pytest.raises(ConfigError, match="the target is int8 already"):
+        LLM(speculative_config={"method": "self"}, quantization="int8")
+
+
+def test_nearly_every_guess_is_right_and_the_memory_is_a_quarter() -> None:
+    llm = LLM(speculative_config={"method": "self", "num_speculative_tokens": 4})
+    (output,) = llm.generate(
+        ["The quick brown fox"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    )
+    assert output.metrics.acceptance_rate > 0.8
+    target = llm.engine.model.weight_bytes
+    draft = llm.engine.drafter.memory_bytes() - llm.engine.drafter.cache.memory_bytes()  # type: ignore[attr-defined]
+    assert 0.2 * target < draft < 0.3 * target
