@@ -32,11 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", help="checkpoint folders; the embedded target unless given")
+    parser.add_argument("models", nargs="*", help="checkpoint folders beside the embedded target")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    models = options.models or [EMBEDDED_TARGET]
+    models = [EMBEDDED_TARGET, *options.models]
     rows = [measure(model, quantization) for model in models for quantization in (None, "int8")]
     RESULT.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
     for row in rows:

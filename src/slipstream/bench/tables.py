@@ -106,8 +106,9 @@ def _drafts(figures: Seq[Figures], concurrency: int) -> Grid:
 def _time(figures: Seq[Figures], concurrency: int) -> Grid:
     grid = Grid(
         f"Time, {at_once(concurrency)}",
-        ("", "draft", "verify", "other", "step ms", "γ", "c", "v", "predicted", "efficiency"),
-        "step: one target step of speculation off; predicted: τ/(γ·c + v); efficiency: measured over predicted speedup",
+        ("", "draft", "verify", "other", "step ms", "γ", "c", "v", "predicted", "efficiency", "decoding"),
+        "step: one target step of speculation off; predicted: τ/(γ·c + v); efficiency: measured over predicted speedup; "
+        "decoding: the same after the first token",
     )
     for f in figures:
         shares, p = f.time_shares, f.prediction
@@ -122,6 +123,7 @@ def _time(figures: Seq[Figures], concurrency: int) -> Grid:
             number(None if p is None else p.v),
             number(None if p is None else p.predicted_speedup),
             number(None if p is None else p.efficiency),
+            number(None if p is None else p.decode_efficiency),
         )
     return grid
 
