@@ -107,8 +107,8 @@ def _time(figures: Seq[Figures], concurrency: int) -> Grid:
     grid = Grid(
         f"Time, {at_once(concurrency)}",
         ("", "draft", "verify", "other", "step ms", "γ", "c", "v", "predicted", "efficiency", "decoding"),
-        "step: one target step of speculation off; predicted: τ/(γ·c + v); efficiency: measured over predicted speedup; "
-        "decoding: the same after the first token",
+        "step: one target step of speculation off; predicted: τ/(γ·c + v); "
+        "efficiency: measured over predicted speedup; decoding: the same after the first token",
     )
     for f in figures:
         shares, p = f.time_shares, f.prediction
