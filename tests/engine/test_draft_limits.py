@@ -39,7 +39,7 @@ def test_a_long_prompt_beside_short_ones(
     long, growing = text[:400], text[: limit - 20]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     llm = make_llm(spec, max_num_batched_tokens=4096)
-    monkeypatch.setattr(drafter_of(llm).model, "context_length", limit)
+    monkeypatch.setattr(drafter_of(llm), "context_length", limit)
     alone = [llm.generate(prompt, params)[0] for prompt in short]
     llm.reset_caches()
     lengths: dict[str, list[tuple[int, int]]] = {}

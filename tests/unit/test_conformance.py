@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import Drafter
+from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.ngram import NgramDrafter, NgramOptions
 from slipstream.draft.off import OffDrafter, OffOptions
 from slipstream.draft.suffix import SuffixDrafter, SuffixOptions
@@ -199,8 +199,8 @@ class KnowsItIsBroken(Trees):
 
 
 class FailsToObserve(Trees):
-    def observe(self, sequences: Seq[Sequence], num_accepted: Seq[int]) -> None:
-        if any(sequence.finished for sequence in sequences):
+    def observe(self, observations: Seq[Observation]) -> None:
+        if any(seen.sequence.finished for seen in observations):
             raise KeyError("finished")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core import Proposal, ProposalKind, Sequence
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import Observation
 from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_tokenizer
@@ -18,6 +20,7 @@ from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 4096
+CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 def make(verifier: str = "coupled", **options: Any) -> DraftModelDrafter:
@@ -40,6 +43,10 @@ def sequence(token_ids: list[int], temperature: float = 0.0, number: int = 0) ->
     )
 
 
+def seen(sequence: Sequence, num_accepted: int) -> Observation:
+    return Observation(sequence, EMPTY_PROPOSAL, num_accepted, torch.empty(0))
+
+
 def text(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(6, VOCAB) for _ in range(length)]
@@ -54,6 +61,8 @@ def text(length: int, seed: int = 0) -> list[int]:
         ({"num_speculative_tokens": 1}, "coupled"),
         ({}, "rejection"),
         ({"tree_top_k": 2}, "block"),
+        ({"tree_choices": CHOICES}, "coupled"),
+        ({"tree_choices": CHOICES}, "rejection"),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -83,7 +92,7 @@ def test_guesses_are_the_models_own_whatever_was_accepted() -> None:
         assert list(proposal.token_ids) == greedy_chain(drafter, seq.token_ids, 4)
         accepted = rng.randint(0, 4)
         seq.token_ids += [*proposal.token_ids[:accepted], rng.randrange(6, VOCAB)]
-        drafter.observe([seq], [accepted])
+        drafter.observe([seen(seq, accepted)])
         if rng.random() < 0.4:
             seq.token_ids += text(rng.randint(1, 30), seed=rng.randrange(99))  # decoded without us
     drafter.release(seq)
@@ -105,7 +114,21 @@ def test_tree_guesses_follow_their_own_branch(temperature: float) -> None:
         leaf = max(range(9), key=lambda node: proposal.depths[node])
         path = [proposal.token_ids[node] for node in proposal.path(leaf)]
         seq.token_ids += [*path, 17]
-        drafter.observe([seq], [len(path)])
+        drafter.observe([seen(seq, len(path))])
+
+
+@pytest.mark.parametrize(("temperature", "method"), [(0.0, "auto"), (0.8, "greedy"), (0.8, "auto")])
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_a_fixed_tree_has_its_shape(temperature: float, method: str, verifier: str) -> None:
+    drafter = make(verifier, tree_choices=CHOICES, draft_sample_method=method)
+    proposal = drafter.propose([sequence(text(40), temperature)], [6])[0]
+    found = set()
+    for node in range(len(proposal)):
+        path = [ROOT, *proposal.path(node)]
+        found.add(tuple(proposal.children[a].index(b) for a, b in pairwise(path)))
+    assert found == {tuple(choice) for choice in CHOICES}
+    drawn = verifier == "rejection" and method == "auto" and temperature > 0
+    assert (proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT) == drawn
 
 
 def test_batch_is_drafted_as_each_alone() -> None:
@@ -138,7 +161,7 @@ def test_long_prompt_is_caught_up_in_bounded_steps_beside_a_short_one() -> None:
         sizes.append([len(proposal) for proposal in proposals])
         for seq, proposal in zip((short, long), proposals, strict=True):
             seq.token_ids.append(9)
-            drafter.observe([seq], [0])
+            drafter.observe([seen(seq, 0)])
             assert isinstance(proposal, Proposal)
     assert sizes == [[4, 0], [4, 4], [4, 4]]
 

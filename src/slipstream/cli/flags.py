@@ -52,15 +52,21 @@ _PLAIN_HELP = {
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Field name to help: the string that follows the field in the source of `cls`, in one line."""
+    """Field name to help: the string that follows the field in the source of `cls`, in one line.
+
+    Inherited fields keep their base's help unless the class says something else.
+    """
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     help_: dict[str, str] = {}
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            help_ |= field_help(base)
     for field, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             name = field.target.id
             text = below.value.value if _is_string(below) else _PLAIN_HELP.get(name, "")  # type: ignore[attr-defined]
-            help_[name] = " ".join(text.split())
+            help_[name] = " ".join(text.split()) or help_.get(name, "")
     return help_
 
 

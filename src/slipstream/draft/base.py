@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.config import EngineConfig
+    from slipstream.kv.cache import KVCache
+    from slipstream.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,22 @@ class DraftContext:
     dtype: torch.dtype
     verifier: str
     """Name of the verifier that will judge the proposals."""
+    target: CausalLM | None = None
+    """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one step made of one sequence; its `token_ids` already hold what was committed."""
+
+    sequence: Sequence
+    proposal: Proposal
+    """What was checked, in full."""
+    num_accepted: int
+    """Draft tokens among the committed ones; the last committed token is the target's own."""
+    logits: torch.Tensor
+    """[1 + n, vocab], the target's raw logits: row 0 follows the text as it was when `propose` was called, row i + 1
+    follows node i, accepted or not. Valid during the call only."""
 
 
 class Drafter(ABC):
@@ -65,8 +83,8 @@ class Drafter(ABC):
     def max_nodes(self) -> int:
         """The most nodes that one proposal can have; the engine never asks for more."""
 
-    def observe(self, sequences: Seq[Sequence], num_accepted: Seq[int]) -> None:
-        """Learn the verdicts: `token_ids` now hold the accepted tokens and the target's own next one."""
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Learn the verdicts of a step; sequences for which nothing was proposed are among them."""
         return
 
     def release(self, sequence: Sequence) -> None:
@@ -80,6 +98,17 @@ class Drafter(ABC):
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""
         return 0
+
+    def feature_layers(self) -> Seq[int]:
+        """Hidden states of the target that this drafter reads: 0 is the embedding, i what layer i puts out, and the
+        number of layers what the final norm puts out. The engine keeps them beside the keys and values of every
+        computed token; `KVCache.features` reads them, side by side in this order."""
+        return ()
+
+    def attach(self, cache: KVCache) -> None:
+        """Get to know the target's cache; called once, after `allocate`. Entries behind a sequence's computed tokens
+        may be written: the target's next pass overwrites them."""
+        return
 
     def allocate(self, num_tokens: int) -> None:
         """Make room for the keys and values of `num_tokens` tokens in all; called once, before any proposal."""

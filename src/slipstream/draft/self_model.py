@@ -8,50 +8,27 @@ Quantized KV Cache", ICML 2025.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from slipstream.config import QUANTIZATIONS, check_at_least, check_types, reject_unknown
+from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.growth import GrowthOptions
 from slipstream.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class SelfOptions:
+@dataclass(frozen=True, kw_only=True)
+class SelfOptions(GrowthOptions):
     """Keys of `speculative_config` for `method: self`."""
 
     quantization: str = "int8"
     """How the target's weights are held for drafting."""
     num_speculative_tokens: int = 3
-    """Depth: draft tokens in a chain, levels in a tree."""
-    tree_top_k: int = 1
-    """Guesses kept at each level; 1 is a chain."""
-    num_draft_nodes: int | None = None
-    """Nodes of a tree; None is `num_speculative_tokens * tree_top_k`."""
-    draft_sample_method: str = "auto"
-    """As for `draft_model`."""
 
     def __post_init__(self) -> None:
         check_types(self, "self")
-        check_at_least(
-            "self", 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
-        )
+        self.check_growth("self")
         reject_unknown([self.quantization], QUANTIZATIONS, "self quantization")
-        if self.num_draft_nodes is not None and self.tree_top_k == 1:
-            raise ConfigError("self num_draft_nodes is for trees; set tree_top_k above 1")
-        self.as_draft_model("target", None)
-
-    def as_draft_model(self, model: str, revision: str | None) -> DraftModelOptions:
-        """The same for the drafter that runs any model."""
-        return DraftModelOptions(
-            model=model,
-            num_speculative_tokens=self.num_speculative_tokens,
-            tree_top_k=self.tree_top_k,
-            num_draft_nodes=self.num_draft_nodes,
-            draft_sample_method=self.draft_sample_method,
-            quantization=self.quantization,
-            revision=revision,
-        )
 
 
 class SelfDrafter(DraftModelDrafter):
@@ -66,4 +43,10 @@ class SelfDrafter(DraftModelDrafter):
                 f"the target is {config.quantization} already and cannot draft more cheaply for itself; "
                 "leave the target's quantization out, or choose another drafter"
             )
-        super().__init__(options.as_draft_model(config.model, config.revision), context)
+        shape = {f.name: getattr(options, f.name) for f in fields(GrowthOptions)}
+        super().__init__(
+            DraftModelOptions(
+                model=config.model, revision=config.revision, quantization=options.quantization, **shape
+            ),
+            context,
+        )

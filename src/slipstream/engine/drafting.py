@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence as Seq
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
-from slipstream.draft.base import Drafter
+from slipstream.draft.base import Drafter, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +54,14 @@ class Drafting:
             if len(proposal)
         }
 
-    def observe(self, sequences: Seq[Sequence], num_accepted: Seq[int]) -> None:
+    def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts of the sequences that it still serves."""
-        served = [
-            (sequence, num)
-            for sequence, num in zip(sequences, num_accepted, strict=True)
-            if sequence.id not in self._retired
-        ]
+        served = [seen for seen in observations if seen.sequence.id not in self._retired]
         try:
-            self.drafter.observe([sequence for sequence, _ in served], [num for _, num in served])
+            self.drafter.observe(served)
         except Exception as error:
-            for sequence, _ in served:
-                self._retire(sequence, error)
+            for seen in served:
+                self._retire(seen.sequence, error)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""

@@ -29,7 +29,7 @@ from slipstream.core import (
     StepPlan,
     Verdict,
 )
-from slipstream.draft.base import DraftContext
+from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
@@ -106,15 +106,18 @@ class Engine:
                 device=self.model.device,
                 dtype=self.model.dtype,
                 verifier=speculative.verifier,
+                target=self.model,
             ),
         )
         self.verifier = create_verifier(speculative.verifier)
         self._operators = nullcontext if self.model.decoder is None else serial_operators
+        feature_layers = tuple(self.drafter.feature_layers())
+        feature_width = len(feature_layers) * self.model.hidden_size
         self.memory_plan = plan_memory(
             config,
             self.model,
             self.drafter.memory_bytes(),
-            self.drafter.kv_bytes_per_token(),
+            self.drafter.kv_bytes_per_token() + feature_width * self.model.dtype.itemsize,
             self.drafter.max_nodes(),
         )
         logger.info("memory: %s", self.memory_plan)
@@ -126,8 +129,10 @@ class Engine:
             self.model.dtype,
             self.model.device,
             config.enable_prefix_caching,
+            feature_width,
         )
-        self.runner = ModelRunner(self.model, cache)
+        self.drafter.attach(cache)
+        self.runner = ModelRunner(self.model, cache, feature_layers)
         self.drafting = Drafting(self.drafter, self.model.vocab_size, self.verifier.kinds)
         self.scheduler = Scheduler(
             cache.accounting,
@@ -260,7 +265,8 @@ class Engine:
         times: _StepTimes,
     ) -> list[Update]:
         """Append what was verified, keep its cache entries, and tell everyone concerned."""
-        decoded: list[tuple[Answer, int, int]] = []  # answer, tokens emitted, draft tokens among them
+        decoded: list[tuple[Answer, int]] = []  # answer, tokens emitted
+        observations: list[Observation] = []
         for item, rows in zip(plan.scheduled, logits, strict=True):
             sequence = item.sequence
             record_prompt_logprobs(item, rows)
@@ -275,9 +281,10 @@ class Engine:
             kept = verdict.accepted[:emitted]
             self.runner.commit(item, kept)
             _record_acceptance(sequence, proposal, kept, emitted)
-            decoded.append((answer, emitted, len(kept)))
-        self.drafting.observe([a.sequence for a, _, _ in decoded], [accepted for _, _, accepted in decoded])
-        return [self._emit(answer, emitted) for answer, emitted, _ in decoded]
+            decoded.append((answer, emitted))
+            observations.append(Observation(sequence, proposal, len(kept), rows[-1 - len(proposal) :]))
+        self.drafting.observe(observations)
+        return [self._emit(answer, emitted) for answer, emitted in decoded]
 
     def _append(self, answer: Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
         """Append the verdict's tokens until a stop rule ends the answer; returns how many were appended."""

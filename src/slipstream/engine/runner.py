@@ -16,9 +16,11 @@ from slipstream.models import CausalLM, RowGroup
 class ModelRunner:
     """Runs the target over the rows of a plan and keeps the cache in step with the verdicts."""
 
-    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, feature_layers: Seq[int] = ()) -> None:
+        """`feature_layers` are the hidden states that are kept beside keys and values, for a drafter."""
         self.model = model
         self.cache = cache
+        self.feature_layers = tuple(feature_layers)
 
     def forward(self, plan: StepPlan, proposals: dict[int, Proposal]) -> list[Tensor]:
         """One pass over all scheduled rows and all proposals.
@@ -30,7 +32,12 @@ class ModelRunner:
         groups = [
             self._row_group(item, proposals.get(item.sequence.id, EMPTY_PROPOSAL)) for item in plan.scheduled
         ]
-        logits = self.model.forward(groups, self.cache.pool).logits
+        output = self.model.forward(groups, self.cache.pool, self.feature_layers)
+        if self.feature_layers:
+            features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
+            slots = [slot for group in groups for slot in range(group.first_new_slot, group.end_slot)]
+            self.cache.pool.features[slots] = features
+        logits = output.logits
         ends = list(itertools.accumulate(len(group.logit_rows) for group in groups))
         return [logits[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 

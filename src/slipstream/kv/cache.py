@@ -20,8 +20,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         prefix_caching: bool = True,
+        feature_width: int = 0,
     ) -> None:
-        self.pool = KVPool(shapes, num_slots, dtype, device)
+        self.pool = KVPool(shapes, num_slots, dtype, device, feature_width)
         self.accounting = KVAccounting(num_slots, self.pool.move, prefix_caching)
 
     def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:
@@ -33,6 +34,11 @@ class KVCache:
         end = segment.start + len(segment.token_ids)
         self.pool.gather([end + row for row in kept], end)
         self.accounting.commit(owner, token_ids)
+
+    def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
+        """[end - begin, width]: what a drafter asked to be kept of `owner`'s computed tokens `begin` to `end`."""
+        start = self.accounting.segment(owner).start
+        return self.pool.features[start + begin : start + end]
 
     def memory_bytes(self) -> int:
         """Bytes of the tensors, used or not."""

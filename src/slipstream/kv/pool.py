@@ -22,10 +22,18 @@ class LayerShape:
 
 
 class KVPool:
-    """Keys and values of every layer, one slot a token: `keys[layer]` is [slots, kv_heads, key_dim]."""
+    """Keys and values of every layer, one slot a token: `keys[layer]` is [slots, kv_heads, key_dim].
+
+    `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
+    """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        feature_width: int = 0,
     ) -> None:
         self.num_slots = num_slots
         self.keys = [
@@ -36,13 +44,19 @@ class KVPool:
             torch.empty(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
             for shape in shapes
         ]
+        self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """All that is kept of a token, by slot."""
+        return [*self.keys, *self.values, *([self.features] if self.features.shape[1] else [])]
 
     def move(self, source: int, destination: int, count: int) -> None:
         """Copy `count` entries between slots; the ranges may overlap."""
         if count == 0 or source == destination:
             return
         overlap = abs(source - destination) < count
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             entries = tensor[source : source + count]
             tensor[destination : destination + count] = entries.clone() if overlap else entries
 
@@ -50,13 +64,13 @@ class KVPool:
         """Copy the entries at the slots `sources`, in order, to `destination` and the slots after it."""
         if list(sources) == list(range(destination, destination + len(sources))):
             return
-        index = torch.tensor(sources, device=self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
+        index = torch.tensor(sources, device=self.features.device)
+        for tensor in self._tensors:
             tensor[destination : destination + len(sources)] = tensor[index]
 
     def memory_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """Bytes of all keys, values and features."""
+        return sum(tensor.nbytes for tensor in self._tensors)
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -67,6 +67,15 @@ class CausalLM:
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
     def family(self) -> str:
         return str(self.config.model_type)
 

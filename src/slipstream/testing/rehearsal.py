@@ -15,8 +15,12 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from slipstream.core import EMPTY_PROPOSAL, ROOT, FinishReason, Proposal, ProposalKind, Sequence, Verdict
-from slipstream.draft.base import Drafter
+from slipstream.draft.base import Drafter, Observation
+from slipstream.kv.cache import KVCache
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
 
 MAX_LIVE = 4
@@ -80,7 +84,10 @@ class Stage:
         self.max_nodes = self.call("max_nodes")
         is_count = isinstance(self.max_nodes, int) and self.max_nodes >= 0
         require(is_count, f"max_nodes() returned {self.max_nodes!r}")
-        self.call("allocate", MAX_LIVE * (scene.max_len + self.max_nodes + 1))
+        num_slots = MAX_LIVE * (scene.max_len + self.max_nodes + 1)
+        self.call("allocate", num_slots)
+        self._proposals: dict[int, Proposal] = {}
+        self._target = self._make_target(num_slots)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the drafter; it must neither raise nor touch what it is given."""
@@ -103,6 +110,7 @@ class Stage:
         """Take back what sequences hold; they may return under the same id."""
         for i in ids:
             self.live[i].num_computed = 0
+            self._forget(i)
             self.call("release", self.live[i])
 
     def propose(self, budgets: dict[int, int]) -> dict[int, Proposal]:
@@ -110,11 +118,15 @@ class Stage:
         if not budgets:
             return {}
         sequences = [self.live[i] for i in budgets]
+        if self._target is not None:
+            for i, budget in budgets.items():
+                self._reserve(i, budget)
         proposals = self.call("propose", sequences, list(budgets.values()))
         one_each = isinstance(proposals, list) and len(proposals) == len(sequences)
         require(one_each, f"propose returned {proposals!r} for {len(sequences)} sequences")
         for proposal, budget in zip(proposals, budgets.values(), strict=True):
             self._check(proposal, budget)
+        self._proposals.update(zip(budgets, proposals, strict=True))
         return dict(zip(budgets, proposals, strict=True))
 
     def ask_again(self, i: int, step: Step) -> None:
@@ -131,12 +143,71 @@ class Stage:
             self.live[i].num_computed = len(self.live[i].token_ids) - 1
         for i, reason in finished.items():
             self.live[i].finish_reason = reason
+        if self._target is not None:
+            self._compute(list(commits))
         if commits:
-            self.call("observe", [self.live[i] for i in commits], [num for _, num in commits.values()])
+            seen = [self._observation(i, token_ids, num) for i, (token_ids, num) in commits.items()]
+            self.call("observe", seen)
+        self._proposals.clear()
         for i in finished:
+            self._forget(i)
             self.call("release", self.live.pop(i))
         problems = self.call("integrity")
         require(not problems, f"integrity() reports: {problems}")
+
+    def _observation(self, i: int, token_ids: list[int], num_accepted: int) -> Observation:
+        """What the drafter is told of a step. The logits are a function of the last tokens before each row."""
+        sequence = self.live[i]
+        proposal = self._proposals.get(i, EMPTY_PROPOSAL)
+        text = sequence.token_ids[: len(sequence.token_ids) - len(token_ids)]
+        rows = []
+        for node in range(ROOT, len(proposal)):
+            path = [proposal.token_ids[ancestor] for ancestor in proposal.path(node)]
+            seed = hash(tuple([*text, *path][-3:])) % 2**63
+            rows.append(torch.randn(self.scene.vocab_size, generator=torch.Generator().manual_seed(seed)))
+        return Observation(sequence, proposal, num_accepted, torch.stack(rows))
+
+    # A drafter that was given a target model finds its entries in the target's cache, as in an engine.
+
+    def _make_target(self, num_slots: int) -> KVCache | None:
+        model = self.drafter.context.target
+        if model is None:
+            return None
+        width = len(self.drafter.feature_layers()) * model.hidden_size
+        cache = KVCache(model.shapes, num_slots, model.dtype, model.device, False, width)
+        self.call("attach", cache)
+        return cache
+
+    def _reserve(self, i: int, num_more: int) -> None:
+        assert self._target is not None
+        accounting, sequence = self._target.accounting, self.live[i]
+        if i not in accounting:
+            accounting.open(i, sequence.token_ids, sequence.tenant)
+        accounting.reserve(i, len(sequence.token_ids) + num_more)
+
+    def _compute(self, ids: list[int]) -> None:
+        """Let the target compute all committed tokens but the last, as they stand after a step."""
+        model, cache = self.drafter.context.target, self._target
+        assert model is not None
+        assert cache is not None
+        layers = tuple(self.drafter.feature_layers())
+        for i in ids:
+            self._reserve(i, 0)
+            sequence, segment = self.live[i], cache.accounting.segment(i)
+            past = len(segment.token_ids)
+            token_ids = sequence.token_ids[past:-1]
+            if not token_ids:
+                continue
+            output = model.forward([RowGroup(segment.start, past, token_ids, [])], cache.pool, layers)
+            if layers:
+                first = segment.start + past
+                features = torch.cat([output.hidden[layer] for layer in layers], dim=-1)
+                cache.pool.features[first : first + len(token_ids)] = features
+            cache.accounting.commit(i, token_ids)
+
+    def _forget(self, i: int) -> None:
+        if self._target is not None and i in self._target.accounting:
+            self._target.accounting.close(i)
 
     def memory_bytes(self) -> int:
         """What the drafter says it holds."""
@@ -294,6 +365,8 @@ def _copy(arguments: tuple[Any, ...]) -> list[Any]:
         if isinstance(argument, Sequence):
             state = {name: copy.deepcopy(value) for name, value in vars(argument).items() if name != "params"}
             parts.append(state)
+        elif isinstance(argument, Observation):
+            parts.append([*_copy((argument.sequence,)), argument.proposal, argument.num_accepted])
         elif isinstance(argument, list):
             parts.append(_copy(tuple(argument)))
         else:

@@ -1,0 +1,255 @@
+"""Drafters that compute: probabilities for guesses, over keys and values of their own.
+
+The cache needs no special case for what it has not seen: whatever committed tokens lie behind it (the last guess after
+full acceptance, a stretch decoded without speculation, a whole prompt) are fed before the first guess.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.growth import Growth, GrowthOptions, Growths, Node, Shape
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.rows import RowGroup
+
+
+@dataclass(slots=True)
+class Feed:
+    """The rows of one sequence in a pass of the drafter: committed tokens, or the frontier of its tree."""
+
+    growth: Growth
+    rows: RowGroup
+    first: int
+    """Position in the text of the first row's token."""
+    nodes: list[Node] | None = None
+    """One a row when the rows are guesses."""
+
+
+class CachedDrafter(Drafter):
+    """Grows a chain or a tree for all sequences at once, one pass a level.
+
+    A subclass computes `_forward`. By default every committed token has an entry and accepted guesses keep theirs.
+    """
+
+    kinds = frozenset(ProposalKind)
+    first_entry = 0
+    """Committed tokens before this one are never computed and never seen."""
+    keeps_accepted = True
+    """False where a guess's entry is an estimate, so that an accepted token must be computed anew."""
+
+    def __init__(
+        self,
+        options: GrowthOptions,
+        context: DraftContext,
+        *,
+        vocab_size: int,
+        context_length: int,
+        shapes: Seq[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`vocab_size` is the number of target tokens that the drafter has logits for."""
+        super().__init__(options, context)
+        self.shape = Shape.of(options, context.verifier)
+        self.context_length = context_length
+        self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self._growths = Growths(self.shape, vocab_size)
+        self._cache: KVCache | None = None
+        self._open: dict[int, Growth] = {}
+        """The last proposal of each sequence, until its verdict has been observed."""
+
+    @abstractmethod
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        """One pass over the rows of all feeds; logits, [wanted rows, target's vocab], feed after feed."""
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        """How many of the committed tokens could be fed now."""
+        return len(sequence.token_ids)
+
+    def _can_read(self, token_ids: Seq[int]) -> bool:
+        """False where the drafter has no embedding for some token."""
+        return True
+
+    # --- the contract -----------------------------------------------------------------------------------------
+
+    def max_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self._shapes, self._dtype)
+
+    def allocate(self, num_tokens: int) -> None:
+        prefix_caching = self.context.engine_config.enable_prefix_caching
+        self._cache = KVCache(self._shapes, num_tokens, self._dtype, self._device, prefix_caching)
+
+    def memory_bytes(self) -> int:
+        return self.weight_bytes() + (self.cache.memory_bytes() if self._cache else 0)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are the drafter's own."""
+        return 0
+
+    @property
+    def cache(self) -> KVCache:
+        """The drafter's own keys and values."""
+        assert self._cache is not None, "allocate() comes before the first proposal"
+        return self._cache
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        # Room for all first: making room for one may move another's entries.
+        roomy = [self._has_room(sequence) for sequence in sequences]
+        growths = {
+            sequence.id: self._begin(sequence, budget)
+            for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
+            if fits
+        }
+        growing = self._catch_up(list(growths.values()))
+        while growing := [growth for growth in growing if growth.frontier]:
+            self._extend(growing)
+        self._open.update({i: growth for i, growth in growths.items() if growth.nodes})
+        return [
+            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            for sequence in sequences
+        ]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Keep the entries of the accepted path; the last guess of a path was never fed and is not among them."""
+        for seen in observations:
+            sequence = seen.sequence
+            growth = self._open.pop(sequence.id, None)
+            if growth is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
+                continue
+            segment = self.cache.accounting.segment(sequence.id)
+            if segment.start != growth.start:
+                continue  # moved since: only the committed entries came along
+            first = len(segment.token_ids)
+            by_path = {tuple(node.token_ids()): node.stored for node in growth.stored}
+            token_ids = sequence.token_ids[first : first + seen.num_accepted]
+            kept: list[int] = []
+            while len(kept) < seen.num_accepted:
+                stored = by_path.get(tuple(token_ids[: len(kept) + 1]))
+                if stored is None:
+                    break
+                kept.append(stored)
+            self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
+
+    def release(self, sequence: Sequence) -> None:
+        self._open.pop(sequence.id, None)
+        self._growths.release(sequence)
+        if sequence.id in self.cache.accounting:
+            self.cache.accounting.close(sequence.id)
+
+    def reset(self) -> None:
+        self.cache.accounting.clear()
+
+    def num_held(self) -> int:
+        return max(self.cache.accounting.num_owners, len(self._growths), len(self._open))
+
+    def integrity(self) -> list[str]:
+        return [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
+
+    # --- drafting ---------------------------------------------------------------------------------------------
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """True when the drafter can hold the committed text and its guesses, in its context and in its cache."""
+        length = len(sequence.token_ids)
+        if length + self.shape.depth > self.context_length:
+            return False
+        accounting = self.cache.accounting
+        opened = sequence.id in accounting
+        seen = len(accounting.segment(sequence.id).token_ids) if opened else 0
+        if not self._can_read(sequence.token_ids[seen:]):
+            return False
+        if not opened and accounting.open(sequence.id, sequence.token_ids, sequence.tenant) is None:
+            return False
+        return accounting.reserve(sequence.id, length + self.shape.max_stored)
+
+    def _begin(self, sequence: Sequence, budget: int) -> Growth:
+        self._open.pop(sequence.id, None)
+        return self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
+
+    def _catch_up(self, growths: list[Growth]) -> list[Growth]:
+        """Feed the committed tokens that the drafter has not seen; returns those that made their first guesses.
+
+        The rows of one call are bounded as a target step's are, so that a long prompt delays nobody for long: a
+        sequence that is not through proposes nothing in this step.
+        """
+        rows_left = self.context.engine_config.max_num_batched_tokens
+        feeds: list[Feed] = []
+        num_new: list[int] = []
+        for growth in growths:
+            sequence = growth.sequence
+            segment = self.cache.accounting.segment(sequence.id)
+            if len(segment.token_ids) < self.first_entry:
+                skipped = sequence.token_ids[len(segment.token_ids) : self.first_entry]
+                self.cache.accounting.commit(sequence.id, skipped)
+            seen = len(segment.token_ids)
+            length = len(sequence.token_ids)
+            # The last row is fed again when the engine asks again.
+            past = max(min(seen, length - 1), self.first_entry)
+            end = min(past + rows_left, self._num_ready(sequence))
+            if end <= past:
+                continue
+            token_ids = sequence.token_ids[past:end]
+            rows_left -= len(token_ids)
+            wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
+            rows = RowGroup(segment.start + self.first_entry, past - self.first_entry, token_ids, wanted)
+            feeds.append(Feed(growth, rows, past))
+            num_new.append(end - seen)
+        if not feeds:
+            return []
+        logits = self._forward(feeds)
+        ready: list[Growth] = []
+        for feed, new in zip(feeds, num_new, strict=True):
+            fed = feed.rows.token_ids
+            self.cache.accounting.commit(feed.growth.sequence.id, list(fed[len(fed) - new :]))
+            if feed.rows.logit_rows:
+                feed.growth.grow(logits[len(ready) : len(ready) + 1])
+                ready.append(feed.growth)
+        return ready
+
+    def _extend(self, growths: list[Growth]) -> None:
+        """Feed the frontiers, one level of every tree in one pass, and grow the next level."""
+        feeds = [self._frontier(growth) for growth in growths]
+        logits = self._forward(feeds)
+        end = 0
+        for growth, feed in zip(growths, feeds, strict=True):
+            begin, end = end, end + len(feed.rows.token_ids)
+            growth.grow(logits[begin:end])
+
+    def _frontier(self, growth: Growth) -> Feed:
+        segment = self.cache.accounting.segment(growth.sequence.id)
+        length = len(segment.token_ids)
+        past, start = length - self.first_entry, segment.start + self.first_entry
+        nodes = [node for node in growth.frontier if node is not None]
+        earlier = list(growth.stored)
+        for node in nodes:
+            node.stored = len(growth.stored)
+            growth.stored.append(node)
+        token_ids = [node.token_id for node in nodes]
+        first = length + nodes[0].depth - 1
+        if self.shape.is_chain:
+            rows = RowGroup(start, past + len(earlier), token_ids, [0])
+            return Feed(growth, rows, first, nodes)
+        visible = torch.zeros(len(nodes), len(growth.stored), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            visible[row, [ancestor.stored for ancestor in node.path()]] = True
+        rows = RowGroup(
+            start,
+            past,
+            token_ids,
+            range(len(nodes)),
+            positions=[past + node.depth - 1 for node in nodes],
+            stored_positions=[past + node.depth - 1 for node in earlier],
+            tail_visible=visible,
+        )
+        return Feed(growth, rows, first, nodes)

@@ -1,0 +1,302 @@
+"""How a drafter that gives probabilities grows its proposal: a chain, a fixed tree or a dynamic one.
+
+Level by level: the drafter computes logits for the frontier, `Growth.grow` adds the guesses below it and chooses the
+next frontier, `Growth.proposal` picks the nodes that are worth the budget. What differs from drafter to drafter is only
+where the logits come from.
+
+Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language models with dynamic draft trees" (EMNLP
+2024). Fixed ones are written as Medusa does (Cai et al., ICML 2024): each node by the ranks of the guesses on its path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import check_at_least, reject_unknown
+from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
+from slipstream.errors import ConfigError
+from slipstream.sampling.noise import Noise, Stream
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
+
+SAMPLE_METHODS = ("auto", "greedy", "coupled", "probabilistic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthOptions:
+    """The keys of `speculative_config` that shape a proposal; drafters with probabilities inherit them."""
+
+    num_speculative_tokens: int = 4
+    """Depth: draft tokens in a chain, levels in a tree."""
+    tree_top_k: int = 1
+    """Guesses kept at each level; 1 is a chain."""
+    num_draft_nodes: int | None = None
+    """Nodes of a dynamic tree; None is `num_speculative_tokens * tree_top_k`."""
+    tree_choices: list[Any] | None = None
+    """A fixed tree instead: one list of ranks a node, `[[0], [1], [0, 0]]` is two guesses and the best one's best
+    continuation. It takes the place of the three keys above."""
+    draft_sample_method: str = "auto"
+    """`greedy`: the most probable tokens. `coupled`: drawn with the target's own noise. `probabilistic`: drawn
+    independently, siblings without replacement, for the classical verifiers; chains and fixed trees only. `auto`
+    suits the verifier."""
+
+    def check_growth(self, what: str) -> None:
+        """Raise `ConfigError` for a shape or method that cannot be."""
+        check_at_least(
+            what, 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
+        )
+        reject_unknown([self.draft_sample_method], SAMPLE_METHODS, "draft_sample_method")
+        if self.num_draft_nodes is not None:
+            check_at_least(what, 1, num_draft_nodes=self.num_draft_nodes)
+            if self.tree_top_k == 1:
+                raise ConfigError(f"{what} num_draft_nodes is for trees; set tree_top_k above 1")
+        if self.tree_choices is not None:
+            check_choices(what, self.tree_choices)
+            if self.tree_top_k > 1:
+                raise ConfigError(f"{what} has tree_choices and tree_top_k; a tree is fixed or dynamic")
+        elif self.draft_sample_method == "probabilistic" and self.tree_top_k > 1:
+            raise ConfigError("probabilistic drafts are chains or tree_choices; set tree_top_k to 1")
+
+
+def check_choices(what: str, choices: Seq[Any]) -> None:
+    """Raise `ConfigError` unless `choices` is a tree: every node's parent and elder siblings are nodes too."""
+    nodes: set[tuple[int, ...]] = set()
+    for choice in choices:
+        if not isinstance(choice, list | tuple) or not choice:
+            raise ConfigError(f"{what} tree_choices must be lists of ranks such as [[0], [1], [0, 0]]")
+        if any(type(rank) is not int or rank < 0 for rank in choice):
+            raise ConfigError(f"{what} tree_choices: a rank is a whole number from 0, got {choice!r}")
+        nodes.add(tuple(choice))
+    for node in nodes:
+        needed = [node[:-1]] if len(node) > 1 else []
+        needed += [(*node[:-1], node[-1] - 1)] if node[-1] else []
+        for other in needed:
+            if other not in nodes:
+                raise ConfigError(f"{what} tree_choices has {list(node)} but not {list(other)}")
+    if not nodes:
+        raise ConfigError(f"{what} tree_choices is empty; leave it out for a chain")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a proposal may look like, for all sequences."""
+
+    depth: int
+    top_k: int
+    num_nodes: int
+    method: str
+    """`greedy`, `coupled` or `probabilistic`."""
+    widths: dict[tuple[int, ...], int] | None = None
+    """A fixed tree: the ranks on a node's path, () the root's, to its number of children."""
+
+    @classmethod
+    def of(cls, options: GrowthOptions, verifier: str) -> Shape:
+        """The shape that `options` ask for; raises `ConfigError` where the verifier cannot judge it."""
+        dynamic = options.tree_top_k > 1
+        method = options.draft_sample_method
+        if method == "auto":
+            classical = "greedy" if dynamic else "probabilistic"
+            method = "coupled" if verifier == "coupled" else classical
+        if method == "coupled" and verifier != "coupled":
+            raise ConfigError(
+                f"verifier {verifier!r} cannot judge coupled drafts; "
+                "set draft_sample_method to probabilistic or greedy"
+            )
+        if options.tree_choices is None:
+            depth, top_k = options.num_speculative_tokens, options.tree_top_k
+            return cls(depth, top_k, options.num_draft_nodes or depth * top_k, method)
+        nodes = {tuple(choice) for choice in options.tree_choices}
+        widths: dict[tuple[int, ...], int] = {}
+        for node in nodes:
+            widths[node[:-1]] = max(widths.get(node[:-1], 0), node[-1] + 1)
+        return cls(max(map(len, nodes)), max(widths.values()), len(nodes), method, widths)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.top_k == 1
+
+    @property
+    def max_stored(self) -> int:
+        """The most nodes that are fed to the drafter itself: all but the deepest level's."""
+        if self.widths is not None:
+            return sum(1 for ranks in self.widths if ranks)
+        return (self.depth - 1) * self.top_k
+
+
+@dataclass(slots=True)
+class Node:
+    """A guess. `score` is the product of the drafter's confidences on its path, as a logarithm."""
+
+    token_id: int
+    parent: Node | None
+    depth: int
+    score: float
+    ranks: tuple[int, ...] = ()
+    """Which guess it is among its siblings, and each of its ancestors among theirs; fixed trees only."""
+    stored: int | None = None
+    """Which of the entries behind the committed ones holds it; None while it has not been fed."""
+    probs: Tensor | None = None
+    """[vocab]: what it was drawn from, if it was drawn."""
+    state: Any = None
+    """What the drafter itself wants to remember with it."""
+
+    def path(self) -> list[Node]:
+        """From the top of the tree down to this node."""
+        return [*(self.parent.path() if self.parent else []), self]
+
+    def token_ids(self) -> list[int]:
+        """The tokens of `path`."""
+        return [node.token_id for node in self.path()]
+
+
+@dataclass(slots=True)
+class Growth:
+    """One sequence's tree while it grows. A frontier node None stands for the committed text."""
+
+    sequence: Sequence
+    shape: Shape
+    max_nodes: int
+    max_depth: int
+    processor: LogitsProcessor
+    noise: Noise
+    start: int = 0
+    """Where the sequence's segment began when the entries of the tree were written."""
+    nodes: list[Node] = field(default_factory=list)
+    frontier: list[Node | None] = field(default_factory=lambda: [None])
+    """The nodes whose logits come next."""
+    stored: list[Node] = field(default_factory=list)
+
+    def grow(self, logits: Tensor) -> list[Node]:
+        """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
+
+        Returns the new guesses, best first.
+        """
+        parents = self.frontier
+        paths = [node.token_ids() if node else [] for node in parents]
+        depth = len(paths[0]) + 1
+        log_probs = logits  # of which only the argmax counts
+        if not self.processor.is_plain_greedy:
+            log_probs = self.processor.log_probs(logits, self.sequence.output_token_ids, paths)
+        if self.shape.widths is not None:
+            children = self._fixed(parents, log_probs, depth)
+        elif self.shape.is_chain:
+            children = [self._single(parents[0], log_probs[0], depth)]
+        else:
+            children = self._best(parents, log_probs, [self.shape.top_k] * len(parents), depth)
+        self.nodes.extend(children)
+        children.sort(key=lambda node: -node.score)
+        self.frontier = [] if depth >= self.max_depth else self._next_frontier(children)
+        return children
+
+    def _next_frontier(self, children: list[Node]) -> list[Node | None]:
+        if self.shape.widths is not None:
+            return [node for node in children if node.ranks in self.shape.widths]
+        return list(children[: self.shape.top_k])
+
+    def _single(self, parent: Node | None, log_probs: Tensor, depth: int) -> Node:
+        """The one guess of a chain, from `log_probs` [vocab]."""
+        position = len(self.sequence.token_ids) + depth - 1
+        if self.shape.method == "greedy" or self.noise.greedy:
+            return Node(int(log_probs.argmax()), parent, depth, 0.0)
+        if self.shape.method == "coupled":
+            return Node(int(self.noise.choose(log_probs[None], [position])), parent, depth, 0.0)
+        token_id = self.noise.draw(log_probs, position, Stream.DRAFT)
+        return Node(token_id, parent, depth, 0.0, probs=log_probs.exp())
+
+    def _fixed(self, parents: Seq[Node | None], log_probs: Tensor, depth: int) -> list[Node]:
+        """As many guesses below each parent as the tree has there."""
+        assert self.shape.widths is not None
+        widths = [self.shape.widths[node.ranks if node else ()] for node in parents]
+        if self.shape.method != "probabilistic" or self.noise.greedy:
+            return self._best(parents, log_probs, widths, depth)
+        children: list[Node] = []
+        position = len(self.sequence.token_ids) + depth - 1
+        for parent, row, width in zip(parents, log_probs, widths, strict=True):
+            index = 0 if parent is None else 1 + self.nodes.index(parent)
+            tokens = self.noise.draw_without_replacement(row, width, position, index)
+            probs = row.exp()
+            for rank, token in enumerate(tokens):
+                ranks = (*(parent.ranks if parent else ()), rank)
+                children.append(Node(token, parent, depth, 0.0, ranks, probs=probs))
+        return children
+
+    def _best(
+        self, parents: Seq[Node | None], log_probs: Tensor, widths: list[int], depth: int
+    ) -> list[Node]:
+        """The best guesses below each parent. Coupled, the target's noise is added before they are compared."""
+        if self.shape.method == "coupled":
+            positions = [len(self.sequence.token_ids) + depth - 1] * len(parents)
+            log_probs = torch.log_softmax(self.noise.perturb(log_probs, positions), dim=-1)
+        top = log_probs.topk(min(max(widths), log_probs.shape[1]), dim=-1)
+        rows = zip(parents, top.values.tolist(), top.indices.tolist(), widths, strict=True)
+        children: list[Node] = []
+        for parent, scores, tokens, width in rows:
+            above, ranks = (parent.score, parent.ranks) if parent else (0.0, ())
+            for rank, (token, score) in enumerate(zip(tokens[:width], scores[:width], strict=True)):
+                if score > float("-inf"):
+                    children.append(Node(token, parent, depth, above + score, (*ranks, rank)))
+        return children
+
+    def proposal(self) -> Proposal:
+        """The best nodes of the tree. A child never scores above its parent, so they are connected."""
+        if any(node.probs is not None for node in self.nodes):
+            best = self.nodes[: self.max_nodes]  # drawn: what may be dropped was settled before the draw
+        else:
+            best = sorted(self.nodes, key=lambda node: (-node.score, node.depth))[: self.max_nodes]
+            best.sort(key=lambda node: (node.depth, -node.score))
+        index = {id(node): number for number, node in enumerate(best)}
+        token_ids = tuple(node.token_id for node in best)
+        parents = tuple(index[id(node.parent)] if node.parent else ROOT for node in best)
+        if self.shape.method == "coupled":
+            return Proposal(token_ids, parents, ProposalKind.COUPLED)
+        probs = [node.probs for node in best if node.probs is not None]
+        if not probs:
+            return Proposal(token_ids, parents)
+        kind = ProposalKind.SAMPLED_IID if self.shape.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+        return Proposal(token_ids, parents, kind, torch.stack(probs))
+
+
+class Growths:
+    """Begins a `Growth` for each sequence in turn, and keeps what is the same from step to step."""
+
+    def __init__(self, shape: Shape, vocab_size: int) -> None:
+        self.shape = shape
+        self.vocab_size = vocab_size
+        """Width of the drafter's logits, in the target's tokens."""
+        self._processors: dict[int, LogitsProcessor] = {}
+
+    def begin(self, sequence: Sequence, budget: int, start: int = 0) -> Growth:
+        """An empty tree below the sequence's committed text, of at most `budget` nodes."""
+        greedy = sequence.params.temperature == 0
+        if sequence.id not in self._processors:
+            params = sequence.params
+            if greedy and not self.shape.is_chain:
+                # A one-hot distribution has no second guess: rank by the drafter's own probabilities.
+                params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+            self._processors[sequence.id] = self._processor(sequence, params)
+        return Growth(
+            sequence,
+            self.shape,
+            max_nodes=min(budget, self.shape.num_nodes),
+            max_depth=min(budget, self.shape.depth),
+            processor=self._processors[sequence.id],
+            noise=Noise(sequence.seed, len(sequence.token_ids), greedy),
+            start=start,
+        )
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self._processors.pop(sequence.id, None)
+
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    def _processor(self, sequence: Sequence, params: SamplingParams) -> LogitsProcessor:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        return LogitsProcessor(params, prompt, (), (), self.vocab_size)
