@@ -127,3 +127,20 @@ class CausalLM:
         )
         hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
         return ForwardOutput(output.logits[0], hidden)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""
+        if self.decoder is not None:
+            return self.decoder.embed(token_ids)
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
+        return embedded
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., vocab]: the model's output layer, for states behind the final norm.
+
+        What a family does to its logits afterwards (scaling, a softcap) is not done.
+        """
+        if self.decoder is not None:
+            return self.decoder.project(hidden)
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits

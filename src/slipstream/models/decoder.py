@@ -55,6 +55,8 @@ class Decoder:
             )
         )
         frequencies = rotary.inv_freq.float().contiguous().clone()
+        final_norm = self._keep(model.model.norm.weight)
+        self._head = self._pack([model.lm_head], quantization)
         self._struct = ModelStruct(
             num_layers=self.num_layers,
             hidden=self.hidden_size,
@@ -69,8 +71,8 @@ class Decoder:
             rotary_scale=rotary.attention_scaling,
             inverse_frequencies=frequencies.data_ptr(),
             embedding=embedding,
-            final_norm=self._keep(model.model.norm.weight),
-            head=self._pack([model.lm_head], quantization),
+            final_norm=final_norm,
+            head=self._head.struct,
             layers=layers,
         )
         self._frequencies = frequencies
@@ -132,6 +134,17 @@ class Decoder:
             )
         return logits, hidden
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `CausalLM.embed`; a tied embedding is read out of the packed head."""
+        flat = token_ids.reshape(-1)
+        rows = self._head.unpack(flat) if self._embedding is None else self._embedding[flat]
+        return rows.view(*token_ids.shape, self.hidden_size)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.project`."""
+        logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
+        return logits.view(*hidden.shape[:-1], self.vocab_size)
+
     def _layer(self, layer: Any, variant: Variant, quantization: str | None) -> LayerStruct:
         attention, mlp = layer.self_attn, layer.mlp
         struct = LayerStruct(
@@ -139,10 +152,10 @@ class Decoder:
             mlp_norm=self._keep(layer.post_attention_layernorm.weight),
             query_norm=self._keep(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
             key_norm=self._keep(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
-            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], quantization),
-            output=self._pack([attention.o_proj], quantization),
-            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], quantization, interleaved=True),
-            down=self._pack([mlp.down_proj], quantization),
+            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], quantization).struct,
+            output=self._pack([attention.o_proj], quantization).struct,
+            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], quantization, interleaved=True).struct,
+            down=self._pack([mlp.down_proj], quantization).struct,
             sliding_window=variant.sliding_window or 0,
         )
         layer.to_empty(device="meta")
@@ -150,7 +163,7 @@ class Decoder:
 
     def _pack(
         self, linears: list[nn.Linear], quantization: str | None, interleaved: bool = False
-    ) -> native.LinearStruct:
+    ) -> PackedWeight:
         packed = PackedWeight(
             [linear.weight for linear in linears],
             [linear.bias for linear in linears],
@@ -160,7 +173,7 @@ class Decoder:
         self._kept.append(packed)
         for linear in linears:
             native.release(linear.weight)
-        return packed.struct
+        return packed
 
     def _keep(self, tensor: Tensor) -> int:
         kept = tensor.detach().float().contiguous().clone()

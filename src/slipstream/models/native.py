@@ -107,6 +107,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_pack_float32": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
     "slipstream_pack_int8": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_multiply": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
+    "slipstream_unpack": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "slipstream_new_scratch": (c_void_p, ()),
     "slipstream_free_scratch": (None, (c_void_p,)),
     "slipstream_forward": (None, (c_void_p, c_void_p, c_void_p, c_int)),
@@ -221,6 +222,17 @@ class PackedWeight:
         output = empty_rows(len(rows), self.out_features)
         library().slipstream_multiply(
             ctypes.byref(self.struct), rows.data_ptr(), len(rows), output.data_ptr(), self.num_threads
+        )
+        return output
+
+    def unpack(self, indices: Tensor) -> Tensor:
+        """int64 [n] -> float32 [n, in]: these outputs' weights, as `multiply` uses them."""
+        indices = indices.contiguous()
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < self.out_features:
+            raise IndexError(f"rows are numbered 0 to {self.out_features - 1}")
+        output = empty_rows(len(indices), self.in_features)
+        library().slipstream_unpack(
+            ctypes.byref(self.struct), indices.data_ptr(), len(indices), output.data_ptr()
         )
         return output
 

@@ -78,6 +78,11 @@ void slipstream_multiply(const Linear* linear, const float* rows, int n, float* 
   });
 }
 
+// out [n, linear.in] = rows `indices` [n] of the unpacked weight
+void slipstream_unpack(const Linear* linear, const int64_t* indices, int n, float* out) {
+  for (int i = 0; i < n; ++i) unpack_row(*linear, indices[i], out + size_t(i) * linear->in);
+}
+
 Scratch* slipstream_new_scratch() { return new Scratch; }
 
 void slipstream_free_scratch(Scratch* scratch) { delete scratch; }
