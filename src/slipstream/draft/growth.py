@@ -171,6 +171,8 @@ class Growth:
     frontier: list[Node | None] = field(default_factory=lambda: [None])
     """The nodes whose logits come next."""
     stored: list[Node] = field(default_factory=list)
+    state: Any = None
+    """As `Node.state`, for the committed text."""
 
     def grow(self, logits: Tensor) -> list[Node]:
         """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.

@@ -27,6 +27,8 @@ _BUILT_IN = {
     "ngram": "slipstream.draft.ngram:NgramDrafter",
     "suffix": "slipstream.draft.suffix:SuffixDrafter",
     "draft_model": "slipstream.draft.draft_model:DraftModelDrafter",
+    "eagle": "slipstream.draft.eagle:EagleDrafter",
+    "eagle3": "slipstream.draft.eagle:EagleDrafter",
     "self": "slipstream.draft.self_model:SelfDrafter",
 }
 

@@ -1,0 +1,173 @@
+"""EAGLE's draft head: one layer that guesses the target's next features, and from them its next tokens.
+
+A row pairs the feature of a token with the embedding of the token after it. EAGLE-1 and EAGLE-2 (Li et al., ICML 2024
+and EMNLP 2024; they differ in their trees only) read the target's last hidden state and use its own output layer.
+EAGLE-3 (Li et al., NeurIPS 2025) fuses a low, a middle and a high hidden state, feeds its own output back, and has an
+output layer of its own, over a pruned vocabulary if one likes.
+
+The same module serves drafting, over cached entries, and training, over whole texts: `attend` makes the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query [B, heads, N, dim], key and value [B, kv_heads, N, dim] -> [B, N, heads, dim]"""
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a head looks like. Layer numbers count as Slipstream's taps do: i is what layer i puts out, 0 the embedding,
+    and the target's number of layers what its final norm puts out."""
+
+    version: int
+    """1 or 3."""
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    """The target's."""
+    draft_vocab_size: int
+    """Tokens that the head can guess; with version 1 all of them."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    feature_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    """Whether the residual starts behind the norm of the fused features (speculators) or before it (EAGLE's own)."""
+    fc_bias: bool = False
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    rope_parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    hidden_act: str = "silu"
+
+    def llama(self) -> LlamaConfig:
+        """The same for Transformers' Llama modules."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            num_hidden_layers=1,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.rms_norm_eps,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
+            hidden_act=self.hidden_act,
+            attention_bias=self.attention_bias,
+        )
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high hidden state: EAGLE-3's own choice where the target is deep enough for it."""
+    if num_layers >= 10:
+        return (2, num_layers // 2, num_layers - 3)
+    return (1, num_layers // 2, num_layers - 1)
+
+
+class EagleAttention(nn.Module):
+    """Grouped-query attention with rotary positions over inputs of any width."""
+
+    def __init__(self, config: EagleConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = (
+            n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+
+    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """inputs [B, N, width] -> [B, N, hidden]"""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        return self.o_proj(attend(query, key, value).flatten(2))  # type: ignore[no-any-return]
+
+
+class EagleLayer(nn.Module):
+    """A Llama layer; EAGLE-3's attention reads the embedding and the state side by side, each normed."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.fuses = config.version == 3
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = EagleAttention(config, config.hidden_size * (2 if self.fuses else 1))
+        self.mlp: nn.Module = LlamaMLP(config.llama())  # type: ignore[no-untyped-call]
+        self.post_attention_layernorm: nn.Module = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.fuses:
+            self.hidden_norm: nn.Module = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.input_layernorm: nn.Module = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """embeds and state [B, N, hidden] -> [B, N, hidden]; EAGLE-1's embeds are already part of its state."""
+        inputs = residual = state
+        if self.fuses:
+            normed = self.hidden_norm(state)
+            residual = normed if self.norm_before_residual else state
+            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        state = residual + self.self_attn(inputs, rotary, attend)
+        return state + self.mlp(self.post_attention_layernorm(state))  # type: ignore[no-any-return]
+
+
+class EagleHead(nn.Module):
+    """An EAGLE draft head without the target's embedding and output layer."""
+
+    draft_token_ids: Tensor
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = len(config.feature_layers) * config.target_hidden_size
+        if config.version == 1:
+            width = config.target_hidden_size + config.hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
+        self.layer = EagleLayer(config)
+        self.rotary = LlamaRotaryEmbedding(config.llama())
+        if config.version == 3:
+            self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
+        """[draft vocab]: the target's id of each draft token."""
+        self.embedding: Tensor | None = None
+        """[vocab, hidden]: a table of its own; None reads the target's."""
+
+    def encode(self, features: Tensor) -> Tensor:
+        """What the first row of a draft starts from: features [..., taps * target hidden] -> state [..., hidden]."""
+        return self.fc(features) if self.config.version == 3 else features
+
+    def forward(self, embeds: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One step: embeds and state [B, N, hidden], positions [B, N] -> the next state [B, N, hidden]."""
+        if self.config.version == 1:
+            state = self.fc(torch.cat([embeds, state], dim=-1))
+        return self.layer(embeds, state, self.rotary(state, positions), attend)  # type: ignore[no-any-return]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """EAGLE-3: [..., hidden] -> [..., draft vocab]. EAGLE-1's are the target's own output layer's."""
+        return self.lm_head(self.norm(state))  # type: ignore[no-any-return]
+
+    def num_parameters(self) -> int:
+        """Weights of the head itself."""
+        return sum(parameter.numel() for parameter in self.parameters())

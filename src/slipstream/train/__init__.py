@@ -1,0 +1,1 @@
+"""Making drafts: data, losses, the loop and what is measured while it runs."""

@@ -1,0 +1,169 @@
+"""What an EAGLE head learns from: the training-time test.
+
+A head that drafts feeds on its own guesses, so it is trained on them: step 0 reads the target's true features, each
+later step the head's own state of the step before, one token further on (Li et al., "EAGLE-3", NeurIPS 2025). The
+attention of a later step sees the true rows up to the root of its draft, and behind them that draft's own rows.
+
+EAGLE-1 is step 0 alone, with a loss on the features beside the one on the tokens (Li et al., ICML 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.heads.eagle import EagleHead
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """Packed rows of whole documents and what the target made of them; nothing here has a gradient."""
+
+    embeds: Tensor
+    """[B, L, hidden]: the embedding of each token."""
+    features: Tensor
+    """[B, L, taps * target hidden]"""
+    logits: Tensor
+    """[B, L, vocab]: what the target says after each token."""
+    positions: Tensor
+    """[B, L]: of each token in its own document."""
+    documents: Tensor
+    """[B, L]: which document a token belongs to; -1 is padding."""
+    learns: Tensor
+    """bool [B, L]: whether what follows this token is to be learned."""
+
+
+@dataclass
+class TestSteps:
+    """How a training-time test went."""
+
+    __test__ = False  # not a test for pytest
+
+    loss: Tensor
+    agreement: list[float] = field(default_factory=list)
+    """By step: how often the head's first guess is the target's own."""
+
+
+def training_time_test(
+    head: EagleHead,
+    text: TargetText,
+    project: Callable[[Tensor], Tensor] | None = None,
+    *,
+    num_steps: int = 5,
+    decay: float = 0.8,
+    feature_weight: float = 10.0,
+) -> TestSteps:
+    """Cross-entropy with the target's distribution over the draft vocabulary, step `s` weighted by `decay ** s`.
+
+    EAGLE-1 needs the target's output layer, `project`; its loss on the features is weighted by `feature_weight`.
+    """
+    length = text.documents.shape[1]
+    documents, learns = text.documents.flatten(), text.learns.flatten()
+    embeds, logits = text.embeds.flatten(0, 1), text.logits.flatten(0, 1)
+    state = head.encode(text.features).flatten(0, 1)
+    roots = torch.arange(
+        len(documents), device=state.device
+    )  # flat indices of the tokens that drafts start from
+    entries: list[_Entries] = []
+    result = TestSteps(state.new_zeros(()))
+    for step in range(num_steps if head.config.version == 3 else 1):
+        later = roots + 1 + step
+        goes_on = roots % length + 1 + step < length
+        later = later.clamp(max=len(documents) - 1)
+        goes_on &= (documents[later] == documents[roots]) & (documents[roots] >= 0)
+        if (
+            step > 0
+        ):  # step 0's rows are context for the others; drafts begin where there is something to learn
+            goes_on &= learns[roots.clamp(max=len(learns) - 2) + 1] & learns[later]
+        roots, later, state = roots[goes_on], later[goes_on], state[goes_on]
+        attention = _DraftAttention(documents, length, entries, roots)
+        positions = text.positions.flatten()[roots] + step
+        state = head(embeds[later][None], state[None], positions[None], attention)[0]
+        learned = learns[later]
+        if not learned.any():
+            break
+        if head.config.version == 1:
+            assert project is not None, "EAGLE-1 guesses with the target's own output layer"
+            features = text.features.flatten(0, 1)[later[learned]]
+            result.loss = result.loss + feature_weight * F.smooth_l1_loss(state[learned], features)
+            guesses = project(state[learned])
+        else:
+            guesses = head.logits(state[learned])
+        loss, agreement = _token_loss(guesses, logits[later[learned]], head.draft_token_ids)
+        result.loss = result.loss + decay**step * loss
+        result.agreement.append(agreement)
+    return result
+
+
+def _token_loss(guesses: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:
+    """`guesses` [n, draft vocab] against the target's `logits` [n, vocab], and how often the first choices agree."""
+    best = logits.argmax(dim=-1)
+    if guesses.shape[1] != logits.shape[1]:
+        logits = logits[:, draft_token_ids]
+    target = torch.softmax(logits.float(), dim=-1)
+    loss = -(target * torch.log_softmax(guesses.float(), dim=-1)).sum(dim=-1).mean()
+    agreement = (draft_token_ids[guesses.argmax(dim=-1)] == best).float().mean()
+    return loss, float(agreement)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The keys and values, [n, kv_heads, dim], of one step's rows."""
+
+    roots: Tensor
+    """[n], ascending"""
+    keys: Tensor
+    values: Tensor
+
+
+class _DraftAttention:
+    """Each row sees the true rows of its document up to its root, then its own draft's rows so far."""
+
+    def __init__(self, documents: Tensor, length: int, entries: list[_Entries], roots: Tensor) -> None:
+        self.documents, self.length, self.entries, self.roots = documents, length, entries, roots
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `heads.eagle.Attend`; B is 1."""
+        self.entries.append(_Entries(self.roots, key[0].transpose(0, 1), value[0].transpose(0, 1)))
+        queries = query[0].transpose(0, 1)  # [n, heads, dim]
+        repeats = queries.shape[1] // self.entries[0].keys.shape[1]
+        starts = torch.arange(0, len(self.documents), self.length, device=queries.device)
+        bounds = [*torch.searchsorted(self.roots, starts).tolist(), len(self.roots)]
+        true_bounds = [
+            *torch.searchsorted(self.entries[0].roots, starts).tolist(),
+            len(self.entries[0].roots),
+        ]
+        outputs = [
+            self._row(queries[a:b], self.roots[a:b], c, d, repeats)
+            for a, b, c, d in zip(bounds, bounds[1:], true_bounds, true_bounds[1:], strict=False)
+            if b > a
+        ]
+        return torch.cat(outputs)[None]
+
+    def _row(self, queries: Tensor, roots: Tensor, begin: int, end: int, repeats: int) -> Tensor:
+        """One packed row's queries [n, heads, dim] over its true rows `begin` to `end`, and their own drafts."""
+        true = self.entries[0]
+        seen = true.roots[begin:end]
+        keys = true.keys[begin:end].repeat_interleave(repeats, dim=1)  # [m, heads, dim]
+        values = true.values[begin:end].repeat_interleave(repeats, dim=1)
+        queries = queries * queries.shape[-1] ** -0.5
+        scores = torch.einsum("nhd,mhd->hnm", queries, keys)
+        visible = (seen[None] <= roots[:, None]) & (
+            self.documents[seen][None] == self.documents[roots][:, None]
+        )
+        scores = scores.masked_fill(~visible, float("-inf"))
+        own_values = []
+        for entry in self.entries[1:]:
+            index = torch.searchsorted(entry.roots, roots)
+            own = entry.keys[index].repeat_interleave(repeats, dim=1)  # [n, heads, dim]
+            scores = torch.cat([scores, (queries * own).sum(dim=-1).transpose(0, 1)[..., None]], dim=-1)
+            own_values.append(entry.values[index].repeat_interleave(repeats, dim=1))
+        weights = torch.softmax(scores, dim=-1)
+        output = torch.einsum("hnm,mhd->nhd", weights[..., : end - begin], values)
+        for i, value in enumerate(own_values):
+            output = output + weights[..., end - begin + i].transpose(0, 1)[..., None] * value
+        return output
