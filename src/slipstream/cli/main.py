@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, generate, info
+from slipstream.cli import bench, chat, doctor, generate, info
 from slipstream.errors import SlipstreamError
 
 
@@ -63,6 +63,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(info.info)
 app.command()(bench.bench)
+app.command()(doctor.doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,47 @@
+"""`slipstream doctor`: does this draft fit this target, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.console import notes, results
+from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.options import ENGINE, Json, print_json
+
+_COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
+
+
+@with_flags(engine=ENGINE)
+def doctor(
+    target: Annotated[str, typer.Argument(help="The target: a checkpoint folder, a hub id, or `embedded`.")],
+    draft: Annotated[str, typer.Argument(help="The draft model or head: a folder or a hub id.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(help="draft_model, eagle, eagle3, medusa or hydra; found out unless given."),
+    ] = None,
+    json: Json = False,
+    *,
+    engine: Values,
+) -> None:
+    """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
+    layer numbering, and how often it is right on a few real prompts. Exits with 2 when it found a fault.
+    """
+    from slipstream.assets import EMBEDDED_TARGET
+    from slipstream.doctor import Verdict, examine
+
+    findings = []
+    console = results()
+    for finding in examine(EMBEDDED_TARGET if target == "embedded" else target, draft, kind, engine):
+        findings.append(finding)
+        if not json:
+            console.print(f"{finding.verdict:<8}", style=_COLOURS[finding.verdict], end="")
+            console.print(f"{finding.check:<12}{finding.text}", markup=False)
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    faults = sum(finding.verdict is Verdict.FAULT for finding in findings)
+    if faults:
+        notes().print(f"{faults} fault{'s' if faults > 1 else ''} found")
+        raise typer.Exit(2)

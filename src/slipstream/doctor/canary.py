@@ -1,0 +1,91 @@
+"""A few real prompts through the real engine: how often is the draft right?
+
+A head that reads the wrong layers, or norms at the wrong place, loads without complaint and is quietly poor. So the
+canary is also run with what such a checkpoint may have meant, and the difference tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.assets import sample_prompts
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.inputs import encode_chat
+from slipstream.errors import RequestError
+from slipstream.metrics.request import RequestMetrics
+from slipstream.sampling.params import SamplingParams
+
+NUM_PROMPTS, MAX_TOKENS = 14, 32
+POOR = 0.15
+"""Conditional acceptance at the first position under which a draft is hardly worth its name."""
+BETTER = 1.25
+"""How many times better a variation must do to be believed."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """How a draft did."""
+
+    first: float
+    """Conditional acceptance at the first position."""
+    length: float
+    """τ"""
+    num_failures: int
+
+
+def sing(target: Engine, speculative: SpeculativeConfig) -> Canary:
+    """Greedy answers to a few bundled prompts with this draft, on the target's weights."""
+    engine = Engine(target.config, speculative, like=target)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    for number, row in enumerate(sample_prompts()[:NUM_PROMPTS]):
+        try:
+            prompt = encode_chat(engine.tokenizer, row["messages"])
+        except RequestError:  # no chat template
+            prompt = engine.tokenizer.encode(row["messages"][0]["content"])
+        with contextlib.suppress(RequestError):  # longer than the model's context
+            engine.add_request(str(number), prompt, params)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [update.output for update in engine.step() if update.output is not None]
+    merged = RequestMetrics.merged([output.metrics for output in outputs])
+    conditional = merged.conditional_acceptance
+    return Canary(
+        conditional[0] if conditional else 0.0, merged.acceptance_length, engine.drafting.num_failures
+    )
+
+
+def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What an EAGLE-3 checkpoint's configuration may have meant instead: a sentence, and the changed entries."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    before = bool(config.get("norm_before_residual", False))
+    yield (
+        f"norm_before_residual {str(not before).lower()} instead of {str(before).lower()}",
+        {**config, "norm_before_residual": not before},
+    )
+    nested = config.get("eagle_config") or {}
+    taps = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+    for shift in (1, -1):
+        moved = [layer + shift for layer in taps or ()]
+        if moved and min(moved) >= 0 and max(moved) < num_layers:
+            changed = {**config, "eagle_aux_hidden_state_layer_ids": moved}
+            if nested:
+                changed["eagle_config"] = {**nested, "eagle_aux_hidden_state_layer_ids": moved}
+            yield f"hidden states {moved} instead of {taps}", changed
+
+
+@contextlib.contextmanager
+def with_config(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """A folder with the same weights and another configuration."""
+    with tempfile.TemporaryDirectory() as other:
+        for file in folder.iterdir():
+            if file.name != "config.json":
+                (Path(other) / file.name).symlink_to(file.resolve())
+        (Path(other) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        yield other

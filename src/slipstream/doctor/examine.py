@@ -1,0 +1,160 @@
+"""The examination of a draft: from its files to a canary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
+from slipstream.doctor.canary import BETTER, POOR, Canary, sing, variations, with_config
+from slipstream.doctor.findings import Finding, fault, ok, warning
+from slipstream.draft.vocabulary import check_same_vocabulary
+from slipstream.engine.engine import Engine
+from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
+from slipstream.models import load_config, load_tokenizer
+
+KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
+
+
+def examine(
+    target: str, draft: str, kind: str | None = None, engine: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """Check after check, as they are made; what a fault makes pointless is left out.
+
+    `kind` is one of `KINDS`, found out when None. `engine` are fields of `EngineConfig`. Raises `ModelError` when the
+    *target* cannot be loaded: there is nothing to compare with.
+    """
+    if kind is not None:
+        reject_unknown([kind], KINDS, "kind of draft")
+    loaded = Engine(EngineConfig(model=target, **(engine or {})))
+    try:
+        kind = kind or kind_of(draft)
+    except ModelError as error:
+        yield fault("files", str(error))
+        return
+    yield ok("kind", f"{draft!r} is a {kind} draft")
+    if kind == "draft_model":
+        trouble = yield from _vocabulary(loaded, draft)
+        if trouble:
+            return
+    speculative = SpeculativeConfig(kind, options={"model": draft})
+    try:
+        drafter = Engine(loaded.config, speculative, like=loaded).drafter
+    except SlipstreamError as error:
+        yield fault("checkpoint", str(error))
+        return
+    yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes are those of a draft for this target")
+    yield _context(loaded, getattr(drafter, "context_length", None))
+    if kind != "draft_model":
+        yield from _conventions(loaded, draft, kind)
+    canary = sing(loaded, speculative)
+    yield _canary(canary)
+    if kind == "eagle3" and Path(draft).is_dir():
+        yield from _variations(loaded, draft, canary)
+
+
+def kind_of(draft: str) -> str:
+    """What a checkpoint's configuration and file names say it is; raises `ModelError` when it says nothing."""
+    folder = Path(draft)
+    if not folder.is_dir():
+        load_config(draft)
+        return "draft_model"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{draft!r} has no config.json; a draft is a folder with config.json and weights"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"cannot read the configuration of {draft!r}: {error}") from None
+    names = " ".join(config.get("architectures") or [])
+    if "hydra_num_heads" in config:
+        return "hydra"
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return "medusa"
+    if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in names:
+        return "eagle3"
+    return "eagle" if "Eagle" in names else "draft_model"
+
+
+def _vocabulary(target: Engine, draft: str) -> Generator[Finding, None, bool]:
+    """Returns whether there was a fault."""
+    try:
+        check_same_vocabulary(target.tokenizer, load_tokenizer(draft), draft)
+    except VocabularyMismatchError as error:
+        yield fault("tokenizer", str(error))
+        return True
+    except SlipstreamError as error:
+        yield fault("tokenizer", str(error))
+        return True
+    yield ok("tokenizer", "every token id means the same in both")
+    return False
+
+
+def _context(target: Engine, length: int | None) -> Finding:
+    if length is None or length >= target.max_model_len:
+        return ok("context", "the draft reaches as far as the target")
+    return warning(
+        "context",
+        f"the draft holds {length:,} tokens, the target {target.max_model_len:,}: longer texts get no drafts",
+    )
+
+
+def _conventions(target: Engine, draft: str, kind: str) -> Iterator[Finding]:
+    """What a configuration leaves unsaid, and other engines read otherwise."""
+    if not Path(draft).is_dir():
+        return
+    config = json.loads((Path(draft) / "config.json").read_text(encoding="utf-8"))
+    layer = config.get("transformer_layer_config") or config
+    theta = (layer.get("rope_parameters") or {}).get("rope_theta") or layer.get("rope_theta")
+    own = (getattr(target.model.config, "rope_parameters", None) or {}).get("rope_theta")
+    if theta is not None and own is not None and theta != own:
+        yield warning(
+            "rope",
+            f"the draft's rope_theta is {theta:g}, the target's {own:g}; it should be what it was trained with",
+        )
+    if kind != "eagle3":
+        return
+    if "norm_before_residual" not in config:
+        yield warning(
+            "norm flags",
+            "norm_before_residual is not said: vLLM reads it as true, others as false; write it down",
+        )
+    nested = config.get("eagle_config") or {}
+    if not (nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")):
+        yield warning(
+            "layers",
+            "eagle_aux_hidden_state_layer_ids is not said; engines differ by one layer; write it down",
+        )
+
+
+def _canary(canary: Canary) -> Finding:
+    text = f"on bundled prompts, greedy: {canary.first:.2f} of the first draft tokens accepted, τ {canary.length:.2f}"
+    if canary.num_failures:
+        return fault("canary", f"{text}; the drafter failed {canary.num_failures} times (--debug shows how)")
+    if canary.first < POOR:
+        return fault(
+            "canary", f"{text}; such a draft costs more than it gains: it was hardly made for this target"
+        )
+    return ok("canary", text)
+
+
+def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]:
+    """Would the head do better if its configuration meant something else?"""
+    better: list[tuple[float, str]] = []
+    for sentence, config in variations(Path(draft), target.model.num_layers):
+        with with_config(Path(draft), config) as folder:
+            other = sing(target, SpeculativeConfig("eagle3", options={"model": folder}))
+        if other.first > max(BETTER * canary.first, canary.first + 0.05):
+            better.append((other.first, sentence))
+    if better:
+        first, sentence = max(better)
+        yield fault(
+            "conventions",
+            f"with {sentence} {first:.2f} of the first draft tokens are accepted instead of {canary.first:.2f}: the "
+            "configuration says what the head was not trained with; correct it",
+        )
+    else:
+        yield ok("conventions", "no other layer numbering or norm place does better")
