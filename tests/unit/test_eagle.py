@@ -167,10 +167,10 @@ def test_drafting_computes_what_training_trained(kind: str, tmp_path: Path, monk
             TargetText(
                 target().embed(torch.tensor([text])),
                 features[None],
-                logits[None],
                 torch.arange(len(text))[None],
                 torch.zeros(1, len(text), dtype=torch.long),
                 learns,
+                logits[len(token_ids) - 1 :],
             ),
             lambda state: head.logits(state),
             num_steps=depth,

@@ -27,14 +27,14 @@ class TargetText:
     """[B, L, hidden]: the embedding of each token."""
     features: Tensor
     """[B, L, taps * target hidden]"""
-    logits: Tensor
-    """[B, L, vocab]: what the target says after each token."""
     positions: Tensor
     """[B, L]: of each token in its own document."""
     documents: Tensor
     """[B, L]: which document a token belongs to; -1 is padding."""
     learns: Tensor
     """bool [B, L]: whether what follows this token is to be learned."""
+    logits: Tensor
+    """[n, vocab]: what the target says after each of the n tokens where `learns` is True, in order."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def training_time_test(
     """
     length = text.documents.shape[1]
     documents, learns = text.documents.flatten(), text.learns.flatten()
-    embeds, logits = text.embeds.flatten(0, 1), text.logits.flatten(0, 1)
+    embeds, place = text.embeds.flatten(0, 1), learns.cumsum(0) - 1  # where a token's logits stand
     state = head.encode(text.features).flatten(0, 1)
     roots = torch.arange(
         len(documents), device=state.device
@@ -93,21 +93,25 @@ def training_time_test(
             guesses = project(state[learned])
         else:
             guesses = head.logits(state[learned])
-        loss, agreement = _token_loss(guesses, logits[later[learned]], head.draft_token_ids)
+        loss, agreement = _token_loss(guesses, text.logits[place[later[learned]]], head.draft_token_ids)
         result.loss = result.loss + decay**step * loss
         result.agreement.append(agreement)
     return result
 
 
 def _token_loss(guesses: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:
-    """`guesses` [n, draft vocab] against the target's `logits` [n, vocab], and how often the first choices agree."""
+    """`guesses` [n, draft vocab] against the target's `logits` [n, vocab], and how often the first choices agree.
+
+    Where the target's first choice is not in the draft vocabulary there is nothing to learn.
+    """
     best = logits.argmax(dim=-1)
+    agreement = float((draft_token_ids[guesses.argmax(dim=-1)] == best).float().mean())
     if guesses.shape[1] != logits.shape[1]:
-        logits = logits[:, draft_token_ids]
+        possible = torch.isin(best, draft_token_ids)
+        guesses, logits = guesses[possible], logits[possible][:, draft_token_ids]
     target = torch.softmax(logits.float(), dim=-1)
-    loss = -(target * torch.log_softmax(guesses.float(), dim=-1)).sum(dim=-1).mean()
-    agreement = (draft_token_ids[guesses.argmax(dim=-1)] == best).float().mean()
-    return loss, float(agreement)
+    losses = -(target * torch.log_softmax(guesses.float(), dim=-1)).sum(dim=-1)
+    return losses.sum() / max(len(losses), 1), agreement
 
 
 @dataclass(frozen=True)
