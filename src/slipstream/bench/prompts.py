@@ -7,8 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from slipstream.bench.workload import Message, Question, Workload
+from slipstream.bench.workload import Question, Workload
 from slipstream.errors import RequestError
+from slipstream.jsonl import Message
 
 Count = Callable[[str], int]
 """Tokens of a text."""

@@ -6,14 +6,13 @@ Files are checked as a whole before any work is done; a broken line costs one er
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import RequestError
-
-Message = dict[str, Any]
+from slipstream.jsonl import Message, read_rows, read_text, up_to_last_user
 
 FORMS = "sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE"
 
@@ -84,28 +83,13 @@ def _sample() -> Workload:
 def _from_lines(spec: str, file: Path, make: Callable[[Any, str], Question | None]) -> Workload:
     questions: list[Question] = []
     num_unusable = 0
-    for where, row in _rows(file):
+    for where, row in read_rows(file):
         question = make(row, where)
         if question is None:
             num_unusable += 1
         else:
             questions.append(question)
     return _not_empty(Workload(spec, questions, num_unusable), file)
-
-
-def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line stands, and its object."""
-    for number, line in enumerate(_read(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"{where} is not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise RequestError(f"{where} must be a JSON object, got {line.strip()[:40]}")
-        yield where, row
 
 
 def _question(row: Any, where: str) -> Question | None:
@@ -123,12 +107,12 @@ def _question(row: Any, where: str) -> Question | None:
     if "prompt" in row:
         text = _text(row["prompt"], f"{where}: prompt")
         return Question(task, where, text=text, references=references, output_tokens=output_tokens)
-    messages, recorded = _up_to_last_user(row["messages"], where)
+    messages, recorded = up_to_last_user(row["messages"], where)
     return Question(
         task,
         where,
-        messages=messages,
-        references=references or recorded,
+        messages=tuple(messages),
+        references=references or tuple(str(message["content"]) for message in recorded[:1]),
         output_tokens=output_tokens,
     )
 
@@ -162,7 +146,7 @@ def _turns(row: Any, task: str, where: str, output_tokens: int | None) -> Questi
 def _sharegpt(spec: str, file: Path) -> Workload:
     """A JSON list of entries with `conversations`."""
     try:
-        entries = json.loads(_read(file))
+        entries = json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise RequestError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(entries, list):
@@ -203,22 +187,6 @@ def _conversation(messages: Any, task: str, where: str, output_tokens: int | Non
     )
 
 
-def _up_to_last_user(messages: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """A recorded conversation without its last answer, and that answer."""
-    if not isinstance(messages, list):
-        raise RequestError(f'{where} needs a list of messages like {{"role": "user", "content": "…"}}')
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise RequestError(f'{where}: a message is {{"role": "…", "content": "…"}}, got {message!r}')
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    if not end:
-        raise RequestError(f"{where} has no message to answer")
-    recorded = [str(message["content"]) for message in messages[end : end + 1]]
-    return tuple(messages[:end]), tuple(recorded)
-
-
 def _label(row: Any, where: str) -> str:
     label = row.get("task", row.get("category", "all"))
     return _text(label, f"{where}: task")
@@ -243,15 +211,6 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{what} must be a text that is not empty, got {value!r}")
     return value
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RequestError(f"there is no file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {str(file)!r} as text: {error}") from None
 
 
 def _not_empty(workload: Workload, file: Path) -> Workload:

@@ -24,9 +24,9 @@ from slipstream.cli.options import (
     load,
     short_speculation,
 )
-from slipstream.cli.prompts import Message
 from slipstream.cli.report import print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import Message
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import RequestError
+from slipstream.jsonl import Message, read_rows, read_text, up_to_last_user
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
     if prompt is not None and file is not None:
         raise RequestError("give a prompt or --file, not both")
     if file is not None and file.suffix == ".jsonl":
-        jobs = list(_read_lines(file))
+        jobs = [_job(row, where) for where, row in read_rows(file)]
         if not jobs:
             raise RequestError(f"{file} holds no prompts; write one JSON object a line")
         return jobs
@@ -88,29 +85,12 @@ def _read_text(file: Path | None) -> str:
                 "there is no prompt; give one as an argument, with --file or on standard input"
             )
         return sys.stdin.read()
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RequestError(f"there is no file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {str(file)!r} as text: {error}") from None
+    return read_text(file)
 
 
-def _read_lines(file: Path) -> Iterator[Job]:
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"{where} is not valid JSON: {error}") from None
-        yield _job(row, where)
-
-
-def _job(row: Any, where: str) -> Job:
+def _job(row: dict[str, Any], where: str) -> Job:
     kinds = ("prompt", "messages", "token_ids")
-    if not isinstance(row, dict) or sum(kind in row for kind in kinds) != 1:
+    if sum(kind in row for kind in kinds) != 1:
         raise RequestError(f"{where} needs exactly one of {', '.join(kinds)}")
     label = str(row.get("task") or row.get("id") or "")
     if "prompt" in row:
@@ -121,18 +101,5 @@ def _job(row: Any, where: str) -> Job:
         if not isinstance(row["token_ids"], list) or not row["token_ids"]:
             raise RequestError(f"{where} needs a list of token ids that is not empty")
         return Job(token_ids=row["token_ids"], label=label, where=where)
-    return Job(messages=_up_to_last_user(row["messages"], where), label=label, where=where)
-
-
-def _up_to_last_user(messages: Any, where: str) -> list[Message]:
-    """A recorded conversation without the answer that is to be made anew."""
-    if not isinstance(messages, list):
-        raise RequestError(f'{where} needs a list of messages like {{"role": "user", "content": "…"}}')
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise RequestError(f'{where}: a message is {{"role": "…", "content": "…"}}, got {message!r}')
-    while messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise RequestError(f"{where} has no message to answer")
-    return list(messages)
+    messages, _ = up_to_last_user(row["messages"], where)
+    return Job(messages=messages, label=label, where=where)

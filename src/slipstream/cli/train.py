@@ -1,0 +1,131 @@
+"""`slipstream train`: make a drafter for a target."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.console import notes
+from slipstream.cli.flags import FlagSet, Values, with_flags
+from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
+from slipstream.errors import ConfigError
+from slipstream.train.regenerate import RegenerateOptions
+
+if TYPE_CHECKING:
+    from slipstream.train.answerers import Answerer
+    from slipstream.train.regenerate import Tally
+
+app = typer.Typer(help="Make a drafter for a target: let the target answer, then train on what it says.")
+
+_REGENERATE = FlagSet(RegenerateOptions, "Prompts and answers")
+_SERVER = "A server instead of an engine"
+
+TargetArgument = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
+]
+
+
+@app.command()
+@with_flags(options=_REGENERATE, speculation=SPECULATION, engine=ENGINE)
+def regenerate(
+    model: TargetArgument = None,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines with `prompt`, `messages` or `turns`, and `task`; answers are dropped."
+        ),
+    ] = ...,  # type: ignore[assignment]
+    output: Annotated[Path, typer.Option(help="Where the conversations go; run again to go on.")] = ...,  # type: ignore[assignment]
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's name there; the first that it lists unless given.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="Environment variable that holds the server's key.", rich_help_panel=_SERVER),
+    ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Seconds until a silent server fails a request.", rich_help_panel=_SERVER
+        ),
+    ] = 600.0,
+    *,
+    options: Values,
+    speculation: Values,
+    engine: Values,
+) -> None:
+    """Let the target answer the prompts of a file: the data that a drafter of it is trained on.
+
+    Each conversation is written as it is done. The same command goes on with a run that was stopped.
+    """
+    from slipstream.train.regenerate import regenerate as run
+
+    asked = RegenerateOptions(**options)
+    if url is None:
+        for name, value in (("--served-model", served_model), ("--api-key-env", api_key_env)):
+            if value is not None:
+                raise ConfigError(f"{name} is about a server; give its --url")
+        llm = load(model, chosen_speculation(speculation, model), engine)
+        announce(llm)
+        from slipstream.train.answerers import EngineAnswerer
+
+        answerer: Answerer = EngineAnswerer(llm.engine)
+        who: dict[str, Any] = {"model": model_name(model), "quantization": llm.engine.config.quantization}
+    else:
+        if model is not None or speculation:
+            raise ConfigError(
+                "a server has its own model and drafter; leave MODEL and --spec away with --url"
+            )
+        answerer, who = _server(url.rstrip("/"), served_model, api_key_env, timeout_s, engine)
+    tally = run(data, output, asked, answerer, who, _reporter())
+    notes().print(str(tally), markup=False)
+    if tally.num_skipped:
+        notes().print(
+            f"left out: {tally.num_skipped} that cannot be answered; {tally.why_skipped}", markup=False
+        )
+    notes().print(f"written: {output}", markup=False)
+
+
+def _server(
+    url: str, model: str | None, api_key_env: str | None, timeout_s: float, engine: Values
+) -> tuple[Answerer, dict[str, Any]]:
+    from slipstream.bench.client import Server, find_model
+    from slipstream.train.answerers import ServerAnswerer
+
+    for name in engine:
+        if name != "max_num_seqs":
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --url")
+    key = None
+    if api_key_env is not None:
+        key = os.environ.get(api_key_env)
+        if not key:
+            raise ConfigError(f"the environment variable {api_key_env} of --api-key-env is not set")
+    name = model or find_model(url, key, timeout_s)
+    server = Server(url, name, "", key, timeout_s)
+    return ServerAnswerer(server, engine.get("max_num_seqs", 32), {}), {"model": name, "server": url}
+
+
+def _reporter(every_s: float = 15.0) -> Any:
+    """Says how far a run is, a line now and then."""
+    said_s = time.monotonic()
+
+    def report(tally: Tally) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= every_s:
+            said_s = time.monotonic()
+            notes().print(str(tally), markup=False)
+
+    return report

@@ -1,0 +1,130 @@
+"""Who answers: an engine of our own, or an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import httpx2
+
+from slipstream.bench.client import Server, error_of
+from slipstream.engine.engine import Engine
+from slipstream.engine.inputs import encode_chat, encode_prompt
+from slipstream.errors import RemoteError, RequestError
+from slipstream.jsonl import Message
+from slipstream.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was said to one conversation so far."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    """With the end token where there is one; None, as for the prompt, from a server."""
+
+
+class Answerer(Protocol):
+    """Takes conversations while it has room and gives their answers in any order."""
+
+    room: int
+    """Conversations that it works on at once."""
+
+    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+        """Begin an answer; raises `RequestError` when the conversation cannot be answered."""
+
+    def answers(self) -> list[tuple[str, Answer]]:
+        """Work on, and return what is done; it may be nothing yet."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
+
+
+class EngineAnswerer:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.room = engine.config.max_num_seqs
+        self._under_way: set[str] = set()
+
+    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+        engine = self.engine
+        token_ids = encode_chat(engine.tokenizer, messages)
+        encode_prompt(engine.tokenizer, token_ids, engine.model.vocab_size, engine.max_model_len)
+        room = engine.max_model_len - len(token_ids)
+        engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens, room)))
+        self._under_way.add(key)
+
+    def answers(self) -> list[tuple[str, Answer]]:
+        done: list[tuple[str, Answer]] = []
+        for update in self.engine.step():
+            if update.output is None:
+                continue
+            self._under_way.remove(update.request_id)
+            [only] = update.output.outputs
+            reason, prompt = only.finish_reason.value, update.output.prompt_token_ids
+            done.append(
+                (update.request_id, Answer(only.text, reason, len(only.token_ids), prompt, only.token_ids))
+            )
+        return done
+
+    def close(self) -> None:
+        for key in self._under_way:
+            self.engine.abort(key)
+
+
+class ServerAnswerer:
+    """A server, asked over `room` connections."""
+
+    def __init__(self, server: Server, room: int, extra: Mapping[str, Any]) -> None:
+        self.room = room
+        self._server = server
+        self._extra = extra
+        self._client = httpx2.Client(headers=server.headers, timeout=server.timeout_s)
+        self._pool = ThreadPoolExecutor(room)
+        self._under_way: dict[Future[Answer], str] = {}
+
+    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+        body = {
+            "model": self._server.model,
+            "messages": list(messages),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            **self._extra,
+        }
+        self._under_way[self._pool.submit(self._post, body)] = key
+
+    def answers(self) -> list[tuple[str, Answer]]:
+        done, _ = wait(self._under_way, timeout=1.0, return_when=FIRST_COMPLETED)
+        return [(self._under_way.pop(future), future.result()) for future in done]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _post(self, body: Mapping[str, Any]) -> Answer:
+        url = f"{self._server.url}/chat/completions"
+        try:
+            response = self._client.post(url, json=body)
+        except httpx2.TimeoutException:
+            raise RemoteError(f"{url} sent no byte for {self._server.timeout_s:g} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
+        if response.status_code >= 400:
+            text = f"{url} answers {error_of(response.status_code, response.content)}"
+            raise RequestError(text) if response.status_code in (400, 413, 422) else RemoteError(text)
+        try:
+            payload = response.json()
+            choice = payload["choices"][0]
+            text, reason = choice["message"]["content"] or "", choice["finish_reason"]
+            return Answer(text, str(reason), int((payload.get("usage") or {}).get("completion_tokens", 0)))
+        except (ValueError, LookupError, TypeError):
+            raise RemoteError(f"{url} answers something other than a chat completion") from None

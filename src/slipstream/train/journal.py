@@ -1,0 +1,77 @@
+"""A file of JSON lines that a run appends to, and that survives the run's being killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import read_rows
+
+
+class Journal:
+    """Rows that were written are there after a kill; a last line that was not finished is cut off.
+
+    Raises `ConfigError` when the file cannot be written, and `RequestError` when it holds something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = file.open("ab")
+            self._size = _cut_unfinished(file)
+            self.rows = [row for _, row in read_rows(file)] if self._size else []
+            """What the file held when it was opened."""
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row and hand it to the system; when that fails, the file holds the rows before and no more."""
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+        except OSError as error:
+            self._abandon()
+            raise ConfigError(
+                f"cannot write {str(self.file)!r}: {error.strerror}; what it holds is whole, and the same command "
+                "goes on from there"
+            ) from None
+        self._size += len(line)
+
+    def close(self) -> None:
+        """Nothing is appended any more."""
+        self._stream.close()
+
+    def _abandon(self) -> None:
+        """Close without a second try at what could not be written, and cut off the part that was."""
+        raw = self._stream.detach()
+        raw.truncate(self._size)
+        raw.close()
+
+
+def _cut_unfinished(file: Path) -> int:
+    """Cut what follows the last line end; returns the bytes that are left."""
+    with file.open("rb+") as stream:
+        size = stream.seek(0, 2)
+        block, end = 1 << 16, size
+        while end:
+            start = max(end - block, 0)
+            stream.seek(start)
+            at = stream.read(end - start).rfind(b"\n")
+            if at >= 0:
+                end = start + at + 1
+                break
+            end = start
+        stream.truncate(end)
+        return end
+
+
+def check_complete(journal: Journal, keys: set[str], what: str) -> None:
+    """Raise `RequestError` unless every row that the journal held has `keys`: another file was named by mistake."""
+    for row in journal.rows:
+        if not keys <= row.keys():
+            raise RequestError(f"{journal.file} is not a file of {what}; choose another --output")

@@ -1,0 +1,122 @@
+"""What the target is to answer: conversations without their answers, chosen by task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import Message, check_messages, read_rows
+
+_KINDS = ("prompt", "messages", "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What others than the assistant say in one conversation."""
+
+    number: int
+    """Of its line in the file, from 1: its name in the output."""
+    task: str
+    turns: tuple[tuple[Message, ...], ...]
+    """The messages before each answer that is to be made; none is empty."""
+    source: str | None = None
+    """Where the data says that it comes from."""
+
+
+def read_scripts(file: Path) -> list[Script]:
+    """The conversations of a file of JSON lines with `prompt`, `messages` or `turns`, and perhaps `task` and `source`.
+
+    Recorded answers are left out. Raises `RequestError` that names the line that is not such an object.
+    """
+    scripts = [_script(row, where) for where, row in read_rows(file)]
+    if not scripts:
+        raise RequestError(f"{file} holds no prompts; write one JSON object a line")
+    return scripts
+
+
+def choose(
+    scripts: Seq[Script], num_prompts: int | None, mix: Mapping[str, float], seed: int
+) -> list[Script]:
+    """Draw scripts without replacement, in random order; the same for the same seed.
+
+    `mix` is task to weight, and tasks that it does not name are left out; empty, all tasks weigh the same. A task that
+    runs short leaves its share to the others. `num_prompts` None takes all of the tasks. Raises `ConfigError` for a
+    task that the file does not have.
+    """
+    rng = np.random.default_rng(seed)
+    by_task: dict[str, list[Script]] = {}
+    for script in scripts:
+        by_task.setdefault(script.task, []).append(script)
+    for task in mix:
+        if task not in by_task:
+            raise ConfigError(f"there is no task {task!r} in the data; it has {', '.join(sorted(by_task))}")
+    weights = {task: mix.get(task, 0.0) if mix else 1.0 for task in sorted(by_task)}
+    stock = {task: len(by_task[task]) for task, weight in weights.items() if weight > 0}
+    shares = _shares(stock, weights, sum(stock.values()) if num_prompts is None else num_prompts)
+    chosen = [
+        by_task[task][index]
+        for task, share in shares.items()
+        for index in rng.permutation(len(by_task[task]))[:share]
+    ]
+    return [chosen[index] for index in rng.permutation(len(chosen))]
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """`code=2,chat=1` to weights; `ConfigError` for anything else."""
+    mix: dict[str, float] = {}
+    for part in text.split(",") if text else []:
+        task, _, weight = part.partition("=")
+        try:
+            mix[task.strip()] = float(weight)
+        except ValueError:
+            raise ConfigError(f"--mix is TASK=WEIGHT,TASK=WEIGHT,…, got {part!r}") from None
+    if not all(0 <= weight < float("inf") for weight in mix.values()) or (mix and not any(mix.values())):
+        raise ConfigError(f"--mix needs weights of at least 0, and one above it, got {text!r}")
+    return mix
+
+
+def _shares(stock: Mapping[str, int], weights: Mapping[str, float], total: int) -> dict[str, int]:
+    """How many of each task: as the weights say, no more than there are, `total` in all where there are so many."""
+    shares = Counter(dict.fromkeys(stock, 0))
+    for _ in range(min(total, sum(stock.values()))):
+        open_tasks = [task for task in stock if shares[task] < stock[task]]
+        shares[min(open_tasks, key=lambda task: (shares[task] + 1) / weights[task])] += 1
+    return dict(shares)
+
+
+def _script(row: dict[str, Any], where: str) -> Script:
+    kinds = [kind for kind in _KINDS if kind in row]
+    if len(kinds) != 1:
+        raise RequestError(f"{where} needs exactly one of {', '.join(_KINDS)}; it has {kinds or 'none'}")
+    if "messages" in row:
+        turns = _turns(check_messages(row["messages"], where))
+    else:
+        texts = row["turns"] if "turns" in row else [row["prompt"]]
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise RequestError(f"{where}: {kinds[0]} must be text that is not empty, got {row[kinds[0]]!r}")
+        turns = [[{"role": "user", "content": text}] for text in texts]
+    if not turns:
+        raise RequestError(f"{where} has no message to answer")
+    task, source = row.get("task", row.get("category", "all")), row.get("source")
+    if not isinstance(task, str):
+        raise RequestError(f"{where}: task must be a text, got {task!r}")
+    number = int(where.rsplit(" ", 1)[1])
+    return Script(number, task, tuple(tuple(turn) for turn in turns), None if source is None else str(source))
+
+
+def _turns(messages: Seq[Message]) -> list[list[Message]]:
+    """Runs of messages between the recorded answers; what only the system says waits for what follows."""
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+        elif any(said["role"] != "system" for said in turns[-1]):
+            turns.append([])
+    return turns if any(said["role"] != "system" for said in turns[-1]) else turns[:-1]
