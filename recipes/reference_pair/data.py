@@ -2,18 +2,19 @@
 
 import json
 import re
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.train.batches import Document
+
 from .tokenizer import ROLES
 
-IGNORE = -1  # document number of padding
+Piece = Document
 
 
 class RecipeError(Exception):
@@ -33,22 +34,6 @@ class Conversation(TypedDict):
     task: str
     source: str
     messages: list[Message]
-
-
-class Piece(NamedTuple):
-    """A conversation, or as many of its turns as fit a row."""
-
-    task: str
-    tokens: np.ndarray  # [L] int64
-    is_answer: np.ndarray  # [L] bool: the assistant's own tokens, its <|end|> included
-
-
-class Rows(NamedTuple):
-    """Packed rows. A token attends only to earlier tokens of its own document."""
-
-    tokens: np.ndarray  # [N, T] int64
-    documents: np.ndarray  # [N, T] int16: number within the row, IGNORE on padding
-    is_answer: np.ndarray  # [N, T] bool
 
 
 def load_conversations(path: Path) -> list[Conversation]:
@@ -140,39 +125,3 @@ def mix_pieces(
     expected = np.array([weights.get(piece.task, 1.0) for piece in pieces])
     copies = np.floor(expected + rng.random(len(pieces))).astype(int)
     return [piece for piece, n in zip(pieces, copies, strict=True) for _ in range(n)]
-
-
-def pack(pieces: Sequence[Piece], length: int, pad: int, rng: np.random.Generator) -> Rows:
-    """Fill rows of `length` tokens by best fit, longest piece first, then shuffle the rows.
-
-    Padding comes to well under 1 % on a few thousand conversations.
-    """
-    bins: list[list[Piece]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, bin), sorted
-    shuffled = rng.permutation(len(pieces))
-    for i in sorted(shuffled, key=lambda i: -len(pieces[i].tokens)):
-        size = len(pieces[i].tokens)
-        at = bisect_left(rooms, (size, -1))
-        if at < len(rooms):
-            free, row = rooms.pop(at)
-        else:
-            free, row = length, len(bins)
-            bins.append([])
-        bins[row].append(pieces[i])
-        if free > size:
-            insort(rooms, (free - size, row))
-
-    tokens = np.full((len(bins), length), pad, dtype=np.int64)
-    documents = np.full((len(bins), length), IGNORE, dtype=np.int16)
-    is_answer = np.zeros((len(bins), length), dtype=bool)
-    for row, b in enumerate(rng.permutation(len(bins))):
-        at = 0
-        for number, piece in enumerate(bins[b]):
-            span = slice(at, at + len(piece.tokens))
-            tokens[row, span], documents[row, span], is_answer[row, span] = (
-                piece.tokens,
-                number,
-                piece.is_answer,
-            )
-            at = span.stop
-    return Rows(tokens, documents, is_answer)

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from .data import Conversation, Rows, pack, repeats, to_pieces
+from slipstream.train.batches import pack
+
+from .data import Conversation, repeats, to_pieces
 from .model import load_model, to_batch, token_losses
 
 MAX_NEW_TOKENS = 256
@@ -37,7 +39,7 @@ def losses(
         rows = pack(pieces, row_length, tokenizer.pad_token_id, np.random.default_rng(0))
         total = np.zeros(4)  # loss and tokens of all, loss and tokens of answers
         for start in range(0, len(rows.tokens), batch_rows):
-            chunk = Rows(*(array[start : start + batch_rows] for array in rows))
+            chunk = rows.take(slice(start, start + batch_rows))
             batch = to_batch(chunk, device, torch.float32)
             loss = token_losses(model, batch, torch.float32)
             answer = batch.is_answer & (batch.labels >= 0)

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from .data import Piece, RecipeError, Rows, mix_pieces, pack
+from slipstream.train.batches import Rows, pack
+from slipstream.train.muon import Muon
+
+from .data import Piece, RecipeError, mix_pieces
 from .model import SHAPES, build_model, load_model, to_batch, token_losses
-from .muon import Muon
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def batches(pieces: list[Piece], config: TrainConfig, pad: int, progress: Progre
         while progress.row + config.batch_rows <= len(rows.tokens):
             span = slice(progress.row, progress.row + config.batch_rows)
             progress.row = span.stop
-            yield Rows(*(part[span] for part in rows))
+            yield rows.take(span)
         if len(rows.tokens) < config.batch_rows:
             raise RecipeError(
                 f"the data fill {len(rows.tokens)} rows of {config.row_length} tokens, too few for a batch of "

@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from typer.testing import CliRunner
 
 from recipes.reference_pair.__main__ import app
-from recipes.reference_pair.data import Piece, load_conversations, pack, repeats, to_pieces
+from recipes.reference_pair.data import Piece, load_conversations, repeats, to_pieces
 from recipes.reference_pair.evaluate import evaluate
-from recipes.reference_pair.model import IGNORE, SHAPES, Shape, export, load_model, to_batch, token_losses
+from recipes.reference_pair.model import SHAPES, Shape, export, load_model, to_batch, token_losses
 from recipes.reference_pair.tokenizer import train_tokenizer
 from recipes.reference_pair.train import TrainConfig, learning_rate_factor, train
+from slipstream.train.attention import PADDING
+from slipstream.train.batches import pack
 
 ROW_LENGTH = 64
 
@@ -200,7 +202,7 @@ def test_packed_documents_do_not_see_each_other(
 
     def loss(packed: list[Piece]) -> torch.Tensor:
         rows = pack(packed, ROW_LENGTH, tokenizer.pad_token_id, np.random.default_rng(0))
-        assert (rows.documents != IGNORE).sum() == sum(len(piece.tokens) for piece in packed)
+        assert (rows.documents != PADDING).sum() == sum(len(piece.tokens) for piece in packed)
         return token_losses(model, to_batch(rows, torch.device("cpu"), torch.float32), torch.float32).sum()
 
     first, second = pieces[:2]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,20 +17,34 @@ from slipstream.cli.console import notes
 from slipstream.cli.flags import FlagSet, Values, with_flags
 from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
 from slipstream.errors import ConfigError
-from slipstream.train.regenerate import RegenerateOptions
+from slipstream.train.options import DistillOptions, EvaluationOptions, RegenerateOptions, TrainOptions
 
 if TYPE_CHECKING:
     from slipstream.train.answerers import Answerer
     from slipstream.train.regenerate import Tally
+    from slipstream.train.target import Target
+    from slipstream.train.trainer import Student
 
 app = typer.Typer(help="Make a drafter for a target: let the target answer, then train on what it says.")
 
 _REGENERATE = FlagSet(RegenerateOptions, "Prompts and answers")
+_TRAIN = FlagSet(TrainOptions, "Training")
+_EVALUATION = FlagSet(EvaluationOptions, "Evaluation")
+_DRAFT = FlagSet(DistillOptions, "Draft model")
 _SERVER = "A server instead of an engine"
 
 TargetArgument = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
 ]
+Data = Annotated[
+    list[Path],
+    typer.Option(help="JSON lines of conversations, as `regenerate` writes them; may be repeated."),
+]
+Output = Annotated[
+    Path, typer.Option(help="A folder for checkpoint, log, picture and the result; run again to go on.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one unless given.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
 @app.command()
@@ -97,6 +115,81 @@ def regenerate(
             f"left out: {tally.num_skipped} that cannot be answered; {tally.why_skipped}", markup=False
         )
     notes().print(f"written: {output}", markup=False)
+
+
+@app.command()
+@with_flags(draft=_DRAFT, options=_TRAIN, evaluation=_EVALUATION)
+def draft(
+    model: TargetArgument = None,
+    data: Data = ...,  # type: ignore[assignment]
+    output: Output = ...,  # type: ignore[assignment]
+    device: Device = None,
+    threads: Threads = None,
+    *,
+    draft: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    """Distil a small draft model from the target: OUTPUT/draft is what --draft takes.
+
+    Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command goes on.
+    """
+    distill, asked, measured = (
+        DistillOptions(**draft),
+        TrainOptions(**options),
+        EvaluationOptions(**evaluation),
+    )
+    from slipstream.train.distillation import DraftStudent, make_draft
+
+    def make(target: Target, tokenizer: Any) -> DraftStudent:
+        return DraftStudent(make_draft(distill, target, asked.seed), tokenizer, distill, asked.seed)
+
+    _train(make, "draft", asdict(distill), model, data, output, device, threads, asked, measured)
+
+
+def _train(
+    make: Callable[[Target, Any], Student],
+    method: str,
+    method_options: dict[str, Any],
+    model: str | None,
+    data: list[Path],
+    output: Path,
+    device: str | None,
+    threads: int | None,
+    options: TrainOptions,
+    evaluation: EvaluationOptions,
+) -> None:
+    """What all methods have in common."""
+    from slipstream.train.runs import Run, run
+
+    console = notes()
+    with interruptible() as asked_to_stop:
+        asked = Run(model, data, output, options, evaluation, device, threads)
+        progress = run(
+            asked,
+            make,
+            method,
+            method_options,
+            lambda line: console.print(line, markup=False),
+            asked_to_stop,
+        )
+    if asked_to_stop():
+        console.print(f"stopped at step {progress.step}; the same command goes on from there")
+        raise typer.Exit(130)
+    console.print(f"written: {output / method}", markup=False)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn SIGINT and SIGTERM into a wish to stop after the step; yields whether one has come."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _server(

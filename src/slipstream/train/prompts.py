@@ -68,20 +68,6 @@ def choose(
     return [chosen[index] for index in rng.permutation(len(chosen))]
 
 
-def parse_mix(text: str) -> dict[str, float]:
-    """`code=2,chat=1` to weights; `ConfigError` for anything else."""
-    mix: dict[str, float] = {}
-    for part in text.split(",") if text else []:
-        task, _, weight = part.partition("=")
-        try:
-            mix[task.strip()] = float(weight)
-        except ValueError:
-            raise ConfigError(f"--mix is TASK=WEIGHT,TASK=WEIGHT,…, got {part!r}") from None
-    if not all(0 <= weight < float("inf") for weight in mix.values()) or (mix and not any(mix.values())):
-        raise ConfigError(f"--mix needs weights of at least 0, and one above it, got {text!r}")
-    return mix
-
-
 def _shares(stock: Mapping[str, int], weights: Mapping[str, float], total: int) -> dict[str, int]:
     """How many of each task: as the weights say, no more than there are, `total` in all where there are so many."""
     shares = Counter(dict.fromkeys(stock, 0))

@@ -12,53 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.provenance import provenance
-from slipstream.config import check_at_least, check_types
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import Message
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.train.answerers import Answer, Answerer
 from slipstream.train.journal import Journal, check_complete
-from slipstream.train.prompts import Script, choose, parse_mix, read_scripts
-
-
-@dataclass(frozen=True)
-class RegenerateOptions:
-    """Which prompts are answered, and how."""
-
-    num_prompts: int | None = None
-    """The most conversations to answer; all unless given."""
-    mix: str = ""
-    """Weights of the tasks, as in code=2,chat=1; tasks that are not named are left out. All weigh the same unless
-    given. Conversations are drawn without replacement; a task that runs short leaves its share to the others."""
-    temperature: str = "0"
-    """0 is greedy. Several, as in 0,0.8, take turns from conversation to conversation."""
-    top_p: float = 1.0
-    """Draw from the most probable tokens whose mass reaches it."""
-    max_tokens: int = 256
-    """The most tokens in an answer."""
-    seed: int = 0
-    """Of the choice and order of prompts, and of each conversation's own seed."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "regenerate")
-        check_at_least("regenerate", 1, max_tokens=self.max_tokens)
-        check_at_least("regenerate", 0, seed=self.seed)
-        if self.num_prompts is not None:
-            check_at_least("regenerate", 1, num_prompts=self.num_prompts)
-        parse_mix(self.mix)
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature, top_p=self.top_p)
-
-    @property
-    def temperatures(self) -> list[float]:
-        """As numbers; `ConfigError` where they are none."""
-        try:
-            return [float(part) for part in self.temperature.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"--temperature takes numbers separated by commas, got {self.temperature!r}"
-            ) from None
+from slipstream.train.options import RegenerateOptions, parse_weights
+from slipstream.train.prompts import Script, choose, read_scripts
 
 
 @dataclass
@@ -137,7 +98,9 @@ def regenerate(
     `output.provenance.json` says what it was made with; `who` names the model there. Raises `RequestError` for data
     that cannot be used, `ConfigError` for an `output` that cannot be written or was made otherwise.
     """
-    scripts = choose(read_scripts(data), options.num_prompts, parse_mix(options.mix), options.seed)
+    scripts = choose(
+        read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed
+    )
     _keep_provenance(data, output, options, who)
     journal = Journal(output)
     check_complete(journal, {"line", "messages"}, "regenerated conversations")

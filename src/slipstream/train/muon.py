@@ -18,7 +18,8 @@ def orthogonalise(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for _ in range(STEPS):
         gram = x @ x.mT  # [K, min, min]
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.mT if tall else x).float()
+    result: torch.Tensor = (x.mT if tall else x).float()
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -51,6 +52,7 @@ class Muon(torch.optim.Optimizer):
                     velocity = (
                         state["velocity"] if state else state.setdefault("velocity", torch.zeros_like(weight))
                     )
+                    assert weight.grad is not None
                     velocity.lerp_(weight.grad, 1 - group["momentum"])
                     updates.append(weight.grad.lerp(velocity, group["momentum"]))
                 # Unit singular values spread thinner over a tall matrix: scale up to the same RMS.

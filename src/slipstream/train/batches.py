@@ -1,0 +1,243 @@
+"""Documents to packed rows, and rows to what a student learns from. All of it is a function of the seed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.engine.inputs import encode_chat
+from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import check_messages, read_rows
+from slipstream.train.attention import PADDING, block_diagonal_mask
+from slipstream.train.target import Target
+
+
+class Document(NamedTuple):
+    """A conversation, or as much of one as fits a row."""
+
+    task: str
+    tokens: NDArray[np.int64]
+    """[L]"""
+    is_answer: NDArray[np.bool_]
+    """[L]: the assistant's own tokens, its end token included."""
+
+
+class Rows(NamedTuple):
+    """Packed rows. A token attends only to earlier tokens of its own document."""
+
+    tokens: NDArray[np.int64]
+    """[N, T]"""
+    documents: NDArray[np.int16]
+    """[N, T]: number within the row, -1 on padding."""
+    is_answer: NDArray[np.bool_]
+    """[N, T]"""
+    sources: NDArray[np.int64]
+    """[N, T]: where the token stands in the documents laid end to end, -1 on padding."""
+
+    def take(self, which: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.tokens[which], self.documents[which], self.is_answer[which], self.sources[which])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows and what the target makes of them. Nothing here has a gradient."""
+
+    token_ids: Tensor
+    """int64 [B, T]"""
+    positions: Tensor
+    """int64 [B, T]: of each token in its own document."""
+    documents: Tensor
+    """int64 [B, T]: number within the row, -1 on padding."""
+    labels: Tensor
+    """int64 [B, T]: the next token of the same document, -100 where there is none."""
+    loss_mask: Tensor
+    """bool [B, T]: whether the label is the assistant's own token."""
+    attention_mask: Tensor
+    """[B, 1, T, T] additive, block-diagonal and causal."""
+    hidden_states: dict[int, Tensor]
+    """Layer to [B, T, hidden]: 0 is the embedding, the number of layers what the final norm puts out. Those that the
+    student asked for, and the last."""
+    target: Target
+
+    @cached_property
+    def target_logits(self) -> Tensor:
+        """float32 [B, T, vocab]: what the target says after each token."""
+        return self.target.project(self.hidden_states[self.target.num_layers])
+
+    def target_logits_at(self, where: Tensor) -> Tensor:
+        """float32 [n, vocab]: the same where the bool [B, T] `where` is True only."""
+        return self.target.project(self.hidden_states[self.target.num_layers][where])
+
+
+def read_documents(files: Seq[Path], tokenizer: Any, length: int) -> list[Document]:
+    """The conversations of JSONL files, cut to `length` tokens.
+
+    A line has `token_ids` and `answer_spans`, as `slipstream train regenerate` writes them, or else `messages`, which
+    the tokenizer's chat template joins. Lines without an answer are left out. Raises `RequestError` for a line that is
+    neither, and when nothing is left.
+    """
+    documents: list[Document] = []
+    vocab_size = len(tokenizer)
+    for file in files:
+        for where, row in read_rows(file):
+            tokens, is_answer = _tokens(row, where, tokenizer, vocab_size)
+            task = row.get("task", "all")
+            for start in range(0, len(tokens), length):
+                cut = slice(start, start + length)
+                if is_answer[cut][1:].any():
+                    documents.append(Document(str(task), tokens[cut], is_answer[cut]))
+    if not documents:
+        raise RequestError(
+            f"{', '.join(str(file) for file in files)}: no conversation has an answer to learn"
+        )
+    return documents
+
+
+def pack(documents: Seq[Document], length: int, pad: int, rng: np.random.Generator) -> Rows:
+    """Fill rows of `length` tokens by best fit, longest document first, then shuffle the rows.
+
+    Padding comes to well under 1 % on a few thousand conversations.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    sizes = [len(document.tokens) for document in documents]
+    for i in sorted(rng.permutation(len(documents)), key=lambda i: -sizes[i]):
+        at = bisect_left(rooms, (sizes[i], -1))
+        if at < len(rooms):
+            free, row = rooms.pop(at)
+        else:
+            free, row = length, len(bins)
+            bins.append([])
+        bins[row].append(i)
+        if free > sizes[i]:
+            insort(rooms, (free - sizes[i], row))
+    offsets = np.cumsum([0, *sizes])
+    shape = (len(bins), length)
+    rows = Rows(
+        np.full(shape, pad, dtype=np.int64),
+        np.full(shape, PADDING, dtype=np.int16),
+        np.zeros(shape, dtype=bool),
+        np.full(shape, -1, dtype=np.int64),
+    )
+    for row, b in enumerate(rng.permutation(len(bins))):
+        at = 0
+        for number, i in enumerate(bins[b]):
+            span = slice(at, at + sizes[i])
+            rows.tokens[row, span] = documents[i].tokens
+            rows.documents[row, span] = number
+            rows.is_answer[row, span] = documents[i].is_answer
+            rows.sources[row, span] = np.arange(offsets[i], offsets[i + 1])
+            at = span.stop
+    return rows
+
+
+@dataclass
+class Cursor:
+    """Where the data stand: with the seed, all that a checkpoint needs to go on with the next batch."""
+
+    epoch: int = 0
+    row: int = 0
+    """First row of the epoch that was not yet learned from."""
+
+
+def row_batches(
+    documents: Seq[Document], batch_rows: int, length: int, pad: int, seed: int, cursor: Cursor
+) -> Iterator[Rows]:
+    """Batches from where `cursor` stands, epoch after epoch; moves it past each batch that it yields."""
+    while True:
+        rows = pack(documents, length, pad, np.random.default_rng([seed, cursor.epoch]))
+        while cursor.row + batch_rows <= len(rows.tokens):
+            span = slice(cursor.row, cursor.row + batch_rows)
+            cursor.row = span.stop
+            yield rows.take(span)
+        if len(rows.tokens) < batch_rows:
+            raise ConfigError(
+                f"the data fill {len(rows.tokens)} rows of {length} tokens, too few for a batch of {batch_rows}; "
+                "lower --batch-rows or --row-length"
+            )
+        cursor.epoch, cursor.row = cursor.epoch + 1, 0
+
+
+def make_batch(rows: Rows, target: Target, layers: Seq[int]) -> Batch:
+    """Move `rows` to the target's device and ask it for the hidden states of `layers` and its last."""
+    device = target.device
+    token_ids = torch.from_numpy(rows.tokens).to(device)
+    documents = torch.from_numpy(rows.documents).to(device).long()
+    labels = next_tokens(token_ids, documents)
+    is_answer = torch.from_numpy(rows.is_answer).to(device)
+    loss_mask = F.pad(is_answer[:, 1:], (0, 1)) & (labels >= 0)
+    mask = block_diagonal_mask(documents, target.dtype)
+    positions = document_positions(documents)
+    hidden = target.hidden_states(token_ids, positions, mask, [*layers, target.num_layers], rows.sources)
+    return Batch(token_ids, positions, documents, labels, loss_mask, mask, hidden, target)
+
+
+def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:
+    """[B, T]: the next token of the same document, -100 where there is none."""
+    goes_on = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] != PADDING)
+    return F.pad(token_ids[:, 1:].masked_fill(~goes_on, -100), (0, 1), value=-100)
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """[B, T] document numbers to positions within each document."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def _tokens(
+    row: dict[str, Any], where: str, tokenizer: Any, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Token ids of a line, and which are the assistant's."""
+    if "token_ids" in row:
+        token_ids, spans = row["token_ids"], row.get("answer_spans")
+        if not isinstance(spans, list) or not all(
+            isinstance(span, list) and len(span) == 2 for span in spans
+        ):
+            raise RequestError(f"{where}: token_ids need answer_spans, a list of [start, end]")
+    else:
+        messages = check_messages(row.get("messages"), where)
+        try:
+            token_ids, spans = _templated(tokenizer, messages)
+        except RequestError as error:
+            raise RequestError(f"{where}: {error}") from None
+    try:
+        tokens = np.array(token_ids, dtype=np.int64).reshape(-1)
+    except (TypeError, ValueError, OverflowError):
+        raise RequestError(f"{where}: token_ids must be a list of whole numbers") from None
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise RequestError(
+            f"{where} has a token id outside the vocabulary of {vocab_size}; was it made by another target?"
+        )
+    is_answer = np.zeros(len(tokens), dtype=bool)
+    for start, end in spans:
+        is_answer[start:end] = True
+    return tokens, is_answer
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a whole conversation, and where its answers stand: each begins where its prompt ends.
+
+    An answer is as long as the text that the template makes of it, the end token included.
+    """
+    whole = list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    spans: list[list[int]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number == 0:
+            continue
+        start = len(encode_chat(tokenizer, messages[:number]))
+        through = tokenizer.apply_chat_template(messages[: number + 1], tokenize=True, return_dict=False)
+        spans.append([start, len(through)])
+    return whole, spans

@@ -1,0 +1,234 @@
+"""A small draft model learns to say what the target says."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError, VocabularyMismatchError
+from slipstream.train.attention import ATTENTION
+from slipstream.train.batches import Batch, Document, Rows, pack
+from slipstream.train.options import DistillOptions
+from slipstream.train.target import Target, check_plain_head, load_model
+
+MAX_OWN_TOKENS = 128
+"""The most tokens that the draft writes for one prompt of an on-policy step."""
+
+
+class DraftStudent:
+    """A causal language model with the target's vocabulary; implements `train.trainer.Student`."""
+
+    name = "draft"
+    feature_layers: Seq[int] = ()
+
+    def __init__(self, model: Any, tokenizer: Any, options: DistillOptions, seed: int) -> None:
+        check_plain_head(model, model.device)
+        self.model = model
+        self.module: nn.Module = model
+        self._tokenizer = tokenizer
+        self._options = options
+        self._losses = options.losses
+        self._seed = seed
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """The weighted losses' mean over the answers' tokens; logs `alpha`, one minus the total variation, and
+        `agreement` of the two models' first choices.
+        """
+        where = batch.loss_mask
+        hidden = self.model.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        ).last_hidden_state
+        draft = self.model.get_output_embeddings()(hidden[where]).float()  # [n, vocab]
+        target = batch.target_logits_at(where)  # [n, vocab]
+        return distillation_loss(draft, target, batch.labels[where], self._losses)
+
+    def own_text(self, rows: Rows, step: int) -> Rows:
+        """`rows`, or on a fraction of the steps the draft's own answers to their prompts, drawn at temperature 1.
+
+        Which steps, and what is drawn, follows from the seed, the step and the weights.
+        """
+        rng = np.random.default_rng([self._seed, step])
+        if rng.random() >= self._options.on_policy:
+            return rows
+        prompts = _prompts(rows)
+        if not prompts:
+            return rows
+        answers = self._sample(prompts, int(rng.integers(2**31)))
+        length = rows.tokens.shape[1]
+        documents = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = np.array([*prompt, *answer][:length], dtype=np.int64)
+            is_answer = np.arange(len(tokens)) >= len(prompt)
+            documents.append(Document("own", tokens, is_answer))
+        own = pack(documents, length, self._pad, rng)
+        own.sources[:] = -1  # nobody has seen these texts before
+        return own
+
+    def save(self, folder: Path) -> None:
+        """A float16 checkpoint with the target's tokenizer."""
+        model = copy.deepcopy(self.model).half()
+        model.config._attn_implementation = None
+        model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+    def speculative_config(self, folder: Path) -> SpeculativeConfig:
+        return SpeculativeConfig("draft_model", options={"model": str(folder)})
+
+    @property
+    def _pad(self) -> int:
+        pad = self._tokenizer.pad_token_id
+        return int(self._tokenizer.eos_token_id if pad is None else pad)
+
+    @torch.no_grad()
+    def _sample(self, prompts: Seq[list[int]], seed: int) -> list[list[int]]:
+        """The draft's answer to each prompt, its end token included."""
+        width = max(map(len, prompts))
+        token_ids = torch.full((len(prompts), width), self._pad)
+        mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            token_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        device = self.model.device
+        end = self._tokenizer.eos_token_id
+        self.model.eval()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            written = self.model.generate(
+                input_ids=token_ids.to(device),
+                attention_mask=mask.to(device),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=MAX_OWN_TOKENS,
+                eos_token_id=end,
+                pad_token_id=self._pad,
+            )[:, width:].tolist()
+        self.model.train()
+        return [row[: row.index(end) + 1] if end in row else row for row in written]
+
+
+def distillation_loss(
+    draft: Tensor, target: Tensor, labels: Tensor, weights: Mapping[str, float]
+) -> tuple[Tensor, dict[str, float]]:
+    """Logits of both, [n, vocab], and the text's tokens [n], to the weighted mean loss in nats and what to log."""
+    log_q = F.log_softmax(draft, dim=-1)
+    log_p = F.log_softmax(target, dim=-1)
+    p = log_p.exp()
+    loss = log_q.new_zeros(())
+    for name, weight in weights.items():
+        if name == "forward_kl":
+            one = (p * (log_p - log_q)).sum(-1)
+        elif name == "reverse_kl":
+            one = (log_q.exp() * (log_q - log_p)).sum(-1)
+        elif name == "total_variation":
+            one = (p - log_q.exp()).abs().sum(-1) / 2
+        else:
+            one = F.nll_loss(log_q, labels, reduction="none")
+        loss = loss + weight * one.mean()
+    with torch.no_grad():
+        alpha = torch.minimum(p, log_q.exp()).sum(-1).mean()
+        agreement = (draft.argmax(-1) == target.argmax(-1)).float().mean()
+    return loss, {"alpha": float(alpha), "agreement": float(agreement)}
+
+
+def make_draft(options: DistillOptions, target: Target, seed: int) -> Any:
+    """The model that `options` begin with; raises `ConfigError` or `ModelError` where it cannot be had."""
+    if options.init is not None:
+        model = load_model(options.init, target.device)
+        if model.config.vocab_size != target.vocab_size:
+            raise VocabularyMismatchError(
+                f"{options.init!r} has {model.config.vocab_size} tokens, the target {target.vocab_size}"
+            )
+        return model
+    if options.keep_layers is not None:
+        return _pruned(target, options.keep_layers)
+    return _fresh(target, options.shape or "", seed)
+
+
+def _pruned(target: Target, keep: str) -> Any:
+    """A copy of the target with some of its layers."""
+    try:
+        layers = [int(part) for part in keep.split(",")]
+    except ValueError:
+        raise ConfigError(f"--keep-layers takes layer numbers separated by commas, got {keep!r}") from None
+    if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < target.num_layers:
+        raise ConfigError(
+            f"--keep-layers takes rising layer numbers from 0 to {target.num_layers - 1}, got {keep!r}"
+        )
+    config = copy.deepcopy(target.model.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    numbers = {old: new for new, old in enumerate(layers)}
+    weights = {}
+    for name, weight in target.model.state_dict().items():
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        if found is None:
+            weights[name] = weight
+        elif int(found[1]) in numbers:
+            weights[name.replace(found[0], f".layers.{numbers[int(found[1])]}.", 1)] = weight
+    model = _empty(config)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ConfigError(
+            f"--keep-layers cannot take {config.model_type} apart; begin with --init or --shape"
+        ) from None
+    model.tie_weights()
+    return model.to(target.device)
+
+
+def _fresh(target: Target, shape: str, seed: int) -> Any:
+    """Fresh weights in the target's family."""
+    match = re.fullmatch(r"(\d+)x(\d+)", shape)
+    if match is None:
+        raise ConfigError(f"--shape is LAYERSxWIDTH, as in 2x128, got {shape!r}")
+    num_layers, width = int(match[1]), int(match[2])
+    config = copy.deepcopy(target.model.config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not num_layers or not width or width % head_dim:
+        raise ConfigError(
+            f"--shape needs at least one layer and a width that is a multiple of {head_dim}, got {shape!r}"
+        )
+    ratio = config.intermediate_size / config.hidden_size
+    config.intermediate_size = max(32, round(ratio * width / 32) * 32)
+    config.num_hidden_layers, config.hidden_size = num_layers, width
+    config.num_attention_heads = config.num_key_value_heads = width // head_dim
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:num_layers]
+    torch.manual_seed(seed)
+    model = _empty(config)
+    return model.to(target.device)
+
+
+def _empty(config: Any) -> Any:
+    make: Any = AutoModelForCausalLM.from_config
+    return make(config, dtype=torch.float32, attn_implementation=ATTENTION)
+
+
+def _prompts(rows: Rows) -> list[list[int]]:
+    """Of each document in the rows what stands before its last answer."""
+    prompts: list[list[int]] = []
+    for tokens, documents, is_answer in zip(rows.tokens, rows.documents, rows.is_answer, strict=True):
+        for number in range(int(documents.max()) + 1):
+            mine = documents == number
+            text, said = tokens[mine], is_answer[mine]
+            begins = np.flatnonzero(said[1:] & ~said[:-1]) + 1
+            if len(begins):
+                prompts.append(text[: begins[-1]].tolist())
+    return prompts

@@ -1,0 +1,119 @@
+"""What training is for, measured: how many draft tokens the real engine accepts on prompts that were held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from slipstream.bench.measure import Job, closed_loop
+from slipstream.bench.workload import read_workload
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.factory import make_engine
+from slipstream.engine.inputs import encode_chat
+from slipstream.metrics.request import RequestMetrics
+from slipstream.sampling.noise import derive_seed
+from slipstream.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of one temperature."""
+
+    tau: float
+    """Tokens a target pass, the target's own included."""
+    alpha: float
+    """Accepted over proposed draft tokens."""
+    conditional: list[float]
+    """Entry i: accepted at position i + 1 over the steps that reached it."""
+    tau_by_task: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Acceptance on the held-out prompts."""
+
+    greedy: Acceptance
+    sampled: Acceptance
+    """At temperature 1."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the log."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = []
+        for name, one in (("greedy", self.greedy), ("sampled", self.sampled)):
+            positions = " ".join(f"{rate:.3f}" for rate in one.conditional)
+            parts.append(f"{name} τ {one.tau:.3f}, α {one.alpha:.3f}, by position {positions}")
+        return "; ".join(parts)
+
+
+class Evaluator:
+    """Held-out prompts and a target; the target is loaded once for all drafters that are measured on it."""
+
+    def __init__(
+        self,
+        model: str | None,
+        workload: str = "sample",
+        prompts_per_task: int = 4,
+        max_tokens: int = 64,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`model` None is the embedded target; `workload` is one of `slipstream bench`'s, its first turns are asked.
+
+        Raises what loading raises, and `RequestError` for a workload that cannot be read.
+        """
+        self._model = model
+        self._options = {"max_num_seqs": 8, **(engine_options or {})}
+        self._engine = make_engine(model, None, self._options)
+        self._jobs: list[Job] = []
+        self._tasks: list[str] = []
+        asked: dict[str, int] = {}
+        for question in read_workload(workload).questions:
+            if asked.setdefault(question.task, 0) >= prompts_per_task:
+                continue
+            asked[question.task] += 1
+            number = len(self._jobs)
+            messages = list(question.messages) or [{"role": "user", "content": question.text}]
+            params = SamplingParams(max_tokens=max_tokens, seed=derive_seed(0, number + 1))
+            self._jobs.append(Job(number, encode_chat(self._engine.tokenizer, messages), params))
+            self._tasks.append(question.task)
+
+    def evaluate(self, speculative: SpeculativeConfig) -> Figures:
+        """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time."""
+        engine = make_engine(self._model, speculative, self._options, like=self._engine)
+        return Figures(self._acceptance(engine, 0.0), self._acceptance(engine, 1.0))
+
+    def _acceptance(self, engine: Engine, temperature: float) -> Acceptance:
+        jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self._jobs]
+        answers, _, _ = closed_loop(engine, jobs, self._options["max_num_seqs"])
+        metrics = [answer.metrics for answer in answers]
+        merged = RequestMetrics.merged(metrics)
+        by_task = _ByTask()
+        for task, one in zip(self._tasks, metrics, strict=True):
+            by_task.parts.setdefault(task, []).append(one)
+        return Acceptance(
+            merged.acceptance_length, merged.acceptance_rate, merged.conditional_acceptance, by_task.tau()
+        )
+
+
+@dataclass
+class _ByTask:
+    parts: dict[str, list[RequestMetrics]] = field(default_factory=dict)
+
+    def tau(self) -> dict[str, float]:
+        return {task: RequestMetrics.merged(parts).acceptance_length for task, parts in self.parts.items()}
+
+
+def evaluate(
+    speculative_config: SpeculativeConfig,
+    model: str | None = None,
+    *,
+    workload: str = "sample",
+    prompts_per_task: int = 4,
+    max_tokens: int = 64,
+) -> Figures:
+    """Measure one drafter; see `Evaluator`, which spares loading the target again for the next."""
+    return Evaluator(model, workload, prompts_per_task, max_tokens).evaluate(speculative_config)

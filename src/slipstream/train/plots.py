@@ -1,0 +1,41 @@
+"""Loss and τ over tokens, drawn from a run's log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.jsonl import read_rows
+
+FILES = ("training.svg", "training.png")
+
+
+def draw(folder: Path) -> None:
+    """Draw `log.jsonl` of `folder` to pictures beside it; a log without entries draws nothing."""
+    log = folder / "log.jsonl"
+    rows = [row for _, row in read_rows(log)] if log.exists() else []
+    training = [row for row in rows if row["event"] == "train"]
+    evaluations = [row for row in rows if row["event"] == "evaluation"]
+    if not training:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot(_tokens(training), [row["loss"] for row in training], label="loss")
+    upper.set_ylabel("loss")
+    for kind in ("greedy", "sampled"):
+        lower.plot(_tokens(evaluations), [row[kind]["tau"] for row in evaluations], marker="o", label=kind)
+    lower.set_ylabel("τ, tokens a target pass")
+    lower.set_xlabel("tokens learned from, million")
+    lower.legend()
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    for name in FILES:
+        partial = folder / f"partial.{name}"
+        figure.savefig(partial)
+        partial.replace(folder / name)
+
+
+def _tokens(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["tokens"] / 1e6 for row in rows]

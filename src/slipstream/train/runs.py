@@ -1,0 +1,122 @@
+"""A whole training run, whatever the method: load, train, measure, write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.errors import ConfigError
+from slipstream.models import load_tokenizer
+from slipstream.train.batches import read_documents
+from slipstream.train.evaluation import Evaluator
+from slipstream.train.options import EvaluationOptions, TrainOptions
+from slipstream.train.processes import Processes
+from slipstream.train.target import FeatureCache, Target
+from slipstream.train.trainer import Progress, Student, Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every method is asked for."""
+
+    model: str | None
+    """The target; None is the embedded one."""
+    data: Seq[Path]
+    output: Path
+    options: TrainOptions
+    evaluation: EvaluationOptions
+    device: str | None = None
+    threads: int | None = None
+
+
+def run(
+    asked: Run,
+    make_student: Callable[[Target, Any], Student],
+    method: str,
+    method_options: Mapping[str, Any],
+    say: Callable[[str], None] = lambda line: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train what `make_student` makes of the target and its tokenizer.
+
+    The engine measures it at the end, and in between where the options say so. Raises what loading and `Trainer.run`
+    raise, and `RequestError` for data that cannot be used.
+    """
+    options = asked.options
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    processes = Processes()
+    device = _device(asked.device)
+    path = asked.model or EMBEDDED_TARGET
+    tokenizer = load_tokenizer(path)
+    documents = read_documents(asked.data, tokenizer, options.row_length)
+    target = Target(path, device, getattr(torch, options.dtype))
+    student = make_student(target, tokenizer)
+    num_tokens, num_answer = (
+        sum(int(count) for count in counts)
+        for counts in ((len(d.tokens) for d in documents), (d.is_answer.sum() for d in documents))
+    )
+    learning = sum(weight.numel() for weight in student.module.parameters() if weight.requires_grad)
+    say(
+        f"{len(documents):,} documents, {num_tokens:,} tokens, {num_answer:,} of them answers; "
+        f"{learning:,} weights learn"
+    )
+    if options.cache_features:
+        if processes.count > 1:
+            raise ConfigError("--cache-features is for one process")
+        target.keep(_cache(asked.output, target, student, [d.tokens for d in documents], say))
+    measured = asked.evaluation
+    evaluator = Evaluator(
+        asked.model, measured.eval_workload, measured.eval_prompts_per_task, measured.eval_max_tokens
+    )
+    pad = tokenizer.pad_token_id
+    trainer = Trainer(
+        student,
+        target,
+        documents,
+        int(tokenizer.eos_token_id if pad is None else pad),
+        options,
+        asked.output,
+        {
+            "method": method,
+            "method_options": dict(method_options),
+            "target": asked.model or "embedded pair",
+            "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in asked.data},
+            "evaluation": asdict(measured),
+        },
+        evaluator.evaluate,
+        say,
+        lambda progress: stop(),
+        processes,
+    )
+    return trainer.run()
+
+
+def _device(name: str | None) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _cache(
+    output: Path, target: Target, student: Student, documents: Seq[Any], say: Callable[[str], None]
+) -> FeatureCache:
+    said = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal said
+        if done * 10 // total > said:
+            said = done * 10 // total
+            say(f"the target has read {done:,} of {total:,} documents")
+
+    return FeatureCache(output / "features", target, documents, student.feature_layers, report)

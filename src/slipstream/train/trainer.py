@@ -1,0 +1,384 @@
+"""The training loop, the same for every student: schedule, checkpoints, log, early stop.
+
+Stopped at any step and started again, a run goes on as if it had never been stopped; with a budget in tokens, on one
+process, it ends with the very weights of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.bench.provenance import provenance
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError, RequestError
+from slipstream.train.batches import Batch, Cursor, Document, Rows, make_batch, row_batches
+from slipstream.train.evaluation import Figures
+from slipstream.train.journal import Journal
+from slipstream.train.muon import Muon
+from slipstream.train.options import TrainOptions
+from slipstream.train.plots import draw
+from slipstream.train.processes import Processes
+from slipstream.train.target import Target
+
+CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
+
+
+class Student(Protocol):
+    """What learns. A method is one class of these; the loop knows no more of it."""
+
+    name: str
+    """Of the folder in which it is saved."""
+    module: nn.Module
+    """All that has weights; those that need a gradient learn."""
+    feature_layers: Seq[int]
+    """The target's hidden states that `loss` reads, beside the last, which it may always read."""
+
+    def own_text(self, rows: Rows, step: int) -> Rows:
+        """What to learn from in place of `rows`, such as texts of its own; `rows` themselves where that is all."""
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Mean loss, a scalar with a gradient, and other means to log, by name."""
+
+    def save(self, folder: Path) -> None:
+        """Write what the engine loads."""
+
+    def speculative_config(self, folder: Path) -> SpeculativeConfig:
+        """How the engine drafts with what was saved in `folder`."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; with the weights and the optimizers' state this is the whole checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    """Learned from, padding not counted, all processes together."""
+    elapsed_s: float = 0.0
+    """Evaluations included, summed over restarts."""
+    cursor: Cursor = field(default_factory=Cursor)
+    num_evaluations: int = 0
+    best_tau: float = 0.0
+    best_step: int = 0
+    evaluations_since_best: int = 0
+    evaluated_s: float = 0.0
+    """`elapsed_s` at the last evaluation."""
+
+    def fraction(self, options: TrainOptions) -> float:
+        """Share of the budget that is spent, 0 to 1."""
+        by_tokens = self.tokens / options.max_tokens if options.max_tokens else 0.0
+        by_time = self.elapsed_s / (60 * options.time_limit_minutes) if options.time_limit_minutes else 0.0
+        return min(1.0, max(by_tokens, by_time))
+
+
+def learning_rate_factor(fraction: float, warmup: float, hold: float) -> float:
+    """Warm-up from 5 %, constant, linear to zero, over the fraction of the budget that is spent."""
+    rising = 0.05 + 0.95 * fraction / warmup if warmup else 1.0
+    return min(1.0, rising, (1.0 - fraction) / (1.0 - hold))
+
+
+@dataclass
+class Trainer:
+    """One run of one student. `output` holds its checkpoint, log, picture and what was trained."""
+
+    student: Student
+    target: Target
+    documents: Seq[Document]
+    pad_token_id: int
+    options: TrainOptions
+    output: Path
+    made_with: Mapping[str, Any]
+    """What else the run depends on, for its provenance; a run goes on only with the same."""
+    evaluate: Callable[[SpeculativeConfig], Figures] | None = None
+    say: Callable[[str], None] = lambda line: None
+    stop: Callable[[Progress], bool] = lambda progress: False
+    """Asked before each step whether to end here, to be gone on with later."""
+    processes: Processes = field(default_factory=Processes)
+
+    def run(self) -> Progress:
+        """Train until the budget is spent, `stop` says so or τ no longer rises; writes the student to `output`.
+
+        Raises `ConfigError` where `output` belongs to another run, cannot be written, or the loss is not finite.
+        """
+        options, progress = self.options, Progress()
+        if options.batch_rows % self.processes.count:
+            raise ConfigError(f"--batch-rows must be a multiple of the {self.processes.count} processes")
+        torch.manual_seed(options.seed)
+        self.student.module.to(self.target.device).train()
+        self._optimizers = make_optimizers(self.student.module, self.target.vocab_size, options)
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            progress = self._resume() or progress
+            self._log = Journal(self.output / LOG)
+            self._train(progress)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {str(self.output)!r}: {error.strerror or error}") from None
+        return progress
+
+    def _train(self, progress: Progress) -> None:
+        options, main = self.options, self.processes.is_main
+        stream = row_batches(
+            self.documents,
+            options.batch_rows,
+            options.row_length,
+            self.pad_token_id,
+            options.seed,
+            progress.cursor,
+        )
+        clock = logged = saved = time.monotonic()
+        window = _Window()
+        while (fraction := self.processes.largest(progress.fraction(options))) < 1.0 and not self._ends(
+            progress
+        ):
+            factor = learning_rate_factor(fraction, options.warmup_fraction, options.hold_fraction)
+            loss, metrics, num_tokens = self._step(stream, progress, factor)
+            progress.step += 1
+            progress.tokens += num_tokens
+            window.add(loss, metrics, num_tokens)
+            now = time.monotonic()
+            progress.elapsed_s, clock = progress.elapsed_s + now - clock, now
+            if not math.isfinite(loss):
+                raise ConfigError(
+                    f"the loss is {loss} at step {progress.step}; lower --learning-rate, "
+                    f"the last checkpoint in {str(self.output)!r} is whole"
+                )
+            if now - logged >= options.log_every_s or progress.step == 1:
+                self._log_training(progress, window, factor)
+                window, logged = _Window(), now
+            if self._evaluation_is_due(progress):
+                self._evaluate(progress)
+                now = time.monotonic()
+                progress.elapsed_s, clock, logged = progress.elapsed_s + now - clock, now, now
+            if main and now - saved >= options.checkpoint_every_s:
+                self._save_checkpoint(progress)
+                saved = now
+        if window.num_steps:
+            self._log_training(progress, window, 0.0)
+        if progress.fraction(options) >= 1.0 and self.evaluate is not None:
+            self._evaluate(progress)
+        if main:
+            self._save_checkpoint(progress)
+            self._export(self.output / self.student.name, progress)
+
+    def _ends(self, progress: Progress) -> bool:
+        patience = self.options.patience
+        return self.stop(progress) or bool(patience and progress.evaluations_since_best >= patience)
+
+    def _step(
+        self, stream: Iterator[Rows], progress: Progress, factor: float
+    ) -> tuple[float, dict[str, float], int]:
+        """One step of the optimizers; returns the mean loss, the means of the metrics and the tokens learned from."""
+        options, processes = self.options, self.processes
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["highest_lr"] * factor
+        window = _Window()
+        for part in range(options.accumulation):
+            rows = next(stream).take(slice(processes.rank, None, processes.count))
+            rows = self.student.own_text(rows, progress.step * options.accumulation + part)
+            batch = make_batch(rows, self.target, self.student.feature_layers)
+            dtype = self.target.dtype
+            with torch.autocast(self.target.device.type, dtype, enabled=dtype != torch.float32):
+                loss, metrics = self.student.loss(batch)
+            (loss / options.accumulation).backward()  # type: ignore[no-untyped-call]
+            window.add(float(loss.detach()), metrics, int((batch.documents >= 0).sum()))
+        weights = [weight for weight in self.student.module.parameters() if weight.grad is not None]
+        processes.average([weight.grad for weight in weights if weight.grad is not None])
+        nn.utils.clip_grad_norm_(weights, options.max_grad_norm)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        means = window.means()
+        return means.pop("loss"), means, processes.total(window.num_tokens)
+
+    def _log_training(self, progress: Progress, window: _Window, factor: float) -> None:
+        if not self.processes.is_main:
+            return
+        means = window.means()
+        self._log.append({"event": "train", **_where(progress), "factor": factor, **means})
+        spent = progress.fraction(self.options)
+        left = progress.elapsed_s * (1 / spent - 1) / 60 if spent else 0.0
+        speed = window.num_tokens / max(time.monotonic() - window.began_s, 1e-9)
+        others = " ".join(f"{name} {value:.3f}" for name, value in means.items() if name != "loss")
+        self.say(
+            f"step {progress.step} {spent:.1%} epoch {progress.cursor.epoch} {progress.tokens:,} tokens "
+            f"{speed:,.0f} tokens/s loss {means['loss']:.4f} {others} lr x{factor:.2f} {left:.0f} min left"
+        )
+
+    def _evaluation_is_due(self, progress: Progress) -> bool:
+        options = self.options
+        if self.evaluate is None:
+            return False
+        minutes, steps = options.evaluate_every_minutes, options.evaluate_every_steps
+        due = minutes is not None and progress.elapsed_s - progress.evaluated_s >= 60 * minutes
+        due = due or (steps is not None and progress.step % steps == 0)
+        return self.processes.largest(float(due)) > 0
+
+    def _evaluate(self, progress: Progress) -> None:
+        """Draft with what there is: the student goes to a folder of its own, and the engine loads that."""
+        tau = 0.0
+        if self.processes.is_main and self.evaluate is not None:
+            folder = self.output / f"{self.student.name}.evaluated"
+            self._export(folder, progress)
+            figures = self.evaluate(self.student.speculative_config(folder))
+            tau = figures.greedy.tau
+            self._log.append({"event": "evaluation", **_where(progress), **figures.as_json()})
+            self.say(f"step {progress.step}: {figures}")
+            draw(self.output)
+        tau = self.processes.largest(tau)
+        progress.num_evaluations += 1
+        progress.evaluated_s = progress.elapsed_s
+        progress.evaluations_since_best += 1
+        if tau > progress.best_tau:
+            progress.best_tau, progress.best_step, progress.evaluations_since_best = tau, progress.step, 0
+            if self.processes.is_main:
+                self._export(self.output / f"{self.student.name}.best", progress)
+        self.student.module.train()
+
+    def _export(self, folder: Path, progress: Progress) -> None:
+        self.student.save(folder)
+        _write(folder / PROVENANCE, json.dumps(self._provenance(progress), indent=1, default=_name) + "\n")
+
+    def _provenance(self, progress: Progress) -> dict[str, Any]:
+        made_with = {**self.made_with, "options": asdict(self.options)}
+        return {"made_with": made_with, "progress": asdict(progress), "run": provenance()}
+
+    def _save_checkpoint(self, progress: Progress) -> None:
+        """Write in one move, so that being killed half-way leaves the checkpoint before."""
+        state = {
+            "module": self.student.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "progress": asdict(progress),
+            "identity": self._identity(),
+        }
+        partial = self.output / f"{CHECKPOINT}.partial"
+        torch.save(state, partial)
+        partial.replace(self.output / CHECKPOINT)
+        _write(
+            self.output / PROVENANCE, json.dumps(self._provenance(progress), indent=1, default=_name) + "\n"
+        )
+        draw(self.output)
+
+    def _resume(self) -> Progress | None:
+        """Go on from the checkpoint in `output`; None where there is none."""
+        file = self.output / CHECKPOINT
+        if not file.exists():
+            return None
+        try:
+            state = torch.load(file, map_location=self.target.device, weights_only=True)
+        except (RuntimeError, EOFError, ValueError) as error:
+            raise ConfigError(f"cannot read the checkpoint {str(file)!r}: {error}") from None
+        identity = self._identity()
+        changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
+        if changed:
+            raise ConfigError(
+                f"{str(self.output)!r} holds a run with another {changed[0]}: "
+                f"{state['identity'].get(changed[0])!r}, not {identity[changed[0]]!r}; choose another --output"
+            )
+        self.student.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        cursor = Cursor(**state["progress"].pop("cursor"))
+        progress = Progress(**state["progress"], cursor=cursor)
+        if self.processes.is_main:
+            _forget_after(self.output / LOG, progress.step)
+        self.say(f"goes on at step {progress.step}, {progress.tokens:,} tokens")
+        return progress
+
+    def _identity(self) -> dict[str, str]:
+        """What must not change between two runs into one folder; the budget and what is only watched may."""
+        fixed = replace(
+            self.options,
+            max_tokens=1,
+            time_limit_minutes=None,
+            log_every_s=1,
+            checkpoint_every_s=1,
+            evaluate_every_minutes=None,
+            evaluate_every_steps=None,
+            patience=0,
+        )
+        values = {**self.made_with, **asdict(fixed)}
+        return {name: json.dumps(value, default=_name, sort_keys=True) for name, value in values.items()}
+
+
+@dataclass
+class _Window:
+    """Means over some steps."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    _sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, loss: float, metrics: Mapping[str, float], num_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        for name, value in {"loss": loss, **metrics}.items():
+            self._sums.setdefault(name, []).append(value)
+
+    def means(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self._sums.items()}
+
+
+def make_optimizers(module: nn.Module, vocab_size: int, options: TrainOptions) -> list[torch.optim.Optimizer]:
+    """AdamW for all that learns; with `optimizer` muon, Muon for the matrices that have no side of the vocabulary."""
+    learning = [weight for weight in module.parameters() if weight.requires_grad]
+    if not learning:
+        raise ConfigError("the student has no weights that learn")
+    optimizers: list[torch.optim.Optimizer] = []
+    if options.optimizer == "muon":
+        matrices = [weight for weight in learning if weight.ndim == 2 and vocab_size not in weight.shape]
+        taken = set(map(id, matrices))
+        learning = [weight for weight in learning if id(weight) not in taken]
+        if matrices:
+            optimizers.append(Muon(matrices, options.muon_learning_rate, dtype=getattr(torch, options.dtype)))
+    if learning:
+        adamw = torch.optim.AdamW(
+            learning, options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        )
+        optimizers.append(adamw)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["highest_lr"] = group["lr"]
+    return optimizers
+
+
+def _where(progress: Progress) -> dict[str, Any]:
+    return {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "epoch": progress.cursor.epoch,
+        "elapsed_s": round(progress.elapsed_s, 1),
+    }
+
+
+def _forget_after(file: Path, step: int) -> None:
+    """Cut what the log says of steps behind the checkpoint: they are taken again."""
+    journal = Journal(file)
+    journal.close()
+    try:
+        kept = [row for row in journal.rows if row["step"] <= step]
+    except KeyError:
+        raise RequestError(f"{file} is not the log of a training run; choose another --output") from None
+    _write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def _name(path: Path) -> str:
+    """Of a path only the last part: a published model does not tell where it was made."""
+    return path.name
