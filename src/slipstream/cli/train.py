@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +18,17 @@ from slipstream.cli.console import notes
 from slipstream.cli.flags import FlagSet, Values, with_flags
 from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
 from slipstream.errors import ConfigError
-from slipstream.train.options import DistillOptions, EvaluationOptions, RegenerateOptions, TrainOptions
+from slipstream.train.options import (
+    DistillOptions,
+    EagleTrainOptions,
+    EvaluationOptions,
+    RegenerateOptions,
+    TrainOptions,
+)
 
 if TYPE_CHECKING:
     from slipstream.train.answerers import Answerer
+    from slipstream.train.batches import Document
     from slipstream.train.regenerate import Tally
     from slipstream.train.target import Target
     from slipstream.train.trainer import Student
@@ -31,6 +39,7 @@ _REGENERATE = FlagSet(RegenerateOptions, "Prompts and answers")
 _TRAIN = FlagSet(TrainOptions, "Training")
 _EVALUATION = FlagSet(EvaluationOptions, "Evaluation")
 _DRAFT = FlagSet(DistillOptions, "Draft model")
+_EAGLE = FlagSet(EagleTrainOptions, "Head")
 _SERVER = "A server instead of an engine"
 
 TargetArgument = Annotated[
@@ -141,14 +150,79 @@ def draft(
     )
     from slipstream.train.distillation import DraftStudent, make_draft
 
-    def make(target: Target, tokenizer: Any) -> DraftStudent:
+    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> DraftStudent:
         return DraftStudent(make_draft(distill, target, asked.seed), tokenizer, distill, asked.seed)
 
     _train(make, "draft", asdict(distill), model, data, output, device, threads, asked, measured)
 
 
+@app.command()
+@with_flags(head=_EAGLE, options=_TRAIN, evaluation=_EVALUATION)
+def eagle3(
+    model: TargetArgument = None,
+    data: Data = ...,  # type: ignore[assignment]
+    output: Output = ...,  # type: ignore[assignment]
+    device: Device = None,
+    threads: Threads = None,
+    *,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    """Train an EAGLE-3 head for the target: OUTPUT/eagle3 is what --spec eagle3:PATH takes, and vLLM and SGLang load.
+
+    Ctrl-C saves; the same command goes on.
+    """
+    _eagle(3, model, data, output, device, threads, head, options, evaluation)
+
+
+@app.command()
+@with_flags(head=_EAGLE, options=_TRAIN, evaluation=_EVALUATION)
+def eagle(
+    model: TargetArgument = None,
+    data: Data = ...,  # type: ignore[assignment]
+    output: Output = ...,  # type: ignore[assignment]
+    device: Device = None,
+    threads: Threads = None,
+    *,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    """Train an EAGLE-1 head, which EAGLE-2's trees use too: OUTPUT/eagle is what --spec eagle:PATH takes.
+
+    Ctrl-C saves; the same command goes on.
+    """
+    _eagle(1, model, data, output, device, threads, head, options, evaluation)
+
+
+def _eagle(
+    version: int,
+    model: str | None,
+    data: list[Path],
+    output: Path,
+    device: str | None,
+    threads: int | None,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    wanted, asked, measured = (
+        EagleTrainOptions(**head),
+        TrainOptions(**options),
+        EvaluationOptions(**evaluation),
+    )
+    from slipstream.train.eagle import EagleStudent
+
+    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> EagleStudent:
+        return EagleStudent(wanted, target, documents, version, asked.seed)
+
+    name = "eagle3" if version == 3 else "eagle"
+    _train(make, name, asdict(wanted), model, data, output, device, threads, asked, measured)
+
+
 def _train(
-    make: Callable[[Target, Any], Student],
+    make: Callable[[Target, Any, Seq[Document]], Student],
     method: str,
     method_options: dict[str, Any],
     model: str | None,

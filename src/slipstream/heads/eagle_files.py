@@ -25,8 +25,6 @@ from slipstream.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
 from slipstream.models.causal_lm import CausalLM
 
-LAYOUTS = ("eagle", "eagle3", "speculators")
-
 
 def load_eagle(path: str, target: CausalLM, *, revision: str | None = None) -> EagleHead:
     """The head in a folder or on the hub, for `target`; raises `ModelError` where it does not fit, with the reason."""

@@ -10,6 +10,7 @@ from slipstream.sampling.params import SamplingParams
 
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
+EAGLE_LAYOUTS = ("eagle", "eagle3", "speculators")
 LOSSES = ("forward_kl", "reverse_kl", "total_variation", "hard")
 
 
@@ -174,6 +175,42 @@ class DistillOptions:
         if "=" not in self.loss:
             return {self.loss: 1.0}
         return parse_weights(self.loss, "--loss")
+
+
+@dataclass(frozen=True)
+class EagleTrainOptions:
+    """What the head looks like, and how it learns."""
+
+    num_steps: int = 4
+    """EAGLE-3: steps of the training-time test, each on the head's own output of the step before."""
+    step_decay: float = 0.8
+    """EAGLE-3: weight of each step's loss over that of the step before."""
+    feature_weight: float = 10.0
+    """EAGLE-1: weight of the loss on the features beside that on the tokens."""
+    feature_layers: str | None = None
+    """EAGLE-3: the three hidden states that the head reads, as in 2,16,29 (0 is the embedding, i what layer i puts
+    out). A low, a middle and a high one unless given."""
+    intermediate_size: int | None = None
+    """Width of the head's MLP; the target's unless given."""
+    draft_vocab_size: int | None = None
+    """EAGLE-3: guess only this many tokens, those that the data's answers use most. All unless given."""
+    layout: str | None = None
+    """eagle3 or speculators for EAGLE-3; eagle for EAGLE-1."""
+    num_speculative_tokens: int = 4
+    """Depth at which drafts are measured, and the depth that the checkpoint recommends."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "eagle")
+        check_at_least(
+            "eagle", 1, num_steps=self.num_steps, num_speculative_tokens=self.num_speculative_tokens
+        )
+        for name in ("intermediate_size", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_at_least("eagle", 1, **{name: getattr(self, name)})
+        if self.layout is not None:
+            reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
+        if not 0 < self.step_decay <= 1:
+            raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")
 
 
 def parse_weights(text: str, flag: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
-from slipstream.train.batches import read_documents
+from slipstream.train.batches import Document, read_documents
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.processes import Processes
@@ -38,13 +38,13 @@ class Run:
 
 def run(
     asked: Run,
-    make_student: Callable[[Target, Any], Student],
+    make_student: Callable[[Target, Any, Seq[Document]], Student],
     method: str,
     method_options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train what `make_student` makes of the target and its tokenizer.
+    """Train what `make_student` makes of the target, its tokenizer and the documents.
 
     The engine measures it at the end, and in between where the options say so. Raises what loading and `Trainer.run`
     raise, and `RequestError` for data that cannot be used.
@@ -58,7 +58,7 @@ def run(
     tokenizer = load_tokenizer(path)
     documents = read_documents(asked.data, tokenizer, options.row_length)
     target = Target(path, device, getattr(torch, options.dtype))
-    student = make_student(target, tokenizer)
+    student = make_student(target, tokenizer, documents)
     num_tokens, num_answer = (
         sum(int(count) for count in counts)
         for counts in ((len(d.tokens) for d in documents), (d.is_answer.sum() for d in documents))

@@ -1,0 +1,167 @@
+"""EAGLE heads as students of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError
+from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
+from slipstream.heads.eagle_files import save_eagle
+from slipstream.train.batches import Batch, Document, Rows
+from slipstream.train.eagle_loss import TargetText, training_time_test
+from slipstream.train.options import EagleTrainOptions
+from slipstream.train.target import Target
+
+
+class EagleStudent:
+    """An EAGLE head that learns from the target's features and distributions."""
+
+    def __init__(
+        self, options: EagleTrainOptions, target: Target, documents: Seq[Document], version: int, seed: int
+    ) -> None:
+        """`version` is 1 or 3; a head of version 2 is one of version 1. Raises `ConfigError` for what cannot be."""
+        self.options, self.target, self.version = options, target, version
+        self.name = "eagle3" if version == 3 else "eagle"
+        config = _config(options, target, version)
+        torch.manual_seed(seed)
+        self.head = EagleHead(config)
+        _initialise(self.head, target)
+        if config.draft_vocab_size < config.vocab_size:
+            self.head.draft_token_ids = most_used(documents, config.vocab_size, config.draft_vocab_size)
+            self.head.lm_head.weight.data.copy_(_output_weight(target)[self.head.draft_token_ids])
+        self.module: nn.Module = self.head
+        self.feature_layers: Seq[int] = config.feature_layers
+
+    def own_text(self, rows: Rows, step: int) -> Rows:
+        """As it is: the head's own guesses are made inside the loss."""
+        return rows
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """The training-time test; metrics are the agreement by step."""
+        features = torch.cat([batch.hidden_states[layer] for layer in self.feature_layers], dim=-1)
+        text = TargetText(
+            self.target.embed(batch.token_ids),
+            features,
+            batch.positions,
+            batch.documents,
+            batch.loss_mask,
+            batch.target_logits_at(batch.loss_mask),
+        )
+        steps = training_time_test(
+            self.head,
+            text,
+            self.target.model.get_output_embeddings(),
+            num_steps=self.options.num_steps,
+            decay=self.options.step_decay,
+            feature_weight=self.options.feature_weight,
+        )
+        return steps.loss, {f"agrees_{i + 1}": value for i, value in enumerate(steps.agreement)}
+
+    def save(self, folder: Path) -> None:
+        """In the layout that was asked for."""
+        save_eagle(
+            self.head,
+            folder,
+            target=self.target.path,
+            layout=self.options.layout or self.name,
+            num_speculative_tokens=self.options.num_speculative_tokens,
+        )
+
+    def speculative_config(self, folder: Path) -> SpeculativeConfig:
+        """A chain: what its positions accept is what there is to see while training."""
+        options: dict[str, Any] = {
+            "model": str(folder),
+            "num_speculative_tokens": self.options.num_speculative_tokens,
+            "tree_top_k": 1,
+            "num_draft_nodes": None,
+        }
+        return SpeculativeConfig(self.name, options=options)
+
+
+def most_used(documents: Seq[Document], vocab_size: int, size: int) -> Tensor:
+    """int64 [size], ascending: the tokens that answers use most; of equals the lower ids."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        counts += np.bincount(document.tokens[document.is_answer], minlength=vocab_size)
+    best = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(best))
+
+
+def _config(options: EagleTrainOptions, target: Target, version: int) -> EagleConfig:
+    model = target.model.config
+    layers: tuple[int, ...] = (target.num_layers,)
+    if version == 3:
+        layers = _layers(options.feature_layers, target.num_layers)
+    elif options.feature_layers is not None or options.draft_vocab_size is not None:
+        raise ConfigError("--feature-layers and --draft-vocab-size are for EAGLE-3")
+    heads = model.num_attention_heads
+    draft_vocab = options.draft_vocab_size or target.vocab_size
+    if draft_vocab > target.vocab_size:
+        raise ConfigError(f"--draft-vocab-size {draft_vocab} is more than the target's {target.vocab_size}")
+    return EagleConfig(
+        version=version,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        intermediate_size=options.intermediate_size or model.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(model, "num_key_value_heads", None) or heads,
+        head_dim=getattr(model, "head_dim", None) or target.hidden_size // heads,
+        feature_layers=layers,
+        fc_bias=version == 1,
+        rms_norm_eps=getattr(model, "rms_norm_eps", 1e-6),
+        max_position_embeddings=model.max_position_embeddings,
+        rope_parameters=_rope(model),
+    )
+
+
+def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
+    if text is None:
+        return default_feature_layers(num_layers)
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--feature-layers takes numbers separated by commas, got {text!r}") from None
+    if len(layers) != 3 or any(not 0 <= layer < num_layers for layer in layers):
+        raise ConfigError(f"--feature-layers takes three numbers from 0 to {num_layers - 1}, got {text!r}")
+    return layers
+
+
+def _rope(model: Any) -> dict[str, Any]:
+    """The target's own rotary settings where they hold for any length, else plain ones of the same base."""
+    rope = dict(getattr(model, "rope_parameters", None) or {})
+    if rope.get("rope_type") in ("default", "linear", "llama3", "yarn"):
+        return rope
+    return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+
+
+def _initialise(head: EagleHead, target: Target) -> None:
+    """Small weights; the output layer and its norm begin as the target's."""
+    for name, weight in head.named_parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+    if head.config.version == 3:
+        head.norm.weight.data.copy_(_final_norm(target))
+        if head.config.draft_vocab_size == head.config.vocab_size:
+            head.lm_head.weight.data.copy_(_output_weight(target))
+
+
+def _output_weight(target: Target) -> Tensor:
+    weight: Tensor = target.model.get_output_embeddings().weight.detach()
+    return weight[: target.vocab_size]
+
+
+def _final_norm(target: Target) -> Tensor:
+    norm = getattr(target.model.base_model, "norm", None)
+    weight = getattr(norm, "weight", None)
+    return torch.ones(target.hidden_size) if weight is None else weight.detach()
