@@ -119,7 +119,15 @@ All configurations are frozen and checked when they are made. An unknown key rai
 valid one. `LLM(model, speculative_config=…, **engine)` takes the keys of `EngineConfig` as keywords.
 """
 
-NO_OPTIONS = {"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}, "self": {}}
+NO_OPTIONS = {
+    "off": {},
+    "ngram": {},
+    "suffix": {},
+    "draft_model": {"model": "draft"},
+    "self": {},
+    "medusa": {"model": "heads"},
+    "hydra": {"model": "heads"},
+}
 """The built-in drafters with the options that have no default."""
 
 

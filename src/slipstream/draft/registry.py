@@ -30,6 +30,8 @@ _BUILT_IN = {
     "eagle": "slipstream.draft.eagle:EagleDrafter",
     "eagle3": "slipstream.draft.eagle:EagleDrafter",
     "self": "slipstream.draft.self_model:SelfDrafter",
+    "medusa": "slipstream.draft.medusa:MedusaDrafter",
+    "hydra": "slipstream.draft.hydra:HydraDrafter",
 }
 
 

@@ -1,0 +1,62 @@
+"""Hydra heads draft a chain or a tree (Ankner et al., COLM 2024); see `slipstream.heads.hydra`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.base import DraftContext
+from slipstream.draft.growth import Growth
+from slipstream.draft.headed import HeadDrafter, HeadOptions, target_of
+from slipstream.heads.hydra import load_hydra
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraOptions(HeadOptions):
+    """Keys of `speculative_config` for `method: hydra`."""
+
+    def __post_init__(self) -> None:
+        self.check("hydra")
+
+
+class HydraDrafter(HeadDrafter):
+    """One pass over one head a level, with a row for each node of the frontier."""
+
+    Options = HydraOptions
+
+    def __init__(self, options: HydraOptions, context: DraftContext) -> None:
+        target = target_of(context, "hydra")
+        self.heads = load_hydra(options.model, target.project, options.revision)
+        super().__init__(options, context, target, self.heads)
+
+    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
+        growing, above = list(growths), features
+        for level in range(max(growth.max_depth for growth in growths)):
+            # What the head above read of each frontier node's parent, and the embedding of the node's own token.
+            rows = torch.cat([above, self.target.embed(self._tokens(growing))], dim=-1)
+            logits = self.heads.step(level, rows)
+            parents: list[Tensor] = []
+            end = 0
+            for growth in growing:
+                begin, end = end, end + len(growth.frontier)
+                before = {id(node): row for node, row in zip(growth.frontier, rows[begin:end], strict=True)}
+                growth.grow(logits[begin:end])
+                parents += [before[id(node.parent)] for node in growth.frontier if node is not None]
+            growing = [growth for growth in growing if growth.frontier]
+            if not growing:
+                return
+            above = torch.stack(parents)
+
+    def _tokens(self, growths: Seq[Growth]) -> Tensor:
+        """Of every frontier node; the committed text's is its last."""
+        return torch.tensor(
+            [
+                node.token_id if node else growth.sequence.token_ids[-1]
+                for growth in growths
+                for node in growth.frontier
+            ],
+            device=self.target.device,
+        )

@@ -1,0 +1,70 @@
+"""The block that Medusa and Hydra heads are built of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Projection = Callable[[Tensor], Tensor]
+"""[..., hidden] -> [..., vocab]"""
+
+
+class ResidualBlock(nn.Module):
+    """`x + SiLU(Linear(x))`, which begins as the identity.
+
+    An input wider than `hidden_size` is brought to that width by a second linear layer on the residual path, which
+    begins by passing on the first `hidden_size` numbers.
+    """
+
+    def __init__(self, in_features: int, hidden_size: int, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, hidden_size, bias)
+        nn.init.zeros_(self.linear.weight)
+        if bias:
+            nn.init.zeros_(self.linear.bias)
+        self.res_connection: nn.Module = nn.Identity()
+        if in_features != hidden_size:
+            self.res_connection = nn.Linear(in_features, hidden_size)
+            nn.init.zeros_(self.res_connection.bias)
+            with torch.no_grad():
+                self.res_connection.weight.copy_(torch.eye(hidden_size, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., hidden_size]"""
+        output: Tensor = self.res_connection(x) + nn.functional.silu(self.linear(x))
+        return output
+
+
+class Projecting(nn.Module):
+    """What heads share: blocks first, then a vocabulary projection of their own or the target's for all of them."""
+
+    def __init__(self, own: list[nn.Linear], shared: Projection | None) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(own)
+        # In a tuple, because a module that is assigned becomes a part of this one, and is trained and saved with it.
+        self._shared: tuple[Any, ...] = (shared,)
+        if not own and shared is None:
+            raise ValueError("heads without projections of their own need the target's")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def init_projections(self, weight: Tensor) -> None:
+        """Begin with the target's output layer, `weight` [vocab, hidden], in every projection of the heads' own."""
+        with torch.no_grad():
+            for projection in self.projections:
+                assert isinstance(projection, nn.Linear)
+                projection.weight.copy_(weight)
+                if projection.bias is not None:
+                    projection.bias.zero_()
+
+    def project(self, states: Tensor, first: int = 0) -> Tensor:
+        """[k, ..., hidden] -> [k, ..., vocab], for the heads from `first` on; a shared projection runs once for all."""
+        if not self.projections:
+            logits: Tensor = self._shared[0](states)
+            return logits
+        return torch.stack([self.projections[first + i](state) for i, state in enumerate(states)])
