@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from trained_heads import trained_heads
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
@@ -25,6 +26,7 @@ NEAR_TIE = 1e-3
 MAX_FLIPS = 2
 """Texts of a run in PyTorch's kernels that may differ at all; each must be a near tie."""
 
+TRAINED = "trained on the spot"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -36,8 +38,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "draft-block": {**DRAFT, "verifier": "block"},
     "draft-int8": {**DRAFT, "quantization": "int8"},
     "self-int8": {"method": "self"},
+    "medusa-chain": {"method": "medusa", "model": TRAINED},
+    "medusa-tree": {"method": "medusa", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
+    "hydra-tree": {"method": "hydra", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
+    "hydra-block": {"method": "hydra", "model": TRAINED, "verifier": "block"},
 }
-QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree")
+QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
 """The drafters that are tried with an int8 target too."""
 
 
@@ -84,7 +90,10 @@ def modes(name: str) -> list[str]:
 
 def speculate(name: str, mode: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, list[list[int]]]:
     """The texts of the prompts in order, decoded in another order and batch than those without speculation."""
-    llm = LLM(speculative_config=SPECS[name], max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
+    config = SPECS[name]
+    if config.get("model") == TRAINED:
+        config = {**config, "model": trained_heads(config["method"])}
+    llm = LLM(speculative_config=config, max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
     wanted = params(mode)
     order = sorted(range(NUM_PROMPTS), key=lambda number: (number * 37) % NUM_PROMPTS)
     outputs = llm.generate([prompts[i] for i in order], [wanted[i] for i in order])
