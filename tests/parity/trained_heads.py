@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ def trained_heads(method: str) -> str:
     hidden, embeddings, token_ids = (part.detach() for part in _answers(target))
     config: dict[str, Any] = {"hidden_size": 320, "vocab_size": 4096, "num_heads": 4, "shares_lm_head": True}
     folder = Path(tempfile.mkdtemp(prefix="slipstream-test-heads-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if method == "medusa":
         medusa = MedusaHeads(MedusaConfig(**config), target.lm_head)
         _train(medusa, [hidden], token_ids)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def random_heads(method: str, num_heads: int = 4, hidden_size: int = HIDDEN, voc
     """A folder of heads that share the target's output layer and guess at random."""
     shape = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_heads": num_heads}
     folder = tempfile.mkdtemp(prefix="slipstream-test-heads-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     heads: Any
     if method == "medusa":
         heads, save = MedusaHeads(MedusaConfig(**shape, shares_lm_head=True), target().project), save_medusa

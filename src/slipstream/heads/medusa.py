@@ -36,8 +36,8 @@ class MedusaConfig:
     bias: bool = True
     """In the blocks; the projections have none."""
     shares_lm_head: bool = False
-    """True: the heads have no projections and use the target's output layer, frozen: a set then has a few hundred
-    times fewer weights, and all heads are computed for little more than one."""
+    """True: the heads have no projections and use the target's output layer, frozen: most of the weights of a set are
+    its projections, and one pass over the shared one serves all heads."""
     base_model: str = ""
     """Folder or hub id of the target that they were trained for."""
 
