@@ -259,18 +259,18 @@ def test_files_that_are_not_exactly_heads_are_refused(
 
 
 def test_folders_that_hold_no_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="not a folder"):
+    with pytest.raises(ModelError, match="there is no folder"):
         load_medusa(str(tmp_path / "absent"))
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         load_medusa(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"cannot read the configuration"):
         load_medusa(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"no weights: none of model\.safetensors"):
+    with pytest.raises(ModelError, match=r"has no weights: none of model\.safetensors"):
         load_medusa(str(tmp_path))
     for name, content in (("model.safetensors", b"x"), (medusa.PICKLED, b"x")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ModelError, match=f"{name} cannot be read"):
+        with pytest.raises(ModelError, match=rf"cannot read .*{name}"):
             load_medusa(str(tmp_path))
         (tmp_path / name).unlink()

@@ -76,7 +76,8 @@ def test_a_bad_configuration_is_one_clear_line(method: str, options: dict[str, A
 
 def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "slipstream.draft.suffix", raising=False)
-    assert registry.drafter_names() == ["draft_model", "hydra", "medusa", "ngram", "off", "self", "suffix"]
+    ours = ["draft_model", "eagle", "eagle3", "hydra", "medusa", "ngram", "off", "self", "suffix"]
+    assert registry.drafter_names() == ours
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 

@@ -33,22 +33,32 @@ class HydraDrafter(HeadDrafter):
         super().__init__(options, context, target, self.heads)
 
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
-        growing, above = list(growths), features
-        for level in range(max(growth.max_depth for growth in growths)):
-            # What the head above read of each frontier node's parent, and the embedding of the node's own token.
-            rows = torch.cat([above, self.target.embed(self._tokens(growing))], dim=-1)
+        for growth, feature in zip(growths, features, strict=True):
+            growth.state = feature
+        level, growing = 0, list(growths)
+        while growing:
+            rows = torch.cat([self._above(growing), self.target.embed(self._tokens(growing))], dim=-1)
             logits = self.heads.step(level, rows)
-            parents: list[Tensor] = []
             end = 0
             for growth in growing:
                 begin, end = end, end + len(growth.frontier)
-                before = {id(node): row for node, row in zip(growth.frontier, rows[begin:end], strict=True)}
+                for node, row in zip(growth.frontier, rows[begin:end], strict=True):
+                    if node is None:
+                        growth.state = row
+                    else:
+                        node.state = row
                 growth.grow(logits[begin:end])
-                parents += [before[id(node.parent)] for node in growth.frontier if node is not None]
-            growing = [growth for growth in growing if growth.frontier]
-            if not growing:
-                return
-            above = torch.stack(parents)
+            level, growing = level + 1, [growth for growth in growing if growth.frontier]
+
+    def _above(self, growths: Seq[Growth]) -> Tensor:
+        """What the head above read of every frontier node's parent; for the committed text, the target's state."""
+        return torch.stack(
+            [
+                node.parent.state if node and node.parent else growth.state
+                for growth in growths
+                for node in growth.frontier
+            ]
+        )
 
     def _tokens(self, growths: Seq[Growth]) -> Tensor:
         """Of every frontier node; the committed text's is its last."""

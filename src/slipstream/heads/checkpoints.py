@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,8 +44,16 @@ def read_checkpoint(
             tensors = load_file(file)
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, ValueError, EOFError) as error:
-        raise ModelError(f"cannot read {str(file)!r}: {error}") from None
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        ValueError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"cannot read {str(file)!r}: {reason}") from None
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelError(f"{str(file)!r} is not a mapping of names to tensors")
     return config, tensors

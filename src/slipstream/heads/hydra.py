@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.heads.checkpoints import SAFETENSORS, Checkpoint, write_checkpoint
+from slipstream.heads.checkpoints import write_checkpoint
 from slipstream.heads.residual import Projecting, Projection, ResidualBlock
+from slipstream.heads.strict import Checkpoint
 
 PICKLED = "hydra_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
-WEIGHT_FILES = (SAFETENSORS, PICKLED)
+WEIGHT_FILES = ("model.safetensors", PICKLED)
 ONLY = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 """What a configuration must say, or leave out, for the heads to be of this kind."""
 
@@ -102,7 +103,7 @@ def load_hydra(path: str, lm_head: Projection | None = None, revision: str | Non
     return heads
 
 
-def save_hydra(heads: HydraHeads, folder: str | Path, weight_file: str = SAFETENSORS) -> None:
+def save_hydra(heads: HydraHeads, folder: str | Path, weight_file: str = WEIGHT_FILES[0]) -> None:
     """Write heads as the authors' code (`weight_file=PICKLED`) reads them."""
     config, names = heads.config, _names(heads)
     facts = {

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.heads.checkpoints import SAFETENSORS, Checkpoint, write_checkpoint
+from slipstream.heads.checkpoints import write_checkpoint
 from slipstream.heads.residual import Projecting, Projection, ResidualBlock
+from slipstream.heads.strict import Checkpoint
 
 PICKLED = "medusa_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
-WEIGHT_FILES = (SAFETENSORS, "medusa_lm_head.safetensors", PICKLED)
+WEIGHT_FILES = ("model.safetensors", "medusa_lm_head.safetensors", PICKLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def load_medusa(path: str, lm_head: Projection | None = None, revision: str | No
 
 
 def save_medusa(
-    heads: MedusaHeads, folder: str | Path, weight_file: str = SAFETENSORS, lm_head: Tensor | None = None
+    heads: MedusaHeads, folder: str | Path, weight_file: str = WEIGHT_FILES[0], lm_head: Tensor | None = None
 ) -> None:
     """Write heads as the authors' code (`weight_file=PICKLED`) and vLLM read them.
 

@@ -23,7 +23,9 @@ class Checkpoint:
         """The configuration's whole number under the first of `keys` that it has."""
         value = next((self.config[key] for key in keys if self.config.get(key) is not None), default)
         if type(value) is not int or value < 0:
-            self.refuse(f"has no {keys[0]} in its config.json" if value is None else f"has {keys[0]} {value!r}")
+            self.refuse(
+                f"has no {keys[0]} in its config.json" if value is None else f"has {keys[0]} {value!r}"
+            )
         return value
 
     def length(self, tensor: str) -> int:
