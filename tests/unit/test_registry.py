@@ -78,6 +78,8 @@ def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "slipstream.draft.suffix", raising=False)
     ours = ["draft_model", "eagle", "eagle3", "hydra", "medusa", "ngram", "off", "self", "suffix"]
     assert registry.drafter_names() == ours
+    built_in = ["draft_model", "jacobi", "lookahead", "ngram", "off", "self", "suffix", "token_recycling"]
+    assert registry.drafter_names() == built_in
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 

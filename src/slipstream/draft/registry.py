@@ -32,6 +32,9 @@ _BUILT_IN = {
     "self": "slipstream.draft.self_model:SelfDrafter",
     "medusa": "slipstream.draft.medusa:MedusaDrafter",
     "hydra": "slipstream.draft.hydra:HydraDrafter",
+    "token_recycling": "slipstream.draft.token_recycling:TokenRecyclingDrafter",
+    "lookahead": "slipstream.draft.lookahead:LookaheadDrafter",
+    "jacobi": "slipstream.draft.jacobi:JacobiDrafter",
 }
 
 

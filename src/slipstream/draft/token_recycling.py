@@ -1,0 +1,187 @@
+"""Token Recycling: what the target thought of as a token's successors last time is what it is asked about next time.
+
+Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (ACL
+2025). A verification computes logits behind every draft token, and all but a few are thrown away. Their best tokens are
+kept here, by the token that they follow, and a tree of fixed shape is read out of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.config import check_at_least, check_types
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+
+RANK_PROBS = (0.45, 0.13, 0.07, 0.045, 0.03, 0.024, 0.02, 0.016)
+"""How often the successor of each rank is the target's next token, for the shape of the tree."""
+RANK_DECAY = 0.8
+"""Each rank beyond those is so much rarer than the one before."""
+CHUNK = 64
+"""Neighbouring logits of which only the largest is compared at first."""
+UNKNOWN = -1
+"""In place of the successors of a token that no computed row has followed yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecyclingOptions:
+    """Keys of `speculative_config` for `token_recycling`."""
+
+    num_draft_nodes: int = 24
+    """Nodes of the tree."""
+    num_speculative_tokens: int = 6
+    """Levels of the tree."""
+    num_successors: int = 8
+    """Successors that are kept of each token, and the most children of a node."""
+    max_tenants: int = 16
+    """Tenants whose successors are kept, the last to be served; each costs `4 * num_successors` bytes for each token
+    of the vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "token_recycling")
+        check_at_least(
+            "token_recycling",
+            1,
+            num_draft_nodes=self.num_draft_nodes,
+            num_speculative_tokens=self.num_speculative_tokens,
+            num_successors=self.num_successors,
+            max_tenants=self.max_tenants,
+        )
+
+
+def best_shape(num_nodes: int, depth: int, num_ranks: int) -> list[tuple[int, int]]:
+    """The tree that is expected to have the most tokens accepted, as (parent, rank among siblings), best node first.
+
+    A node is worth the product of `RANK_PROBS` along its path. Its parent and elder siblings are worth more, so
+    every beginning of the list is the best tree of its size.
+    """
+    probs = list(RANK_PROBS[:num_ranks])
+    while len(probs) < num_ranks:
+        probs.append(probs[-1] * RANK_DECAY)
+    shape: list[tuple[int, int]] = []
+    frontier = [(-probs[0], 1, ROOT, 0)]  # minus the worth, level, parent, rank
+    above = {ROOT: 1.0}
+    while frontier and len(shape) < num_nodes:
+        worth, level, parent, rank = heapq.heappop(frontier)
+        node = len(shape)
+        shape.append((parent, rank))
+        above[node] = -worth
+        if rank + 1 < num_ranks:
+            heapq.heappush(frontier, (-above[parent] * probs[rank + 1], level, parent, rank + 1))
+        if level < depth:
+            heapq.heappush(frontier, (worth * probs[0], level + 1, node, 0))
+    return shape
+
+
+def top_tokens(logits: Tensor, k: int) -> Tensor:
+    """The `k` best tokens of each row, best first: [rows, k] of `logits` [rows, vocab], where vocab is at least k.
+
+    A chunk that holds one of the k best logits is among the k chunks with the largest maxima, so only theirs are
+    sorted, and what is left over at the end: for a large vocabulary eight times as fast as `topk` over all.
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = vocab_size // CHUNK
+    if num_chunks < k:
+        return logits.topk(k).indices
+    chunked = logits[:, : num_chunks * CHUNK].unflatten(1, (num_chunks, CHUNK))
+    best = chunked.amax(dim=2).topk(k).indices  # [rows, k]
+    offsets = torch.arange(CHUNK, device=logits.device)
+    tail = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
+    candidates = (best[:, :, None] * CHUNK + offsets).flatten(1)
+    candidates = torch.cat([candidates, tail.expand(num_rows, -1)], dim=1)
+    return candidates.gather(1, logits.gather(1, candidates).topk(k).indices)
+
+
+class TokenRecyclingDrafter(Drafter):
+    """Proposes a static tree over each token's last known successors.
+
+    All requests of a tenant share one table and nothing crosses tenants. It holds single tokens and their
+    successors, the traces of answers, never of the logits of prompts. The tenant that was served the longest time
+    ago is forgotten when there are too many. A tree is cut where a token has no successors yet.
+    """
+
+    Options = TokenRecyclingOptions
+
+    def __init__(self, options: TokenRecyclingOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._num_successors = min(options.num_successors, context.vocab_size)
+        self._shape = best_shape(
+            options.num_draft_nodes, options.num_speculative_tokens, self._num_successors
+        )
+        self._tables: OrderedDict[str, npt.NDArray[np.int32]] = OrderedDict()
+        """Tenant to [vocab, successors], the last one served at the end."""
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """One tree a sequence, or nothing where the last token's successors are unknown."""
+        return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def _propose(self, sequence: Sequence, budget: int) -> Proposal:
+        table = self._tables.get(sequence.tenant)
+        if table is None or budget <= 0:
+            return EMPTY_PROPOSAL
+        token_ids: list[int] = []
+        parents: list[int] = []
+        # Where each node of the shape went, and its token's successors; absent where it is unknown.
+        placed: dict[int, tuple[int, list[int]]] = {ROOT: (ROOT, table[sequence.token_ids[-1]].tolist())}
+        for node, (above, rank) in enumerate(self._shape):
+            if len(token_ids) == budget:
+                break
+            if above not in placed:
+                continue
+            parent, successors = placed[above]
+            token = successors[rank]
+            if token == UNKNOWN:
+                continue
+            placed[node] = (len(token_ids), table[token].tolist())
+            token_ids.append(token)
+            parents.append(parent)
+        return Proposal(tuple(token_ids), tuple(parents))
+
+    def max_nodes(self) -> int:
+        """`num_draft_nodes`, or fewer where so few levels and successors have no room for them."""
+        return len(self._shape)
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Keep the successors behind every row that was checked.
+
+        Where a token stands in several rows the first decides: the nearest to the text, and the likeliest guess.
+        """
+        if not observations:
+            return
+        tops = [top_tokens(seen.logits, self._num_successors) for seen in observations]
+        rows = torch.cat(tops).cpu().numpy().astype(np.int32)
+        end = 0
+        for seen in observations:
+            begin, end = end, end + 1 + len(seen.proposal)
+            tokens = list(seen.proposal.token_ids)
+            if seen.sequence.finished and seen.num_accepted:
+                begin += 1  # a stop may have cut the block: what row 0 follows cannot be told
+            else:
+                tokens.insert(0, seen.sequence.token_ids[-2 - seen.num_accepted])
+            # Of repeated indices NumPy keeps the last.
+            self._table(seen.sequence.tenant)[tokens[::-1]] = rows[begin:end][::-1]
+
+    def _table(self, tenant: str) -> npt.NDArray[np.int32]:
+        if tenant not in self._tables:
+            if len(self._tables) == self.options.max_tenants:
+                self._tables.popitem(last=False)
+            shape = (self.context.vocab_size, self._num_successors)
+            self._tables[tenant] = np.full(shape, UNKNOWN, dtype=np.int32)
+        self._tables.move_to_end(tenant)
+        return self._tables[tenant]
+
+    def reset(self) -> None:
+        """Forget every tenant's successors."""
+        self._tables.clear()
+
+    def memory_bytes(self) -> int:
+        """Bytes of all tenants' tables."""
+        return sum(table.nbytes for table in self._tables.values())
