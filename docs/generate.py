@@ -127,6 +127,11 @@ NO_OPTIONS = {
     "self": {},
     "medusa": {"model": "heads"},
     "hydra": {"model": "heads"},
+    "token_recycling": {},
+    "lookahead": {},
+    "jacobi": {},
+    "draft_model": {"model": "draft"},
+    "self": {},
 }
 """The built-in drafters with the options that have no default."""
 

@@ -20,6 +20,9 @@ DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
+    "token-recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"},
+    "jacobi": {"method": "jacobi"},
     "draft": DRAFT,
     "draft-tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 8},
 }

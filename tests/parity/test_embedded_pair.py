@@ -42,6 +42,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "medusa-tree": {"method": "medusa", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
     "hydra-tree": {"method": "hydra", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
     "hydra-block": {"method": "hydra", "model": TRAINED, "verifier": "block"},
+    "token-recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"},
+    "jacobi": {"method": "jacobi"},
 }
 QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
 """The drafters that are tried with an int8 target too."""

@@ -75,7 +75,8 @@ def bench(
     spec: Annotated[
         list[str] | None,
         typer.Option(
-            help="A drafter in short: ngram, suffix, draft:PATH, self:int8 or NAME:MODEL; may be repeated. "
+            help="A drafter in short: ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8 or "
+            "NAME:MODEL; may be repeated. "
             "The embedded pair's own draft unless given.",
             rich_help_panel=_SPECULATION,
         ),

@@ -35,7 +35,8 @@ _PLAIN_HELP = {
     "enable_prefix_caching": "Reuse the keys and values of prompts that begin alike; the text does not change.",
     "ignore_eos": "Go on after the model's own end token.",
     "include_stop_str_in_output": "Keep the stop string or stop token in the text.",
-    "method": "The drafter: off, ngram, suffix, draft_model, self, an installed one, or package.module:Class.",
+    "method": "The drafter: off, ngram, suffix, token_recycling, lookahead, jacobi, draft_model, self, an installed "
+    "one, or package.module:Class.",
     "model": "Checkpoint folder or hub id.",
     "options": "The drafter's own keys, below; written flat beside the other two.",
     "max_num_seqs": "The most sequences that run at once.",

@@ -137,12 +137,15 @@ def _drafters(quantised: bool) -> dict[str, str]:
 
     needs = {
         "draft_model": "a model with the same vocabulary (--draft PATH tells)",
+        "jacobi": "nothing: drafts what the last step said behind rejected tokens",
+        "lookahead": "nothing: guesses from n-grams of its own passes ahead of the text",
         "ngram": "nothing: looks the text's last tokens up in prompt and answer",
         "off": "nothing: ordinary decoding",
         "self": "a target that is not quantised already"
         if quantised
         else "room for the target's own weights in int8, on a CPU",
         "suffix": "nothing: learns from prompt and answers",
+        "token_recycling": "nothing: learns each token's successors from every step",
     }
     return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
 

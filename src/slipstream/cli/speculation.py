@@ -14,7 +14,8 @@ class SpeculationFlags:
     """How speculation is asked for; at most one of the first three."""
 
     spec: str | None = None
-    """Drafter in short: off, ngram, suffix, draft:PATH, self:int8, or NAME:MODEL. `draft` alone is the embedded draft.
+    """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, or
+    NAME:MODEL. `draft` alone is the embedded draft.
     Without any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
     """Folder or hub id of a draft model; short for --spec draft:PATH."""

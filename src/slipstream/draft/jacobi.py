@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.top_tokens import top_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class JacobiDrafter(Drafter):
         for seen in observations:
             guesses = self._guesses.get(seen.sequence.id)
             if guesses is not None:
-                computed = seen.logits[seen.num_accepted + 1 :].argmax(dim=-1).tolist()
+                computed = top_tokens(seen.logits[seen.num_accepted + 1 :], 1).flatten().tolist()
                 self._guesses[seen.sequence.id] = computed + guesses[len(seen.proposal) + 1 :]
 
     def release(self, sequence: Sequence) -> None:

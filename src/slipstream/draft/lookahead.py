@@ -17,6 +17,7 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.jacobi import first_guess
+from slipstream.draft.top_tokens import top_tokens
 
 MAX_KEYS = 1024
 """First tokens whose n-grams are kept of one sequence; the least recently seen is forgotten."""
@@ -24,15 +25,18 @@ MAX_KEYS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LookaheadOptions:
-    """Keys of `speculative_config` for `lookahead`, by the paper's letters W, N and G."""
+    """Keys of `speculative_config` for `lookahead`, by the paper's letters W, N and G.
 
-    window_size: int = 5
+    A step has (W + G) (N - 1) more rows. The defaults suit a CPU; the paper's W = G = 15, N = 5 a large GPU.
+    """
+
+    window_size: int = 3
     """W: columns of the window, places ahead of the text that are guessed at once."""
-    ngram_size: int = 4
+    ngram_size: int = 3
     """N: tokens of an n-gram; the window has one row fewer."""
-    max_guesses: int = 5
+    max_guesses: int = 2
     """G: n-grams that are kept of each first token, and proposed after it."""
-    pool_from_prompt: bool = False
+    pool_from_prompt: bool = True
     """Begin with the n-grams of the prompt."""
 
     def __post_init__(self) -> None:
@@ -179,7 +183,7 @@ class LookaheadDrafter(Drafter):
             if window is None or not len(seen.proposal):
                 continue
             rows = [node + 1 for node in window.ends]
-            tokens = seen.logits[rows].argmax(dim=-1).tolist()
+            tokens = top_tokens(seen.logits[rows], 1).flatten().tolist()
             for column, token in zip(window.columns, tokens, strict=False):
                 column.append(token)
                 if len(column) == self.options.ngram_size:
