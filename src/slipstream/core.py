@@ -156,6 +156,8 @@ class Sequence:
     params: SamplingParams
     seed: int
     tenant: str = ""
+    task: str = ""
+    """The caller's own name for the kind of request; a drafter may go by it."""
     max_draft_tokens: int | None = None
     """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
     leader: Sequence | None = None

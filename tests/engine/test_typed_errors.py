@@ -95,6 +95,7 @@ WRONG_REQUESTS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (("x", [None, None]), {}, "2 sampling parameters for 1"),
     (("x",), {"tenant": 5}, "tenant"),
     (("x",), {"tenant": None}, "tenant"),
+    *((("x",), {"task": value}, "task") for value in (5, None, ["a", "b"], [5])),
     *((("x",), {"max_draft_tokens": value}, "max_draft_tokens") for value in ("3", -1, 1.5, True)),
 ]
 

@@ -45,6 +45,18 @@ SPECS: dict[str, dict[str, Any]] = {
     "token-recycling": {"method": "token_recycling"},
     "lookahead": {"method": "lookahead"},
     "jacobi": {"method": "jacobi"},
+    "ensemble-merge": {
+        "method": "ensemble",
+        "members": [{"method": "suffix"}, {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 8}],
+        "num_draft_nodes": 12,
+    },
+    "ensemble-vote": {"method": "ensemble", "mode": "vote", "members": [{"method": "ngram"}, DRAFT]},
+    "ensemble-first": {
+        "method": "ensemble",
+        "mode": "first",
+        "min_tokens": 2,
+        "members": [{"method": "suffix"}, DRAFT],
+    },
 }
 QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
 """The drafters that are tried with an int8 target too."""
@@ -102,6 +114,7 @@ def speculate(name: str, mode: str, prompts: list[list[int]], **engine: Any) -> 
     outputs = llm.generate([prompts[i] for i in order], [wanted[i] for i in order])
     assert llm.engine.integrity() == []
     assert llm.engine.drafting.num_failures == 0
+    assert getattr(llm.engine.drafter, "num_failures", 0) == 0
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > NUM_PROMPTS // 4
     by_number = dict(zip(order, outputs, strict=True))
     return llm, [by_number[number].outputs[0].token_ids for number in range(NUM_PROMPTS)]

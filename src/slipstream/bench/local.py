@@ -122,7 +122,7 @@ def _job(plan: Plan, engine: Engine, number: int, prompt: Prompt) -> Job:
         ignore_eos=plan.asked.ignore_eos,
         seed=derive_seed(plan.asked.params.seed or 0, number),
     )
-    return Job(number, _token_ids(plan, engine, prompt), params)
+    return Job(number, _token_ids(plan, engine, prompt), params, prompt.task)
 
 
 def _token_ids(plan: Plan, engine: Engine, prompt: Prompt) -> list[int]:

@@ -28,6 +28,7 @@ class Job:
     """Index into the workload's prompts."""
     token_ids: list[int]
     params: SamplingParams
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def closed_loop(engine: Engine, jobs: Seq[Job], concurrency: int) -> tuple[list[
         while waiting or running:
             while waiting and len(running) < concurrency:
                 number, job = waiting.popleft()
-                engine.add_request(str(number), job.token_ids, job.params)
+                engine.add_request(str(number), job.token_ids, job.params, task=job.task)
                 running.add(str(number))
             for update in engine.step():
                 num_first_tokens.setdefault(update.request_id, len(update.token_ids))

@@ -149,6 +149,7 @@ def time_pairs(
     llm: LLM,
     prompts: Seq[list[int]],
     params: Seq[SamplingParams],
+    tasks: Seq[str],
     repeats: int,
     on_update: UpdateCallback,
     on_pair: Callable[[int], None],
@@ -167,7 +168,9 @@ def time_pairs(
             for bound in (0, None) if (repeat + index) % 2 == 0 else (None, 0):
                 llm.reset_caches()
                 started_s = time.perf_counter()
-                [output] = llm.generate([prompt], params[index], max_draft_tokens=bound, on_update=on_update)
+                [output] = llm.generate(
+                    [prompt], params[index], task=tasks[index], max_draft_tokens=bound, on_update=on_update
+                )
                 runs[bound] = Run(output, time.perf_counter() - started_s)
             comparison.pairs.append(Pair(index, off=runs[0], on=runs[None]))
             on_pair(len(comparison.pairs))

@@ -94,7 +94,7 @@ def generate(
     painter = None if json else Painter()
     streams = painter is not None and not compare and len(prompts) == params.n == 1
     if compare:
-        comparison = _compare(llm, prompts, params, repeats, transcript)
+        comparison = _compare(llm, jobs, prompts, params, repeats, transcript)
         runs = [pair.on for pair in comparison.pairs[: len(prompts)]]
         outputs, wall_s = [run.output for run in runs], sum(run.wall_s for run in runs)
     else:
@@ -102,7 +102,7 @@ def generate(
             painter.legend()
             transcript.on_pieces = painter.write
         started_s = time.perf_counter()
-        outputs = llm.generate(prompts, params, on_update=transcript.add)
+        outputs = llm.generate(prompts, params, task=[job.task for job in jobs], on_update=transcript.add)
         wall_s = time.perf_counter() - started_s
 
     if painter is None:
@@ -145,7 +145,12 @@ class Transcript:
 
 
 def _compare(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, repeats: int, transcript: Transcript
+    llm: LLM,
+    jobs: Seq[Job],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    repeats: int,
+    transcript: Transcript,
 ) -> Comparison:
     """Time every prompt both ways, with a bar on a terminal and lines elsewhere.
 
@@ -168,7 +173,8 @@ def _compare(
             if progress.disable:
                 notes().print(f"pair {num_done} of {len(prompts) * repeats}")
 
-        return time_pairs(llm, prompts, seeded, repeats, transcript.add, advance)
+        tasks = [job.task for job in jobs]
+        return time_pairs(llm, prompts, seeded, tasks, repeats, transcript.add, advance)
 
 
 def _timed(num_answers: int, compare: bool) -> str:

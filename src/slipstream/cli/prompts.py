@@ -23,6 +23,8 @@ class Job:
     token_ids: list[int] | None = None
     label: str = ""
     """The `task` or `id` of its line in a file; empty otherwise."""
+    task: str = ""
+    """The `task` of its line in a file; some drafters go by it."""
     where: str = ""
     """File and line, for errors; empty where there is only one prompt."""
 
@@ -92,14 +94,15 @@ def _job(row: dict[str, Any], where: str) -> Job:
     kinds = ("prompt", "messages", "token_ids")
     if sum(kind in row for kind in kinds) != 1:
         raise RequestError(f"{where} needs exactly one of {', '.join(kinds)}")
-    label = str(row.get("task") or row.get("id") or "")
+    task = str(row.get("task") or "")
+    label = task or str(row.get("id") or "")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise RequestError(f"{where} has an empty prompt")
-        return Job(text=row["prompt"], label=label, where=where)
+        return Job(text=row["prompt"], label=label, task=task, where=where)
     if "token_ids" in row:
         if not isinstance(row["token_ids"], list) or not row["token_ids"]:
             raise RequestError(f"{where} needs a list of token ids that is not empty")
-        return Job(token_ids=row["token_ids"], label=label, where=where)
+        return Job(token_ids=row["token_ids"], label=label, task=task, where=where)
     messages, _ = up_to_last_user(row["messages"], where)
-    return Job(messages=messages, label=label, where=where)
+    return Job(messages=messages, label=label, task=task, where=where)

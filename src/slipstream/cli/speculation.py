@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
@@ -69,8 +70,20 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
 
 
 def _with_embedded_draft(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
-    """`draft` is short for `draft_model`, whose `model` is the embedded draft where none is named."""
+    """`draft` is short for `draft_model`, whose `model` is the embedded draft where none is named; so it is among the
+    members of an ensemble."""
+    if config.method == "ensemble" and isinstance(members := config.options.get("members"), list):
+        named = [_named(member, embedded) for member in members]
+        return replace(config, options={**config.options, "members": named})
     if config.method not in ("draft", "draft_model"):
         return config
     default = {"model": EMBEDDED_DRAFT} if embedded else {}
     return replace(config, method="draft_model", options={**default, **config.options})
+
+
+def _named(member: Any, embedded: bool) -> Any:
+    """An ensemble's member as `_with_embedded_draft` leaves it; what is no configuration is refused later."""
+    if not isinstance(member, dict) or "verifier" in member or not isinstance(member.get("method"), str):
+        return member
+    config = _with_embedded_draft(SpeculativeConfig.from_mapping(member), embedded)
+    return {"method": config.method, **config.options}

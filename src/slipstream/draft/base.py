@@ -47,6 +47,9 @@ class Observation:
     logits: torch.Tensor
     """[1 + n, vocab], the target's raw logits: row 0 follows the text as it was when `propose` was called, row i + 1
     follows node i, accepted or not. Valid during the call only."""
+    num_before: int | None = None
+    """Tokens that the text had when `propose` was called, where what was committed since is not the `num_accepted`
+    draft tokens and the target's own: a member of an ensemble sees others' guesses accepted. None elsewhere."""
 
 
 class Drafter(ABC):
@@ -78,6 +81,10 @@ class Drafter(ABC):
         Must not change the sequences, and may be called twice in a step: if it raises for a batch, the engine asks
         again for each sequence alone, and retires it for those for which it raises again.
         """
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        """The proposal kinds that this drafter may return as it is configured; some of `kinds`."""
+        return self.kinds
 
     @abstractmethod
     def max_nodes(self) -> int:

@@ -80,6 +80,9 @@ class CachedDrafter(Drafter):
 
     # --- the contract -----------------------------------------------------------------------------------------
 
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 

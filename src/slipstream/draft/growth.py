@@ -122,6 +122,15 @@ class Shape:
         return self.top_k == 1
 
     @property
+    def kinds(self) -> frozenset[ProposalKind]:
+        """What proposals of this shape may be."""
+        if self.method == "coupled":
+            return frozenset({ProposalKind.COUPLED})
+        if self.method == "greedy":
+            return frozenset({ProposalKind.ONE_HOT})
+        return frozenset(ProposalKind) - {ProposalKind.COUPLED}
+
+    @property
     def max_stored(self) -> int:
         """The most nodes that are fed to the drafter itself: all but the deepest level's."""
         if self.widths is not None:

@@ -35,6 +35,7 @@ _BUILT_IN = {
     "token_recycling": "slipstream.draft.token_recycling:TokenRecyclingDrafter",
     "lookahead": "slipstream.draft.lookahead:LookaheadDrafter",
     "jacobi": "slipstream.draft.jacobi:JacobiDrafter",
+    "ensemble": "slipstream.draft.ensemble:EnsembleDrafter",
 }
 
 

@@ -86,6 +86,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         tenant: str = "",
+        task: str = "",
         max_draft_tokens: int | None = None,
     ) -> AsyncIterator[Update]:
         """The request's updates as they come; the last one carries the whole `output`.
@@ -103,6 +104,7 @@ class AsyncEngine:
                     prompt,
                     params,
                     tenant=tenant,
+                    task=task,
                     max_draft_tokens=max_draft_tokens,
                     on_update=stream.put,
                 )
@@ -132,11 +134,17 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         tenant: str = "",
+        task: str = "",
         max_draft_tokens: int | None = None,
     ) -> RequestOutput:
         """The finished request; parameters and errors as for `stream`."""
         updates = self.stream(
-            prompt, params, request_id=request_id, tenant=tenant, max_draft_tokens=max_draft_tokens
+            prompt,
+            params,
+            request_id=request_id,
+            tenant=tenant,
+            task=task,
+            max_draft_tokens=max_draft_tokens,
         )
         async for update in updates:
             if update.output is not None:

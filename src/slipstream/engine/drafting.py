@@ -1,33 +1,15 @@
-"""Asking a drafter for proposals without having to trust it."""
+"""Who is drafted for in a step."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
-from slipstream.draft.base import Drafter, Observation
-
-logger = logging.getLogger(__name__)
+from slipstream.core import Proposal, ScheduledSequence
+from slipstream.draft.guard import Guard
 
 
-class Drafting:
-    """Guards a drafter: one that raises or breaks its contract is retired for the sequences it failed, no more.
-
-    The answer still comes, decoded without drafts. Failures are counted in `num_failures` and logged once.
-    """
-
-    def __init__(self, drafter: Drafter, vocab_size: int, kinds: frozenset[ProposalKind]) -> None:
-        self.drafter = drafter
-        self.num_failures = 0
-        self._vocab_size = vocab_size
-        self._kinds = kinds
-        self._retired: set[int] = set()
-
-    @property
-    def num_retired(self) -> int:
-        """Sequences under way that are decoded without drafts because the drafter failed them."""
-        return len(self._retired)
+class Drafting(Guard):
+    """The engine's guarded drafter. An answer that it fails still comes, decoded without drafts."""
 
     def propose(self, scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
         """Sequence id to proposal; sequences without one are absent.
@@ -40,69 +22,11 @@ class Drafting:
             for item in scheduled
             if (item.max_draft_tokens > 0 or not item.decodes)
             and item.sequence.max_draft_tokens != 0
-            and item.sequence.id not in self._retired
+            and self.serves(item.sequence)
         ]
-        if not asked:
-            return {}
-        try:
-            proposals = self._ask(asked)
-        except Exception:  # a batch hides who is to blame: ask again one by one
-            proposals = [self._ask_alone(item) for item in asked]
+        proposals = self.ask([item.sequence for item in asked], [item.max_draft_tokens for item in asked])
         return {
             item.sequence.id: proposal
             for item, proposal in zip(asked, proposals, strict=True)
             if len(proposal)
         }
-
-    def observe(self, observations: Seq[Observation]) -> None:
-        """Tell the drafter the verdicts of the sequences that it still serves."""
-        served = [seen for seen in observations if seen.sequence.id not in self._retired]
-        try:
-            self.drafter.observe(served)
-        except Exception as error:
-            for seen in served:
-                self._retire(seen.sequence, error)
-
-    def release(self, sequence: Sequence) -> None:
-        """The sequence is finished, aborted or preempted."""
-        try:
-            self.drafter.release(sequence)
-        except Exception as error:
-            self._retire(sequence, error)
-        if sequence.finished:
-            self._retired.discard(sequence.id)
-
-    def _ask(self, items: Seq[ScheduledSequence]) -> list[Proposal]:
-        budgets = [item.max_draft_tokens for item in items]
-        proposals = self.drafter.propose([item.sequence for item in items], budgets)
-        if len(proposals) != len(items):
-            raise ValueError(f"{len(proposals)} proposals for {len(items)} sequences")
-        for proposal, budget in zip(proposals, budgets, strict=True):
-            self._check(proposal, budget)
-        return proposals
-
-    def _ask_alone(self, item: ScheduledSequence) -> Proposal:
-        try:
-            return self._ask([item])[0]
-        except Exception as error:
-            self._retire(item.sequence, error)
-            return EMPTY_PROPOSAL
-
-    def _check(self, proposal: Proposal, budget: int) -> None:
-        if len(proposal) > budget:
-            raise ValueError(f"{len(proposal)} draft tokens for a budget of {budget}")
-        if any(type(token) is not int or not 0 <= token < self._vocab_size for token in proposal.token_ids):
-            raise ValueError(f"a draft token must be an int below {self._vocab_size}")
-        probs = proposal.draft_probs
-        if probs is not None and (probs.ndim != 2 or not 0 < probs.shape[1] <= self._vocab_size):
-            raise ValueError(f"draft_probs must be [{len(proposal)}, at most {self._vocab_size}]")
-        if len(proposal) and proposal.kind not in self._kinds:
-            raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
-
-    def _retire(self, sequence: Sequence, error: Exception) -> None:
-        if self.num_failures == 0:
-            name = type(self.drafter).__name__
-            logger.warning("drafter %s failed and is retired for the sequences it fails: %r", name, error)
-            logger.debug("the drafter's failure", exc_info=error)
-        self.num_failures += 1
-        self._retired.add(sequence.id)

@@ -166,24 +166,26 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         tenant: str = "",
+        task: str = "",
         max_draft_tokens: int | None = None,
         on_update: UpdateCallback | None = None,
     ) -> None:
         """Queue a request; raises `RequestError` before any work when it cannot be served.
 
-        Nothing is shared between `tenant`s. `max_draft_tokens` bounds the speculation of this request, 0 turns it
-        off. `on_update` is called from `step` with each of the request's updates.
+        Nothing is shared between `tenant`s. `task` names the kind of request for drafters that go by it.
+        `max_draft_tokens` bounds the speculation of this request, 0 turns it off. `on_update` is called from `step`
+        with each of the request's updates.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
         params = SamplingParams() if params is None else params
-        check_arguments(params, tenant, max_draft_tokens)
+        check_arguments(params, tenant, task, max_draft_tokens)
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
         sequences = make_sequences(
-            request_id, token_ids, params, seed, tenant, max_draft_tokens, self._ids, leads
+            request_id, token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
         )
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None

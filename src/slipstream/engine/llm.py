@@ -44,15 +44,17 @@ class LLM:
         sampling_params: Params = None,
         *,
         tenant: str = "",
+        task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
         on_update: UpdateCallback | None = None,
     ) -> list[RequestOutput]:
         """Answer the prompts, texts or token ids, in one batch; the outputs come in the order of the prompts.
 
-        `sampling_params` is one for all or one for each. `max_draft_tokens` bounds the speculation, 0 turns it off.
+        `sampling_params` is one for all or one for each, and so is `task`, a name for the kind of request that some
+        drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off.
         `on_update` sees every step's new tokens as they are committed.
         """
-        return self._run(_as_list(prompts), sampling_params, tenant, max_draft_tokens, on_update)
+        return self._run(_as_list(prompts), sampling_params, tenant, task, max_draft_tokens, on_update)
 
     def chat(
         self,
@@ -60,13 +62,14 @@ class LLM:
         sampling_params: Params = None,
         *,
         tenant: str = "",
+        task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
         on_update: UpdateCallback | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`."""
         several = conversations if _are_several(conversations) else [conversations]
         prompts = [encode_chat(self.engine.tokenizer, messages) for messages in several]  # type: ignore[arg-type]
-        return self._run(prompts, sampling_params, tenant, max_draft_tokens, on_update)
+        return self._run(prompts, sampling_params, tenant, task, max_draft_tokens, on_update)
 
     def reset_caches(self) -> None:
         """Forget what finished requests left behind: retained prefixes, and what the drafter learned from them."""
@@ -77,6 +80,7 @@ class LLM:
         prompts: Seq[Prompt],
         sampling_params: Params,
         tenant: str,
+        task: str | Seq[str],
         max_draft_tokens: int | None,
         on_update: UpdateCallback | None,
     ) -> list[RequestOutput]:
@@ -88,15 +92,21 @@ class LLM:
             )
         if len(sampling_params) != len(prompts):
             raise RequestError(f"{len(sampling_params)} sampling parameters for {len(prompts)} prompts")
+        tasks = [task] * len(prompts) if isinstance(task, str) else task
+        if not isinstance(tasks, Seq) or len(tasks) != len(prompts):
+            raise RequestError(
+                f"task must be a string, or one for each of {len(prompts)} prompts, got {task!r}"
+            )
         ids: list[str] = []
         try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
+            for prompt, params, name in zip(prompts, sampling_params, tasks, strict=True):
                 request_id = f"offline-{next(self._request_ids)}"
                 self.engine.add_request(
                     request_id,
                     prompt,
                     params,
                     tenant=tenant,
+                    task=name,
                     max_draft_tokens=max_draft_tokens,
                     on_update=on_update,
                 )

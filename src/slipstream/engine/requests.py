@@ -44,12 +44,14 @@ class Request:
         self.unfinished = len(self.sequences)
 
 
-def check_arguments(params: SamplingParams, tenant: str, max_draft_tokens: int | None) -> None:
+def check_arguments(params: SamplingParams, tenant: str, task: str, max_draft_tokens: int | None) -> None:
     """Raise `RequestError` for what would otherwise fail in a step, among other people's requests."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a string, got {tenant!r}")
+    if not isinstance(task, str):
+        raise RequestError(f"task must be a string, got {task!r}")
     whole = isinstance(max_draft_tokens, int) and not isinstance(max_draft_tokens, bool)
     if max_draft_tokens is not None and (not whole or max_draft_tokens < 0):
         raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {max_draft_tokens!r}")
@@ -74,6 +76,7 @@ def make_sequences(
     params: SamplingParams,
     seed: int,
     tenant: str,
+    task: str,
     max_draft_tokens: int | None,
     ids: Iterator[int],
     share_prompt: bool,
@@ -90,6 +93,7 @@ def make_sequences(
             params=params,
             seed=derive_seed(seed, index),
             tenant=tenant,
+            task=task,
             max_draft_tokens=max_draft_tokens,
             leader=sequences[0] if sequences and share_prompt else None,
         )

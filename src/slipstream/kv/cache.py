@@ -40,6 +40,21 @@ class KVCache:
         start = self.accounting.segment(owner).start
         return self.pool.features[start + begin : start + end]
 
+    def view(self, columns: Sequence[int]) -> KVCache:
+        """The same cache, of whose features only `columns` are seen."""
+        return _View(self, columns)
+
     def memory_bytes(self) -> int:
         """Bytes of the tensors, used or not."""
         return self.pool.memory_bytes()
+
+
+class _View(KVCache):
+    """Shares everything with the cache that it is a view of."""
+
+    def __init__(self, cache: KVCache, columns: Sequence[int]) -> None:
+        self.pool, self.accounting = cache.pool, cache.accounting
+        self._columns = list(columns)
+
+    def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
+        return super().features(owner, begin, end)[:, self._columns]

@@ -28,20 +28,22 @@ def check_drafter(
     depends_on_text_only: bool = False,
     verifier: str = "coupled",
     params: Seq[SamplingParams] = (),
+    tasks: Seq[str] = ("",),
     max_len: int = 96,
     num_sequences: int = 8,
     seed: int = 0,
 ) -> None:
     """Raise AssertionError, with a sentence, where the drafters that `make` makes break the contract.
 
-    Every call of `make` must return an equal, unused drafter. `params` are dealt out to the sequences in
-    turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a drafter may
-    learn from one request for another *of the same tenant* and must forget it at `reset`; without, a
+    Every call of `make` must return an equal, unused drafter. `params` and `tasks` are dealt out to the
+    sequences in turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a
+    drafter may learn from one request for another *of the same tenant* and must forget it at `reset`; without, a
     sequence's proposals must not depend on its company. `depends_on_text_only` demands more than the contract
     does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
     followed it all along.
     """
-    scene = Scene(vocab_size, max_len, num_sequences, verifier, tuple(params) or (SamplingParams(),))
+    dealt = tuple(params) or (SamplingParams(),)
+    scene = Scene(vocab_size, max_len, num_sequences, verifier, dealt, tuple(tasks))
 
     def fresh() -> Stage:
         return Stage(make(), scene)

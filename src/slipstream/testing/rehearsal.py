@@ -45,6 +45,8 @@ class Scene:
     verifier: str
     params: tuple[SamplingParams, ...]
     """Dealt out to the sequences in turn."""
+    tasks: tuple[str, ...] = ("",)
+    """Dealt out likewise."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class Stage:
         for i, arrival in arrivals.items():
             params = self.scene.params[i % len(self.scene.params)]
             prompt = list(arrival.prompt)
-            self.live[i] = Sequence(i, str(i), 0, prompt, len(prompt), params, arrival.seed, arrival.tenant)
+            task = self.scene.tasks[i % len(self.scene.tasks)]
+            self.live[i] = Sequence(
+                i, str(i), 0, prompt, len(prompt), params, arrival.seed, arrival.tenant, task
+            )
 
     def preempt(self, ids: dict[int, None]) -> None:
         """Take back what sequences hold; they may return under the same id."""
