@@ -148,6 +148,8 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
+        self.on_observe: Callable[[list[Observation]], None] | None = None
+        """Called in every step with what the drafter is told of it, likewise."""
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
@@ -286,6 +288,8 @@ class Engine:
             decoded.append((answer, emitted))
             observations.append(Observation(sequence, proposal, len(kept), rows[-1 - len(proposal) :]))
         self.drafting.observe(observations)
+        if self.on_observe is not None:
+            self.on_observe(observations)
         return [self._emit(answer, emitted) for answer, emitted in decoded]
 
     def _append(self, answer: Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
