@@ -1,4 +1,4 @@
-"""How often a drafter's first, second, third, ... guess is accepted, at each depth: what a fixed tree is planned from."""
+"""How often a drafter's first, second, third guess is accepted, at each depth: what a fixed tree is planned from."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ Chen, May, Svirschevski, Huang, Ryabinin, Jia and Chen, "Sequoia: scalable and r
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.config import check_at_least
