@@ -132,6 +132,9 @@ NO_OPTIONS = {
     "jacobi": {},
     "draft_model": {"model": "draft"},
     "self": {},
+NO_OPTIONS: dict[str, dict[str, Any]] = {
+    **{"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}, "self": {}},
+    "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
 }
 """The built-in drafters with the options that have no default."""
 

@@ -537,6 +537,18 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
     assert facts["memory_plan"]["draft_bytes"] > 0
     assert set(facts["drafters"]) >= {"off", "ngram", "suffix", "draft_model"}
     assert facts["drafters"]["draft_model"].endswith(": yes")
+    costs = facts["drafter_costs"]
+    assert costs["draft_model"]["weight_bytes"] == facts["memory_plan"]["draft_bytes"]
+    assert costs["draft_model"]["kv_bytes_per_token"] > 0
+    assert costs["suffix"] == {
+        "missing": "",
+        "weight_bytes": 0,
+        "kv_bytes_per_token": 0,
+        "feature_bytes_per_token": 0,
+    }
+    assert costs["ensemble"]["missing"] == "needs members"
+    assert costs["self"]["weight_bytes"] == facts["num_parameters"]
+    assert facts["drafters"]["self"].startswith("runs, weights 8.3 MiB, keys and values 15.0 KiB a token: ")
     text = run("info", EMBEDDED_DRAFT, "--draft-for", EMBEDDED_TARGET, "--draft", str(files / "other_draft"))
     assert text.exit_code == 0, text.output
     assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)

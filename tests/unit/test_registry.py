@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import SpeculativeConfig
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core import ProposalKind
 from slipstream.draft import registry
+from slipstream.draft.base import Fit
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
 from slipstream.errors import ConfigError
@@ -80,6 +82,7 @@ def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.Mo
     assert registry.drafter_names() == ours
     built_in = ["draft_model", "jacobi", "lookahead", "ngram", "off", "self", "suffix", "token_recycling"]
     assert registry.drafter_names() == built_in
+    assert {"draft_model", "ngram", "off", "self", "suffix", "ensemble"} <= set(registry.drafter_names())
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 
@@ -126,3 +129,19 @@ def test_only_the_coupled_verifier_judges_coupled_proposals(case: Case) -> None:
     else:
         with pytest.raises(ConfigError, match="use verifier 'coupled'"):
             registry.validate(asked)
+
+
+def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole:
+        num_parameters = 1000
+        kv_bytes_per_token = 64
+
+    fits = registry.fits(dataclasses.replace(CONTEXT, target=Whole()))  # type: ignore[arg-type]
+    assert set(fits) == set(registry.drafter_names())
+    assert fits["ngram"][1] == Fit()
+    assert fits["draft_model"][1] == Fit("needs model", None, None, None)
+    assert fits["self"][1] == Fit("", 1000, 64, 0)
+    int8 = dataclasses.replace(CONTEXT, engine_config=EngineConfig("stub", quantization="int8"))
+    assert "quantised already" in registry.fits(int8)["self"][1].missing
+    monkeypatch.setattr(registry, "_locations", lambda: {"broken": "no.such.module:Class"})
+    assert "no.such.module" in registry.fits(CONTEXT)["broken"][1].missing

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from functools import cache
 
 import pytest
+from typer.testing import CliRunner
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.bench.ranks import RankCounts, measure_rank_acceptance
+from slipstream.bench.ranks import RankCounts, measure_rank_acceptance, with_tree
+from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.growth import check_choices
+from slipstream.draft.registry import validate
 from slipstream.draft.sequoia import RankAcceptance, best_tree, comb, fastest_tree
 from slipstream.engine.inputs import encode_chat
 from slipstream.errors import ConfigError
@@ -153,3 +157,33 @@ def test_a_drafter_without_fixed_trees_is_refused() -> None:
 def test_a_comb_is_a_tree() -> None:
     check_choices("tree", comb(3, 4))
     assert len(comb(3, 4)) == 12
+
+
+# --- the verb -------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_prints_a_configuration_that_runs() -> None:
+    small = ["--num-draft-nodes", "5", "--prompts", "1", "--max-tokens", "30", "--depth", "3", "--width", "3"]
+    result = CliRunner().invoke(app, ["tree", *small])
+    assert result.exit_code == 0, result.output
+    config = json.loads(result.stdout)
+    assert len(config["tree_choices"]) == 5
+    assert max(map(len, config["tree_choices"])) <= 3
+    assert "predicted τ" in result.stderr
+    validate(SpeculativeConfig.from_mapping(config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--spec", "ngram"], "has no fixed trees"), (["--fastest"], "needs the step times")],
+)
+def test_the_verb_refuses_what_it_cannot_plan(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["tree", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_drafter_with_another_shape_by_default_takes_the_tree() -> None:
+    config = with_tree(SpeculativeConfig("eagle", options={"model": "head", "tree_top_k": 6}), [[0], [1]])
+    _, options = validate(config)
+    assert (options.tree_choices, options.tree_top_k, options.model) == ([[0], [1]], 1, "head")

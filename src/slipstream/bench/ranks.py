@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from slipstream.config import check_at_least
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SHAPE_KEYS = ("num_speculative_tokens", "tree_top_k", "num_draft_nodes", "tree_choices")
 """The keys of a drafter that say what its proposals look like."""
+NO_SHAPE = {"tree_top_k": 1, "num_draft_nodes": None}
+"""Those that a fixed tree takes the place of, for drafters that have another default."""
 MIN_STEPS = 20
 """A depth that was reached less often says nothing of its own."""
 
@@ -85,14 +87,7 @@ def measure_rank_acceptance(
     one for each. Raises `ConfigError` for a drafter that takes no `tree_choices`.
     """
     check_at_least("rank acceptance", 1, depth=depth, width=width)
-    cls, _ = validate(speculative)
-    if not issubclass(cls.Options, GrowthOptions):
-        raise ConfigError(
-            f"drafter {speculative.method!r} has no fixed trees; choose one that takes tree_choices"
-        )
-    options = {key: value for key, value in speculative.options.items() if key not in SHAPE_KEYS}
-    wide = replace(speculative, options={**options, "tree_choices": comb(depth, width)})
-    engine = Engine(llm.engine.config, wide, like=llm.engine)
+    engine = Engine(llm.engine.config, with_tree(speculative, comb(depth, width)), like=llm.engine)
     counts = RankCounts(depth, width)
     engine.on_observe = counts.add
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -103,3 +98,16 @@ def measure_rank_acceptance(
     if engine.drafting.num_failures:
         raise ConfigError(f"drafter {speculative.method!r} failed; run it alone with --debug to see why")
     return counts
+
+
+def with_tree(speculative: SpeculativeConfig, tree_choices: list[list[int]]) -> SpeculativeConfig:
+    """The same drafter with a fixed tree for its shape; `ConfigError` where it takes none."""
+    cls, _ = validate(speculative)
+    if not issubclass(cls.Options, GrowthOptions):
+        raise ConfigError(
+            f"drafter {speculative.method!r} has no fixed trees; choose one that takes tree_choices"
+        )
+    options = {key: value for key, value in speculative.options.items() if key not in SHAPE_KEYS}
+    defaults = {field.name: field.default for field in fields(cls.Options)}
+    unset = {key: value for key, value in NO_SHAPE.items() if defaults[key] != value}
+    return replace(speculative, options={**options, **unset, "tree_choices": tree_choices})

@@ -18,6 +18,7 @@ from slipstream.control.store import prepare_folder
 from slipstream.errors import ConfigError, VocabularyMismatchError
 
 if TYPE_CHECKING:
+    from slipstream.draft.base import Fit
     from slipstream.engine.llm import LLM
 
 
@@ -67,7 +68,7 @@ def info(
         facts["drafters"]["draft_model"] = f"{draft}: {can_draft}"
     elif model is None:
         facts["drafters"]["draft_model"] = (
-            "the embedded draft, which runs by default and is in the memory plan"
+            "the embedded draft, which runs by default and is in the memory plan: " + _costs(_loaded_fit(llm))
         )
     if draft_for is not None:
         facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
@@ -98,7 +99,13 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None) -> None:
 
 
 def _facts(llm: LLM, name: str) -> dict[str, Any]:
+    from slipstream.draft.registry import fits
+
     model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
+    fitting = fits(llm.engine.drafter.context)
+    method = llm.engine.speculative.method
+    if method in fitting:  # it is loaded: what it holds is known
+        fitting[method] = (fitting[method][0], _loaded_fit(llm))
     return {
         "model": name,
         "family": model.family,
@@ -116,7 +123,8 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "chat_template": bool(tokenizer.chat_template),
         "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
         "memory_plan_text": str(plan),
-        "drafters": _drafters(quantised=model.quantization is not None),
+        "drafters": {name: _summary(about, fit) for name, (about, fit) in fitting.items()},
+        "drafter_costs": {name: asdict(fit) for name, (_, fit) in fitting.items()},
     }
 
 
@@ -131,9 +139,9 @@ def _tokenizer_kind(tokenizer: Any) -> str:
     return f"{kind} with byte fallback" if "ByteFallback" in decoder else kind
 
 
-def _drafters(quantised: bool) -> dict[str, str]:
-    """Every drafter that is installed, and what it needs to serve this model."""
-    from slipstream.draft.registry import drafter_names
+def _loaded_fit(llm: LLM) -> Fit:
+    """What the engine's own drafter holds."""
+    from slipstream.draft.base import Fit
 
     needs = {
         "draft_model": "a model with the same vocabulary (--draft PATH tells)",
@@ -148,6 +156,33 @@ def _drafters(quantised: bool) -> dict[str, str]:
         "token_recycling": "nothing: learns each token's successors from every step",
     }
     return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
+    model, drafter = llm.engine.model, llm.engine.drafter
+    features = len(drafter.feature_layers()) * model.hidden_size * model.dtype.itemsize
+    return Fit("", llm.engine.memory_plan.draft_bytes, drafter.kv_bytes_per_token(), features)
+
+
+def _summary(about: str, fit: Fit) -> str:
+    """'needs model: Drafts with a small causal language model.', or what it costs when it can run."""
+    if fit.missing:
+        return f"{fit.missing}: {about}" if about else fit.missing
+    return f"runs, {_costs(fit)}: {about}"
+
+
+def _costs(fit: Fit) -> str:
+    """'weights 3.5 MiB, 512 B a token'."""
+    from slipstream.engine.memory import format_bytes
+
+    a_token = [
+        f"{name} {format_bytes(num_bytes)}"
+        for name, num_bytes in (
+            ("keys and values", fit.kv_bytes_per_token),
+            ("features", fit.feature_bytes_per_token),
+        )
+        if num_bytes
+    ]
+    parts = [f"weights {format_bytes(fit.weight_bytes)}"] if fit.weight_bytes else []
+    parts += [f"{' and '.join(a_token)} a token"] if a_token else []
+    return ", ".join(parts) or "holds next to nothing"
 
 
 def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:

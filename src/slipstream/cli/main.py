@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, doctor, generate, info, train
+from slipstream.cli import bench, chat, doctor, generate, info, train, tree
 from slipstream.errors import SlipstreamError
 
 
@@ -63,6 +63,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(info.info)
 app.command()(bench.bench)
+app.command()(tree.tree)
 app.command()(doctor.doctor)
 app.add_typer(train.app, name="train")
 

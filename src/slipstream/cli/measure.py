@@ -77,6 +77,11 @@ class Measurement:
         """By role."""
         return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
+    @property
+    def context(self) -> int:
+        """The context that conclusions are about."""
+        return _usual_context(self.target)
+
     def lines(self) -> list[tuple[str, str]]:
         """The gist in one line a model, for a report about other things."""
         context = _usual_context(self.target)

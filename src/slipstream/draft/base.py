@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.core import Proposal, ProposalKind, Sequence
@@ -52,6 +52,19 @@ class Observation:
     draft tokens and the target's own: a member of an ensemble sees others' guesses accepted. None elsewhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a kind of drafter can run with a target, and what it then holds; None depends on what is missing."""
+
+    missing: str = ""
+    """What it lacks, or why it can never run there; empty when it runs as it is."""
+    weight_bytes: int | None = 0
+    """Beside the target's."""
+    kv_bytes_per_token: int | None = 0
+    feature_bytes_per_token: int | None = 0
+    """Hidden states of the target that are kept for it."""
+
+
 class Drafter(ABC):
     """Guesses ahead for many sequences at once.
 
@@ -66,6 +79,19 @@ class Drafter(ABC):
     """Frozen dataclass of the keys that `speculative_config` may hold for this drafter."""
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
     """The proposal kinds that this drafter may return."""
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """What `slipstream info` says of this drafter with its default options. Loads nothing.
+
+        Unless a class knows better, it lacks the options that have no default, and holds nothing when it has none.
+        """
+        required = [
+            field.name
+            for field in fields(cls.Options)
+            if field.default is MISSING and field.default_factory is MISSING
+        ]
+        return Fit(f"needs {' and '.join(required)}", None, None, None) if required else Fit()
 
     def __init__(self, options: Any, context: DraftContext) -> None:
         self.options = options

@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig, options_from, reject_unknown
 from slipstream.core import ProposalKind
-from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError, SlipstreamError
 
 ENTRY_POINT_GROUP = "slipstream.drafters"
@@ -69,6 +69,18 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
         raise ConfigError(
             f"drafter {config.method!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
+
+
+def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
+    """Name to what it is, in a line, and how it fits, for every drafter that is installed."""
+    found: dict[str, tuple[str, Fit]] = {}
+    for name in drafter_names():
+        try:
+            cls = _drafter_class(name)
+            found[name] = ((cls.__doc__ or "").strip().split("\n")[0], cls.fit(context))
+        except Exception as error:  # a package's own fault
+            found[name] = ("", Fit(f"can never run: {error}", None, None, None))
+    return found
 
 
 def _locations() -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
-from slipstream.draft.base import DraftContext
+from slipstream.draft.base import DraftContext, Fit
 from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.growth import GrowthOptions
 from slipstream.errors import ConfigError
@@ -35,6 +35,18 @@ class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
     Options = SelfOptions  # type: ignore[assignment]
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """A byte a weight, and keys and values as the target's."""
+        target = context.target
+        if context.engine_config.quantization is not None:
+            return Fit("can never run: the target is quantised already", None, None, None)
+        if context.device.type != "cpu":
+            return Fit("can never run: int8 weights are for CPUs", None, None, None)
+        if target is None:
+            return Fit("", None, None, 0)
+        return Fit("", target.num_parameters, target.kv_bytes_per_token, 0)
 
     def __init__(self, options: SelfOptions, context: DraftContext) -> None:
         config = context.engine_config
