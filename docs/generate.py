@@ -119,21 +119,11 @@ All configurations are frozen and checked when they are made. An unknown key rai
 valid one. `LLM(model, speculative_config=…, **engine)` takes the keys of `EngineConfig` as keywords.
 """
 
-NO_OPTIONS = {
-    "off": {},
-    "ngram": {},
-    "suffix": {},
-    "draft_model": {"model": "draft"},
-    "self": {},
-    "medusa": {"model": "heads"},
-    "hydra": {"model": "heads"},
-    "token_recycling": {},
-    "lookahead": {},
-    "jacobi": {},
-    "draft_model": {"model": "draft"},
-    "self": {},
 NO_OPTIONS: dict[str, dict[str, Any]] = {
     **{"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}, "self": {}},
+    **{"eagle": {"model": "head"}, "eagle3": {"model": "head"}},
+    **{"medusa": {"model": "heads"}, "hydra": {"model": "heads"}},
+    **{"token_recycling": {}, "lookahead": {}, "jacobi": {}},
     "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
 }
 """The built-in drafters with the options that have no default."""

@@ -143,19 +143,6 @@ def _loaded_fit(llm: LLM) -> Fit:
     """What the engine's own drafter holds."""
     from slipstream.draft.base import Fit
 
-    needs = {
-        "draft_model": "a model with the same vocabulary (--draft PATH tells)",
-        "jacobi": "nothing: drafts what the last step said behind rejected tokens",
-        "lookahead": "nothing: guesses from n-grams of its own passes ahead of the text",
-        "ngram": "nothing: looks the text's last tokens up in prompt and answer",
-        "off": "nothing: ordinary decoding",
-        "self": "a target that is not quantised already"
-        if quantised
-        else "room for the target's own weights in int8, on a CPU",
-        "suffix": "nothing: learns from prompt and answers",
-        "token_recycling": "nothing: learns each token's successors from every step",
-    }
-    return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
     model, drafter = llm.engine.model, llm.engine.drafter
     features = len(drafter.feature_layers()) * model.hidden_size * model.dtype.itemsize
     return Fit("", llm.engine.memory_plan.draft_bytes, drafter.kv_bytes_per_token(), features)

@@ -22,6 +22,7 @@ from slipstream.train.options import (
     DistillOptions,
     EagleTrainOptions,
     EvaluationOptions,
+    HeadTrainOptions,
     RegenerateOptions,
     TrainOptions,
 )
@@ -40,6 +41,7 @@ _TRAIN = FlagSet(TrainOptions, "Training")
 _EVALUATION = FlagSet(EvaluationOptions, "Evaluation")
 _DRAFT = FlagSet(DistillOptions, "Draft model")
 _EAGLE = FlagSet(EagleTrainOptions, "Head")
+_HEADS = FlagSet(HeadTrainOptions, "Heads")
 _SERVER = "A server instead of an engine"
 
 TargetArgument = Annotated[
@@ -194,6 +196,70 @@ def eagle(
     Ctrl-C saves; the same command goes on.
     """
     _eagle(1, model, data, output, device, threads, head, options, evaluation)
+
+
+@app.command()
+@with_flags(head=_HEADS, options=_TRAIN, evaluation=_EVALUATION)
+def medusa(
+    model: TargetArgument = None,
+    data: Data = ...,  # type: ignore[assignment]
+    output: Output = ...,  # type: ignore[assignment]
+    device: Device = None,
+    threads: Threads = None,
+    *,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    """Train Medusa heads (Medusa-1: the target stays as it is): OUTPUT/medusa is what --spec medusa:PATH takes.
+
+    Ctrl-C saves; the same command goes on.
+    """
+    _heads("medusa", model, data, output, device, threads, head, options, evaluation)
+
+
+@app.command()
+@with_flags(head=_HEADS, options=_TRAIN, evaluation=_EVALUATION)
+def hydra(
+    model: TargetArgument = None,
+    data: Data = ...,  # type: ignore[assignment]
+    output: Output = ...,  # type: ignore[assignment]
+    device: Device = None,
+    threads: Threads = None,
+    *,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    """Train Hydra heads: OUTPUT/hydra is what --spec hydra:PATH takes.
+
+    Ctrl-C saves; the same command goes on.
+    """
+    _heads("hydra", model, data, output, device, threads, head, options, evaluation)
+
+
+def _heads(
+    method: str,
+    model: str | None,
+    data: list[Path],
+    output: Path,
+    device: str | None,
+    threads: int | None,
+    head: Values,
+    options: Values,
+    evaluation: Values,
+) -> None:
+    wanted, asked, measured = (
+        HeadTrainOptions(**head),
+        TrainOptions(**options),
+        EvaluationOptions(**evaluation),
+    )
+    from slipstream.train.heads import HeadStudent
+
+    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> HeadStudent:
+        return HeadStudent(wanted, target, method, asked.seed)
+
+    _train(make, method, asdict(wanted), model, data, output, device, threads, asked, measured)
 
 
 def _eagle(

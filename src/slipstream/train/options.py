@@ -213,6 +213,26 @@ class EagleTrainOptions:
             raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")
 
 
+@dataclass(frozen=True)
+class HeadTrainOptions:
+    """How many heads, of what form, and how they learn."""
+
+    num_heads: int = 4
+    """Guesses beyond the target's own next token."""
+    num_layers: int = 1
+    """Residual blocks a head."""
+    shares_lm_head: bool = False
+    """Guess with the target's own output layer, frozen, instead of one a head: far fewer weights."""
+    step_decay: float = 0.8
+    """Weight of each head's loss over that of the head before."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "heads")
+        check_at_least("heads", 1, num_heads=self.num_heads, num_layers=self.num_layers)
+        if not 0 < self.step_decay <= 1:
+            raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")
+
+
 def parse_weights(text: str, flag: str) -> dict[str, float]:
     """`code=2,chat=1` to weights; raises `ConfigError` for anything else."""
     weights: dict[str, float] = {}

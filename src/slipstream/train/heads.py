@@ -1,0 +1,102 @@
+"""Medusa and Hydra heads as students of the trainer (Medusa-1 and plain Hydra: the target stays as it is)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import SpeculativeConfig
+from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
+from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.train.batches import Batch, Rows
+from slipstream.train.options import HeadTrainOptions
+from slipstream.train.target import Target
+
+
+class HeadStudent:
+    """Heads that learn the target's distributions of the tokens after its next one."""
+
+    def __init__(self, options: HeadTrainOptions, target: Target, method: str, seed: int) -> None:
+        """`method` is `medusa` or `hydra`."""
+        self.options, self.target, self.name = options, target, method
+        torch.manual_seed(seed)
+        self.heads = self._make(method)
+        self.heads.init_projections(target.model.get_output_embeddings().weight.detach())
+        self.module: nn.Module = self.heads
+        self.feature_layers: Seq[int] = (target.num_layers,)
+
+    def own_text(self, rows: Rows, step: int) -> Rows:
+        """As it is."""
+        return rows
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Sum over the heads of the cross-entropy with the target's distribution, head k's times `step_decay ** k`.
+
+        A head learns where a draft may begin and its guess still belongs to the same answer.
+        """
+        learns, documents = batch.loss_mask.flatten(), batch.documents.flatten()
+        hidden = batch.hidden_states[self.target.num_layers].flatten(0, 1)
+        embeds = self.target.embed(batch.token_ids).flatten(0, 1)
+        logits = batch.target_logits_at(batch.loss_mask)
+        place = learns.cumsum(0) - 1
+        roots = learns.nonzero()[:, 0]  # flat indices of the tokens behind which a draft begins
+        total = hidden.new_zeros(())
+        metrics: dict[str, float] = {}
+        for head in range(self.options.num_heads):
+            before = roots + 1 + head  # the token that stands before the guessed one
+            inside = before < len(documents)
+            roots, before = roots[inside], before[inside]
+            same = (documents[roots] == documents[before]) & learns[before]
+            roots, before = roots[same], before[same]
+            if not len(roots):
+                break
+            guesses = self._guesses(head, roots, hidden, embeds)
+            wanted = logits[place[before]]
+            losses = -(wanted.softmax(dim=-1) * guesses.float().log_softmax(dim=-1)).sum(dim=-1)
+            total = total + self.options.step_decay**head * losses.mean()
+            agrees = (guesses.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean()
+            metrics[f"agrees_{head + 1}"] = float(agrees)
+        return total, metrics
+
+    def save(self, folder: Path) -> None:
+        """As the authors' code and vLLM read them."""
+        if isinstance(self.heads, MedusaHeads):
+            shared = self.target.model.get_output_embeddings().weight.detach()
+            save_medusa(self.heads, folder, lm_head=shared if self.options.shares_lm_head else None)
+        else:
+            save_hydra(self.heads, folder)
+
+    def speculative_config(self, folder: Path) -> SpeculativeConfig:
+        """A chain of one guess a head."""
+        options: dict[str, Any] = {
+            "model": str(folder),
+            "num_speculative_tokens": self.options.num_heads,
+            "tree_top_k": 1,
+        }
+        return SpeculativeConfig(self.name, options=options)
+
+    def _guesses(self, head: int, roots: Tensor, hidden: Tensor, embeds: Tensor) -> Tensor:
+        """[n, vocab]: what `head` says behind each root."""
+        if isinstance(self.heads, HydraHeads):
+            following = [embeds[roots + 1 + i] for i in range(head + 1)]
+            return self.heads.step(head, torch.cat([hidden[roots], *following], dim=-1))
+        return self.heads.project(self.heads.blocks[head](hidden[roots])[None], first=head)[0]
+
+    def _make(self, method: str) -> MedusaHeads | HydraHeads:
+        options, target = self.options, self.target
+        sizes: dict[str, Any] = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_heads": options.num_heads,
+            "num_layers": options.num_layers,
+            "shares_lm_head": options.shares_lm_head,
+            "base_model": target.path,
+        }
+        project = target.model.get_output_embeddings()
+        if method == "medusa":
+            return MedusaHeads(MedusaConfig(**sizes), project)
+        return HydraHeads(HydraConfig(**sizes), project)
