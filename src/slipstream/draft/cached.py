@@ -232,27 +232,6 @@ class CachedDrafter(Drafter):
     def _frontier(self, growth: Growth) -> Feed:
         segment = self.cache.accounting.segment(growth.sequence.id)
         length = len(segment.token_ids)
-        past, start = length - self.first_entry, segment.start + self.first_entry
         nodes = [node for node in growth.frontier if node is not None]
-        earlier = list(growth.stored)
-        for node in nodes:
-            node.stored = len(growth.stored)
-            growth.stored.append(node)
-        token_ids = [node.token_id for node in nodes]
-        first = length + nodes[0].depth - 1
-        if self.shape.is_chain:
-            rows = RowGroup(start, past + len(earlier), token_ids, [0])
-            return Feed(growth, rows, first, nodes)
-        visible = torch.zeros(len(nodes), len(growth.stored), dtype=torch.bool)
-        for row, node in enumerate(nodes):
-            visible[row, [ancestor.stored for ancestor in node.path()]] = True
-        rows = RowGroup(
-            start,
-            past,
-            token_ids,
-            range(len(nodes)),
-            positions=[past + node.depth - 1 for node in nodes],
-            stored_positions=[past + node.depth - 1 for node in earlier],
-            tail_visible=visible,
-        )
-        return Feed(growth, rows, first, nodes)
+        rows = growth.store_frontier(segment.start + self.first_entry, length - self.first_entry)
+        return Feed(growth, rows, length + nodes[0].depth - 1, nodes)

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.errors import ConfigError
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -204,6 +205,32 @@ class Growth:
         children.sort(key=lambda node: -node.score)
         self.frontier = [] if depth >= self.max_depth else self._next_frontier(children)
         return children
+
+    def store_frontier(self, start: int, past: int) -> RowGroup:
+        """The rows that compute the frontier's guesses, behind the committed text's `past` entries from slot `start` on.
+
+        They are stored behind those of earlier levels, which stay as they are.
+        """
+        nodes = [node for node in self.frontier if node is not None]
+        earlier = list(self.stored)
+        for node in nodes:
+            node.stored = len(self.stored)
+            self.stored.append(node)
+        token_ids = [node.token_id for node in nodes]
+        if self.shape.is_chain:
+            return RowGroup(start, past + len(earlier), token_ids, [0])
+        visible = torch.zeros(len(nodes), len(self.stored), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            visible[row, [ancestor.stored for ancestor in node.path()]] = True
+        return RowGroup(
+            start,
+            past,
+            token_ids,
+            range(len(nodes)),
+            positions=[past + node.depth - 1 for node in nodes],
+            stored_positions=[past + node.depth - 1 for node in earlier],
+            tail_visible=visible,
+        )
 
     def _next_frontier(self, children: list[Node]) -> list[Node | None]:
         if self.shape.widths is not None:

@@ -36,6 +36,7 @@ _BUILT_IN = {
     "lookahead": "slipstream.draft.lookahead:LookaheadDrafter",
     "jacobi": "slipstream.draft.jacobi:JacobiDrafter",
     "ensemble": "slipstream.draft.ensemble:EnsembleDrafter",
+    "layer_skip": "slipstream.draft.layer_skip:LayerSkipDrafter",
 }
 
 

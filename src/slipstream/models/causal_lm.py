@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.attention import LayerProbe
 from slipstream.models.decoder import Decoder
+from slipstream.models.layers import LayerStack, layer_stack
 from slipstream.models.linears import NativeLinear, packed_bytes
 from slipstream.models.native import instructions
 from slipstream.models.rows import Batch, RowGroup
@@ -65,6 +67,7 @@ class CausalLM:
         self.quantization = quantization
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
+        self._layer_stack: LayerStack | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -111,11 +114,40 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(
+        self,
+        groups: Sequence[RowGroup],
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
+    ) -> ForwardOutput:
+        """One pass over all rows of all groups; writes their keys and values to `pool`.
+
+        `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
+        them. Hidden states are those of whole passes only. Raises as `check_layers` does.
+        """
+        if layers is not None:
+            self.check_layers()
+            in_order = all(a < b for a, b in pairwise([-1, *layers, self.num_layers]))
+            if not in_order or not layers or hidden_layers:
+                raise ValueError(
+                    f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
+                )
+        if self.decoder is not None:
+            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers, layers))
+        if layers is not None and self._layer_stack is not None:
+            with self._layer_stack.only(layers):
+                return self._forward(groups, pool)
+        return self._forward(groups, pool, hidden_layers)
+
+    def check_layers(self) -> None:
+        """Raise `ConfigError` where this model cannot run some of its layers alone."""
+        if self.decoder is None and self._layer_stack is None:
+            self._layer_stack = layer_stack(self)
+
+    def _forward(
         self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
     ) -> ForwardOutput:
-        """One pass over all rows of all groups; writes their keys and values to `pool`."""
-        if self.decoder is not None:
-            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers))
+        """The pass in the Transformers model."""
         batch = Batch(groups, pool, self.device)
         output = self.model(
             input_ids=batch.input_ids(),

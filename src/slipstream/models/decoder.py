@@ -107,7 +107,11 @@ class Decoder:
         return sum(kept.num_weights for kept in self._kept if isinstance(kept, PackedWeight))
 
     def forward(
-        self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
+        self,
+        groups: Sequence[RowGroup],
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `CausalLM.forward`."""
         rows = _Rows(groups)
@@ -116,17 +120,19 @@ class Decoder:
         keys, values = self._addresses(pool)
         tap_layers = np.array(list(hidden), dtype=np.int64)
         taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
+        run = np.array(range(self.num_layers) if layers is None else layers, dtype=np.int64)
         batch = BatchStruct(
             rows.num_rows,
             len(rows.logit_rows),
             len(hidden),
-            0,
+            len(run),
             *rows.addresses(),
             ctypes.addressof(keys),
             ctypes.addressof(values),
             tap_layers.ctypes.data,
             ctypes.addressof(taps),
             logits.data_ptr(),
+            run.ctypes.data,
         )
         with self._lock:
             native.library().slipstream_forward(

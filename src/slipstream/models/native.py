@@ -91,11 +91,11 @@ class BatchStruct(Structure):
     """`Batch` of decoder.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_rows", "num_logit_rows", "num_taps", "unused")),
+        *((name, c_int32) for name in ("num_rows", "num_logit_rows", "num_taps", "num_layers")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slots")),
         *((name, c_void_p) for name in ("run_begin", "run_length", "tail_begin")),
         *((name, c_void_p) for name in ("tail_slots", "tail_positions", "logit_rows")),
-        *((name, c_void_p) for name in ("keys", "values", "tap_layers", "taps", "logits")),
+        *((name, c_void_p) for name in ("keys", "values", "tap_layers", "taps", "logits", "layers")),
     )
 
 

@@ -29,7 +29,7 @@ struct Model {
 };
 
 struct Batch {
-  int32_t num_rows, num_logit_rows, num_taps, unused;
+  int32_t num_rows, num_logit_rows, num_taps, num_layers;
   const int64_t *token_ids, *positions, *slots;             // [rows]
   const int64_t *run_begin, *run_length, *tail_begin;       // [rows], [rows], [rows + 1]
   const int64_t *tail_slots, *tail_positions;               // [tail_begin[rows]]
@@ -39,6 +39,7 @@ struct Batch {
   const int64_t* tap_layers;  // [num_taps]: 0 is the embedding, the last one comes after the final norm
   float* const *taps;         // [num_taps] of [rows, hidden]
   float* logits;              // [num_logit_rows, vocab]
+  const int64_t* layers;      // [num_layers]: those that the pass runs, ascending
 };
 
 constexpr int ROW_BLOCK = 4;  // rows that one thread attends for together
@@ -92,9 +93,10 @@ class Pass {
   void run() {
     each_row([&](int row) { embed(row); });
     tap(0);
-    for (int i = 0; i < m.num_layers; ++i) {
-      layer(m.layers[i], b.keys[i], b.values[i]);
-      if (i + 1 < m.num_layers) tap(i + 1);
+    for (int i = 0; i < b.num_layers; ++i) {
+      int64_t number = b.layers[i];
+      layer(m.layers[number], b.keys[number], b.values[number]);
+      if (number + 1 < m.num_layers) tap(number + 1);
     }
     head();
   }

@@ -1,0 +1,105 @@
+"""Which layers to draft with, found on the traffic itself.
+
+After Xia, Li, Zhang, Du and Li, "SWIFT: on-the-fly self-speculative decoding for LLM inference acceleration" (2024,
+arXiv 2410.06916): sets of skipped layers are tried one after the other on real drafts and the best is kept. A set's
+worth is not its acceptance alone but tokens for their price.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+Layers = tuple[int, ...]
+"""Layers that run, ascending."""
+
+MAX_MUTATIONS = 50
+"""Neighbours drawn in search of one that was not tried yet."""
+
+
+class LayerSearch:
+    """Climbs from an evenly spread set: a neighbour is tried on `drafts_per_trial` drafts, the better one stays.
+
+    It ends after `patience` trials in a row without gain, and then stays with the best set. The first and the last layer
+    always run. `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the same
+    verdicts give the same sets.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        cost: Callable[[Layers], float],
+        skip_ratio: float,
+        drafts_per_trial: int,
+        patience: int,
+    ) -> None:
+        self._num_layers = num_layers
+        self._cost = cost
+        self._drafts_per_trial = drafts_per_trial
+        self._patience = patience
+        self._rng = random.Random(0)
+        self.layers = evenly_spread(num_layers, skip_ratio)
+        """Those to draft with now."""
+        self.best = self.layers
+        self.best_score = 0.0
+        """Committed tokens for the price of a target's pass, by the best set's own trial."""
+        self.num_trials = 0
+        self.done = num_layers <= 2
+        """True once `layers` stays as it is."""
+        self._tried = {self.layers}
+        self._idle_trials = 0
+        self._begin_trial()
+
+    def record(self, layers: Layers, num_passes: int, num_accepted: int) -> None:
+        """Count a verdict: of a draft made with `layers` in `num_passes` passes, `num_accepted` tokens stood."""
+        if self.done or layers != self.layers:
+            return  # of a set that is tried no more
+        self._num_drafts += 1
+        self._tokens += 1 + num_accepted
+        self._price += 1 + num_passes * self._cost(layers)
+        if self._num_drafts == self._drafts_per_trial:
+            self._end_trial()
+
+    def _begin_trial(self) -> None:
+        self._num_drafts = 0
+        self._tokens = 0
+        self._price = 0.0
+
+    def _end_trial(self) -> None:
+        self.num_trials += 1
+        score = self._tokens / self._price
+        if score > self.best_score:
+            self.best, self.best_score = self.layers, score
+            self._idle_trials = 0
+        else:
+            self._idle_trials += 1
+        neighbour = self._untried_neighbour() if self._idle_trials < self._patience else None
+        self.done = neighbour is None
+        self.layers = neighbour or self.best
+        self._begin_trial()
+
+    def _untried_neighbour(self) -> Layers | None:
+        """The best set with a layer more, a layer less, or one exchanged for another."""
+        for _ in range(MAX_MUTATIONS):
+            run = set(self.best)
+            inner = range(1, self._num_layers - 1)
+            runs = [layer for layer in inner if layer in run]
+            skipped = [layer for layer in inner if layer not in run]
+            change = self._rng.choice(("more", "less", "other"))
+            if change != "less" and skipped:
+                run.add(self._rng.choice(skipped))
+            if change != "more" and runs:
+                run.remove(self._rng.choice(runs))
+            layers = tuple(sorted(run))
+            if layers not in self._tried:
+                self._tried.add(layers)
+                return layers
+        return None
+
+
+def evenly_spread(num_layers: int, skip_ratio: float) -> Layers:
+    """All layers but a share of `skip_ratio`, spread evenly between the first and the last."""
+    num_inner = max(num_layers - 2, 0)
+    num_skipped = min(round(skip_ratio * num_layers), num_inner)
+    skipped = {1 + int((i + 0.5) * num_inner / num_skipped) for i in range(num_skipped)}
+    return tuple(layer for layer in range(num_layers) if layer not in skipped)

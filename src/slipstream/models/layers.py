@@ -1,0 +1,104 @@
+"""Running only some of a Transformers model's layers, each in its own place of the cache."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError
+from slipstream.kv.pool import KVPool
+from slipstream.models.rows import RowGroup
+
+if TYPE_CHECKING:
+    from slipstream.models.causal_lm import CausalLM
+
+NUM_ROWS = 12
+
+
+class LayerStack:
+    """The list in which a Transformers model keeps its layers."""
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        self._parent = parent
+        self._name = name
+        self._layers: nn.ModuleList = getattr(parent, name)
+
+    @contextlib.contextmanager
+    def only(self, layers: Sequence[int]) -> Iterator[None]:
+        """Let the model have no other layers within the body. Each keeps its own number in the cache."""
+        setattr(self._parent, self._name, nn.ModuleList(self._layers[layer] for layer in layers))
+        try:
+            yield
+        finally:
+            setattr(self._parent, self._name, self._layers)
+
+    @contextlib.contextmanager
+    def idle(self, layers: Sequence[int]) -> Iterator[None]:
+        """Let `layers` compute within the body, but hand on what they were given."""
+        handles = [
+            self._layers[layer].register_forward_hook(_hand_on, with_kwargs=True)  # type: ignore[arg-type]
+            for layer in layers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def layer_stack(lm: CausalLM) -> LayerStack:
+    """Where the layers of `lm` are, once it was tried out that leaving some out does just that.
+
+    Raises `ConfigError` for a model whose layers are not found, or which treats a layer by its place among those that
+    run (another rotary embedding for every other layer, inputs layer by layer).
+    """
+    found = [
+        (parent, name)
+        for parent in lm.model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and _numbers(child) == list(range(lm.num_layers))
+    ]
+    if len(found) != 1:
+        raise ConfigError(f"{lm.family} cannot run some of its layers: they are not in one list of modules")
+    stack = LayerStack(*found[0])
+    _check(lm, stack)
+    return stack
+
+
+def _numbers(layers: nn.ModuleList) -> list[int | None]:
+    """The number of each layer in the cache, as its attention says."""
+    return [
+        next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[misc]
+        for layer in layers
+    ]
+
+
+def _check(lm: CausalLM, stack: LayerStack) -> None:
+    """Without its first layer, every other has a new place; idle in its own, the first must give the same logits."""
+    every = range(lm.num_layers)
+    try:
+        with stack.idle(every[:1]):
+            expected = _logits(lm)
+        with stack.only(every[1:]):
+            same = torch.equal(_logits(lm), expected)
+    except Exception as error:
+        raise ConfigError(f"{lm.family} cannot run some of its layers: {error}") from None
+    if not same:
+        raise ConfigError(
+            f"{lm.family} cannot run some of its layers: what a layer computes depends on its place among them"
+        )
+
+
+def _logits(lm: CausalLM) -> Tensor:
+    pool = KVPool(lm.shapes, NUM_ROWS, lm.dtype, lm.device)
+    token_ids = [row * 7919 % lm.vocab_size for row in range(1, NUM_ROWS + 1)]
+    return lm.forward([RowGroup(0, 0, token_ids, range(NUM_ROWS))], pool).logits
+
+
+def _hand_on(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
