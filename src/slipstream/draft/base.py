@@ -124,6 +124,14 @@ class Drafter(ABC):
         """Forget a sequence; unknown ones are ignored."""
         return
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Forget what is known of tokens that were taken back: `token_ids` ends earlier than at the last call.
+
+        An engine never takes anything back. A drafter that drafts for another one is rewound when the guesses that
+        it was told of as committed turn out wrong. By default the sequence is released and met anew.
+        """
+        self.release(sequence)
+
     def reset(self) -> None:
         """Forget all that was kept from finished sequences, so that the next request meets a fresh drafter."""
         return

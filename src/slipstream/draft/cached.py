@@ -31,6 +31,8 @@ class Feed:
     """Position in the text of the first row's token."""
     nodes: list[Node] | None = None
     """One a row when the rows are guesses."""
+    num_new: int = 0
+    """How many of the rows, the last ones, are committed tokens that had no entries before."""
 
 
 class CachedDrafter(Drafter):
@@ -115,9 +117,11 @@ class CachedDrafter(Drafter):
             for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
             if fits
         }
-        growing = self._catch_up(list(growths.values()))
-        while growing := [growth for growth in growing if growth.frontier]:
-            self._extend(growing)
+        feeds = self._committed(list(growths.values()))
+        while feeds:
+            self._compute(feeds)
+            growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
+            feeds = [self._frontier(growth) for growth in growing]
         self._open.update({i: growth for i, growth in growths.items() if growth.nodes})
         return [
             growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
@@ -144,6 +148,12 @@ class CachedDrafter(Drafter):
                     break
                 kept.append(stored)
             self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Entries of the text that is left stay."""
+        self._open.pop(sequence.id, None)
+        if sequence.id in self.cache.accounting:
+            self.cache.accounting.truncate(sequence.id, len(sequence.token_ids))
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)
@@ -174,21 +184,24 @@ class CachedDrafter(Drafter):
             return False
         if not opened and accounting.open(sequence.id, sequence.token_ids, sequence.tenant) is None:
             return False
-        return accounting.reserve(sequence.id, length + self.shape.max_stored)
+        return accounting.reserve(sequence.id, length + self._max_stored())
+
+    def _max_stored(self) -> int:
+        """The most entries that are ever behind the committed ones."""
+        return self.shape.max_stored
 
     def _begin(self, sequence: Sequence, budget: int) -> Growth:
         self._open.pop(sequence.id, None)
         return self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
 
-    def _catch_up(self, growths: list[Growth]) -> list[Growth]:
-        """Feed the committed tokens that the drafter has not seen; returns those that made their first guesses.
+    def _committed(self, growths: list[Growth]) -> list[Feed]:
+        """The committed tokens that the drafter has not seen; where they are all of them, guesses are wanted.
 
         The rows of one call are bounded as a target step's are, so that a long prompt delays nobody for long: a
         sequence that is not through proposes nothing in this step.
         """
         rows_left = self.context.engine_config.max_num_batched_tokens
         feeds: list[Feed] = []
-        num_new: list[int] = []
         for growth in growths:
             sequence = growth.sequence
             segment = self.cache.accounting.segment(sequence.id)
@@ -206,28 +219,24 @@ class CachedDrafter(Drafter):
             rows_left -= len(token_ids)
             wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
             rows = RowGroup(segment.start + self.first_entry, past - self.first_entry, token_ids, wanted)
-            feeds.append(Feed(growth, rows, past))
-            num_new.append(end - seen)
-        if not feeds:
-            return []
-        logits = self._forward(feeds)
-        ready: list[Growth] = []
-        for feed, new in zip(feeds, num_new, strict=True):
-            fed = feed.rows.token_ids
-            self.cache.accounting.commit(feed.growth.sequence.id, list(fed[len(fed) - new :]))
-            if feed.rows.logit_rows:
-                feed.growth.grow(logits[len(ready) : len(ready) + 1])
-                ready.append(feed.growth)
-        return ready
+            feeds.append(Feed(growth, rows, past, num_new=end - seen))
+        return feeds
 
-    def _extend(self, growths: list[Growth]) -> None:
-        """Feed the frontiers, one level of every tree in one pass, and grow the next level."""
-        feeds = [self._frontier(growth) for growth in growths]
+    def _compute(self, feeds: list[Feed]) -> None:
+        """One pass; keeps the entries of committed tokens, and grows every tree whose logits it yields."""
         logits = self._forward(feeds)
         end = 0
-        for growth, feed in zip(growths, feeds, strict=True):
-            begin, end = end, end + len(feed.rows.token_ids)
-            growth.grow(logits[begin:end])
+        for feed in feeds:
+            begin, end = end, end + len(feed.rows.logit_rows)
+            self._commit(feed)
+            if end > begin:
+                feed.growth.grow(logits[begin:end])
+
+    def _commit(self, feed: Feed) -> None:
+        """Count those of a feed's tokens that are committed and new among the valid entries."""
+        if feed.num_new:
+            token_ids = list(feed.rows.token_ids[-feed.num_new :])
+            self.cache.accounting.commit(feed.growth.sequence.id, token_ids)
 
     def _frontier(self, growth: Growth) -> Feed:
         segment = self.cache.accounting.segment(growth.sequence.id)

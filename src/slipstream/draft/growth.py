@@ -207,9 +207,9 @@ class Growth:
         return children
 
     def store_frontier(self, start: int, past: int) -> RowGroup:
-        """The rows that compute the frontier's guesses, behind the committed text's `past` entries from slot `start` on.
+        """The frontier's rows, stored behind those of earlier levels, which stay where they are.
 
-        They are stored behind those of earlier levels, which stay as they are.
+        `past` entries of the committed text lie from slot `start` on, before the tree's.
         """
         nodes = [node for node in self.frontier if node is not None]
         earlier = list(self.stored)

@@ -20,9 +20,9 @@ MAX_MUTATIONS = 50
 class LayerSearch:
     """Climbs from an evenly spread set: a neighbour is tried on `drafts_per_trial` drafts, the better one stays.
 
-    It ends after `patience` trials in a row without gain, and then stays with the best set. The first and the last layer
-    always run. `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the same
-    verdicts give the same sets.
+    It ends after `patience` trials in a row without gain, and then stays with the best set. The first and the last
+    layer always run. `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the
+    same verdicts give the same sets.
     """
 
     def __init__(

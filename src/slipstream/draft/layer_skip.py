@@ -146,7 +146,7 @@ class LayerSkipDrafter(Drafter):
         head = target.vocab_size * target.hidden_size
         tied = bool(getattr(target.config, "tie_word_embeddings", False))
         in_layers = target.num_parameters - (head if tied else 2 * head)
-        share = (in_layers * len(layers) / target.num_layers + head) / (in_layers + head)
+        share: float = (in_layers * len(layers) / target.num_layers + head) / (in_layers + head)
         return share * self.model.weight_bytes / target.weight_bytes
 
     def _draft(self, growths: list[Growth], layers: Layers) -> None:

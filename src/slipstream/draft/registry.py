@@ -37,6 +37,7 @@ _BUILT_IN = {
     "jacobi": "slipstream.draft.jacobi:JacobiDrafter",
     "ensemble": "slipstream.draft.ensemble:EnsembleDrafter",
     "layer_skip": "slipstream.draft.layer_skip:LayerSkipDrafter",
+    "cascade": "slipstream.draft.cascade:CascadeDrafter",
 }
 
 

@@ -31,6 +31,22 @@ class SelfOptions(GrowthOptions):
         reject_unknown([self.quantization], QUANTIZATIONS, "self quantization")
 
 
+def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
+    """The target, quantised, as a draft model of the same shape; `ConfigError` where it is quantised already."""
+    config = context.engine_config
+    if config.quantization is not None:
+        raise ConfigError(
+            f"the target is {config.quantization} already and cannot draft more cheaply for itself; "
+            "leave the target's quantization out, or choose another drafter"
+        )
+    return DraftModelOptions(
+        model=config.model,
+        revision=config.revision,
+        quantization=quantization,
+        **{field.name: getattr(shape, field.name) for field in fields(GrowthOptions)},
+    )
+
+
 class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
@@ -49,16 +65,4 @@ class SelfDrafter(DraftModelDrafter):
         return Fit("", target.num_parameters, target.kv_bytes_per_token, 0)
 
     def __init__(self, options: SelfOptions, context: DraftContext) -> None:
-        config = context.engine_config
-        if config.quantization is not None:
-            raise ConfigError(
-                f"the target is {config.quantization} already and cannot draft more cheaply for itself; "
-                "leave the target's quantization out, or choose another drafter"
-            )
-        shape = {f.name: getattr(options, f.name) for f in fields(GrowthOptions)}
-        super().__init__(
-            DraftModelOptions(
-                model=config.model, revision=config.revision, quantization=options.quantization, **shape
-            ),
-            context,
-        )
+        super().__init__(self_model(options.quantization, options, context), context)

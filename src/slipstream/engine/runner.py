@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ScheduledSequence, StepPlan
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
+from slipstream.models.rows import tree_rows
 
 
 class ModelRunner:
@@ -55,30 +56,8 @@ class ModelRunner:
     def _row_group(self, item: ScheduledSequence, proposal: Proposal) -> RowGroup:
         sequence = item.sequence
         past, num_rows = sequence.num_computed, item.num_rows
-        total = num_rows + len(proposal)
+        first_logit = num_rows - 1 if item.decodes else num_rows
         if sequence.wants_prompt_logprobs:
-            logit_rows = range(total)
-        else:
-            logit_rows = range(num_rows - 1, total) if item.decodes else range(0)
-        is_chain = proposal.is_chain
-        root = past + num_rows - 1  # position of the last committed token
-        return RowGroup(
-            start=self.cache.accounting.segment(sequence.id).start,
-            num_past=past,
-            token_ids=[*sequence.token_ids[past : past + num_rows], *proposal.token_ids],
-            logit_rows=logit_rows,
-            positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
-            tail_visible=None if is_chain else tree_visibility(num_rows, proposal),
-        )
-
-
-def tree_visibility(num_rows: int, proposal: Proposal) -> Tensor:
-    """bool [num_rows + n, num_rows + n]: committed rows see those before them, nodes see those and their ancestors."""
-    visible = torch.ones(num_rows + len(proposal), num_rows + len(proposal), dtype=torch.bool).tril()
-    visible[num_rows:, num_rows:] = False
-    for node, parent in enumerate(proposal.parents):
-        row = num_rows + node
-        if parent >= 0:
-            visible[row, num_rows:] = visible[num_rows + parent, num_rows:]
-        visible[row, row] = True
-    return visible
+            first_logit = 0
+        start = self.cache.accounting.segment(sequence.id).start
+        return tree_rows(start, past, sequence.token_ids[past : past + num_rows], proposal, first_logit)

@@ -123,6 +123,12 @@ class KVAccounting:
             raise AssertionError(f"sequence {owner} committed beyond its {segment.capacity} slots")
         self._index_tokens(segment)
 
+    def truncate(self, owner: int, num_tokens: int) -> None:
+        """Only the first `num_tokens` entries of `owner` are valid, if there were more."""
+        segment = self._by_owner[owner]
+        if num_tokens < len(segment.token_ids):
+            self._truncate(segment, num_tokens)
+
     def close(self, owner: int, retain: bool = True) -> None:
         """End `owner`'s claim. The entries are retained for prefix reuse when that can be of use."""
         segment = self._by_owner.pop(owner)

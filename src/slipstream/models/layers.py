@@ -39,10 +39,7 @@ class LayerStack:
     @contextlib.contextmanager
     def idle(self, layers: Sequence[int]) -> Iterator[None]:
         """Let `layers` compute within the body, but hand on what they were given."""
-        handles = [
-            self._layers[layer].register_forward_hook(_hand_on, with_kwargs=True)  # type: ignore[arg-type]
-            for layer in layers
-        ]
+        handles = [self._layers[layer].register_forward_hook(_hand_on, with_kwargs=True) for layer in layers]
         try:
             yield
         finally:

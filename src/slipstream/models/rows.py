@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool
 
 
@@ -84,6 +85,38 @@ class RowGroup:
         if sliding_window is not None:
             visible &= rows[:, None] - keys[None, :] < sliding_window
         return skipped, visible.repeat(repeats, 1).to(device)
+
+
+def tree_rows(
+    start: int, past: int, token_ids: Sequence[int], proposal: Proposal, first_logit: int
+) -> RowGroup:
+    """The rows of `token_ids`, behind `past` entries from slot `start` on, and of the tree below the last of them.
+
+    Logits are wanted from row `first_logit` on.
+    """
+    total = len(token_ids) + len(proposal)
+    root = past + len(token_ids) - 1  # position of the last token
+    is_chain = proposal.is_chain
+    return RowGroup(
+        start,
+        past,
+        [*token_ids, *proposal.token_ids],
+        range(first_logit, total),
+        positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
+        tail_visible=None if is_chain else tree_visibility(len(token_ids), proposal),
+    )
+
+
+def tree_visibility(num_rows: int, proposal: Proposal) -> Tensor:
+    """bool [num_rows + n, num_rows + n]: committed rows see those before them, nodes see those and their ancestors."""
+    visible = torch.ones(num_rows + len(proposal), num_rows + len(proposal), dtype=torch.bool).tril()
+    visible[num_rows:, num_rows:] = False
+    for node, parent in enumerate(proposal.parents):
+        row = num_rows + node
+        if parent >= 0:
+            visible[row, num_rows:] = visible[num_rows + parent, num_rows:]
+        visible[row, row] = True
+    return visible
 
 
 class Batch:
