@@ -125,6 +125,14 @@ NO_OPTIONS: dict[str, dict[str, Any]] = {
     **{"medusa": {"model": "heads"}, "hydra": {"model": "heads"}},
     **{"token_recycling": {}, "lookahead": {}, "jacobi": {}},
     "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
+NO_OPTIONS = {
+    "off": {},
+    "ngram": {},
+    "suffix": {},
+    "draft_model": {"model": "draft"},
+    "self": {},
+    "layer_skip": {},
+    "cascade": {"draft": {"method": "off"}},
 }
 """The built-in drafters with the options that have no default."""
 

@@ -59,6 +59,14 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }
 QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
+    "layers-given": {"method": "layer_skip", "skip_layers": [2, 3]},
+    "layers-exit-tree": {"method": "layer_skip", "exit_layer": 4, "tree_top_k": 3, "num_draft_nodes": 8},
+    "layers-online": {"method": "layer_skip", "drafts_per_trial": 8},
+    "layers-online-int8": {"method": "layer_skip", "quantization": "int8", "drafts_per_trial": 8},
+    "cascade-ngram": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
+    "cascade-int8-draft": {"method": "cascade", "draft": DRAFT},
+}
+QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "layers-online", "cascade-ngram")
 """The drafters that are tried with an int8 target too."""
 
 
