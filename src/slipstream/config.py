@@ -129,7 +129,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_short(cls, spec: str) -> SpeculativeConfig:
-        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `layer_skip:int8`, any drafter's `NAME:MODEL`."""
+        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `layer_skip:int8`, or any `NAME:MODEL`."""
         name, _, value = spec.partition(":")
         method = {"draft": "draft_model"}.get(name, name)
         key = "quantization" if method in ("self", "layer_skip") else "model"
