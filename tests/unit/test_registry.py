@@ -83,6 +83,9 @@ def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.Mo
     built_in = ["draft_model", "jacobi", "lookahead", "ngram", "off", "self", "suffix", "token_recycling"]
     assert registry.drafter_names() == built_in
     assert {"draft_model", "ngram", "off", "self", "suffix", "ensemble"} <= set(registry.drafter_names())
+    names = registry.drafter_names()
+    assert names == sorted(names)
+    assert {"cascade", "draft_model", "layer_skip", "ngram", "off", "self", "suffix"} <= set(names)
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 
