@@ -245,9 +245,9 @@ def test_the_search_ends_when_nothing_better_comes() -> None:
     while not searching.done:
         searching.record(searching.layers, 4, 0 if searching.num_trials else 4)
     assert searching.num_trials == 4
-    assert searching.layers == evenly_spread(12, 0.5)
+    assert searching.layers == evenly_spread(12, 1)
     searching.record(searching.layers, 4, 0)
-    assert searching.layers == evenly_spread(12, 0.5)
+    assert searching.layers == evenly_spread(12, 1)
 
 
 def test_a_verdict_on_other_layers_does_not_count() -> None:
@@ -257,7 +257,24 @@ def test_a_verdict_on_other_layers_does_not_count() -> None:
 
 
 def test_layers_are_left_out_evenly() -> None:
-    assert evenly_spread(12, 0.5) == (0, 2, 4, 7, 9, 11)
-    assert evenly_spread(6, 0.0) == (0, 1, 2, 3, 4, 5)
-    assert evenly_spread(6, 0.99) == (0, 5)
-    assert evenly_spread(2, 0.5) == (0, 1)
+    assert evenly_spread(12, 6) == (0, 2, 4, 7, 9, 11)
+    assert evenly_spread(6, 0) == (0, 1, 2, 3, 4, 5)
+    assert evenly_spread(6, 4) == (0, 5)
+
+
+@pytest.mark.parametrize(("price", "first"), [(1.0, [1, 2, 4]), (0.3, [0, 1, 2, 4])])
+def test_the_search_begins_with_few_layers_left_out(price: float, first: list[int]) -> None:
+    """With all of them only where they cost less than the target's."""
+    searching = LayerSearch(12, lambda layers: price * len(layers) / 12, 0.5, 1, 5)
+    for number in first:
+        assert searching.layers == evenly_spread(12, number)
+        searching.record(searching.layers, 4, 2)
+    assert len(searching.best) == 8
+    assert len(set(searching.layers) ^ set(searching.best)) in (1, 2)
+
+
+@pytest.mark.parametrize(("num_layers", "skip_ratio"), [(1, 0.5), (2, 0.9), (3, 0.0)])
+def test_where_nothing_is_to_be_left_out_all_layers_run(num_layers: int, skip_ratio: float) -> None:
+    searching = LayerSearch(num_layers, lambda _: 1.0, skip_ratio, 1, 5)
+    assert searching.layers == tuple(range(num_layers))
+    assert searching.done == (num_layers < 3)

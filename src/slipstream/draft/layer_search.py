@@ -18,11 +18,13 @@ MAX_MUTATIONS = 50
 
 
 class LayerSearch:
-    """Climbs from an evenly spread set: a neighbour is tried on `drafts_per_trial` drafts, the better one stays.
+    """Tries a set on `drafts_per_trial` drafts at a time, and climbs from the best one to its neighbours.
 
-    It ends after `patience` trials in a row without gain, and then stays with the best set. The first and the last
-    layer always run. `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the
-    same verdicts give the same sets.
+    It begins with evenly spread sets that leave out ever more layers, up to a share of `skip_ratio`: where no guess
+    stands every set looks alike, but for its price, so the climb must begin where some do. It ends after `patience`
+    trials in a row without gain, and then stays with the best set. The first and the last layer always run.
+    `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the same verdicts give
+    the same sets.
     """
 
     def __init__(
@@ -38,7 +40,13 @@ class LayerSearch:
         self._drafts_per_trial = drafts_per_trial
         self._patience = patience
         self._rng = random.Random(0)
-        self.layers = evenly_spread(num_layers, skip_ratio)
+        everything = evenly_spread(num_layers, 0)
+        most = min(round(skip_ratio * num_layers), max(num_layers - 2, 0))
+        steps = [2**power for power in range(most.bit_length())]
+        # All layers are worth a trial where they are cheaper than the target's own.
+        nothing_left_out = [0] if cost(everything) < 1 or not steps else []
+        self._ladder = [evenly_spread(num_layers, number) for number in [*nothing_left_out, *steps]]
+        self.layers = self._ladder.pop(0)
         """Those to draft with now."""
         self.best = self.layers
         self.best_score = 0.0
@@ -46,7 +54,7 @@ class LayerSearch:
         self.num_trials = 0
         self.done = num_layers <= 2
         """True once `layers` stays as it is."""
-        self._tried = {self.layers}
+        self._tried = {self.layers, *self._ladder}
         self._idle_trials = 0
         self._begin_trial()
 
@@ -73,9 +81,13 @@ class LayerSearch:
             self._idle_trials = 0
         else:
             self._idle_trials += 1
-        neighbour = self._untried_neighbour() if self._idle_trials < self._patience else None
-        self.done = neighbour is None
-        self.layers = neighbour or self.best
+        following: Layers | None = None
+        if self._ladder:
+            following = self._ladder.pop(0)
+        elif self._idle_trials < self._patience:
+            following = self._untried_neighbour()
+        self.done = following is None
+        self.layers = following or self.best
         self._begin_trial()
 
     def _untried_neighbour(self) -> Layers | None:
@@ -97,9 +109,8 @@ class LayerSearch:
         return None
 
 
-def evenly_spread(num_layers: int, skip_ratio: float) -> Layers:
-    """All layers but a share of `skip_ratio`, spread evenly between the first and the last."""
-    num_inner = max(num_layers - 2, 0)
-    num_skipped = min(round(skip_ratio * num_layers), num_inner)
+def evenly_spread(num_layers: int, num_skipped: int) -> Layers:
+    """All layers but `num_skipped`, spread evenly between the first and the last."""
+    num_inner = num_layers - 2
     skipped = {1 + int((i + 0.5) * num_inner / num_skipped) for i in range(num_skipped)}
     return tuple(layer for layer in range(num_layers) if layer not in skipped)

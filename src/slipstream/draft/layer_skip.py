@@ -39,7 +39,7 @@ class LayerSkipOptions(GrowthOptions):
     quantization: str | None = None
     """`int8`: draft with the layers of an int8 copy of the target, on a CPU. None: with the target's own."""
     skip_ratio: float = 0.5
-    """Share of the layers that is left out when the search begins."""
+    """The search begins with evenly spread layers and leaves out ever more of them, up to this share."""
     drafts_per_trial: int = 32
     """Drafts after which a set of layers is compared with the best one so far."""
     patience: int = 16
