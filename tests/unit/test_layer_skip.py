@@ -175,6 +175,24 @@ def test_each_tenant_has_a_search_of_its_own(target: CausalLM) -> None:
     assert drafter.search("red").layers == before
 
 
+def test_drafting_ends_with_a_search_that_found_nothing_that_pays(target: CausalLM) -> None:
+    drafter = make(target, drafts_per_trial=1, patience=1)
+    cache = attached(drafter, target)
+    seq = sequence(text(20))
+    searching = drafter.search("")
+    while not searching.done:
+        compute(target, cache, seq)
+        proposal = drafter.propose([seq], [4])[0]
+        assert len(proposal) == 4
+        seq.token_ids.append(9)
+        drafter.observe([Observation(seq, proposal, 0, torch.empty(0))])
+    compute(target, cache, seq)
+    assert not searching.pays
+    assert drafter.propose([seq], [4]) == [EMPTY_PROPOSAL]
+    drafter.reset()
+    assert len(drafter.propose([seq], [4])[0]) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -276,5 +294,8 @@ def test_the_search_begins_with_few_layers_left_out(price: float, first: list[in
 @pytest.mark.parametrize(("num_layers", "skip_ratio"), [(1, 0.5), (2, 0.9), (3, 0.0)])
 def test_where_nothing_is_to_be_left_out_all_layers_run(num_layers: int, skip_ratio: float) -> None:
     searching = LayerSearch(num_layers, lambda _: 1.0, skip_ratio, 1, 5)
-    assert searching.layers == tuple(range(num_layers))
-    assert searching.done == (num_layers < 3)
+    everything = tuple(range(num_layers))
+    assert searching.layers == everything
+    searching.record(everything, 4, 4)
+    assert searching.best == everything
+    assert searching.done or num_layers == 3

@@ -52,11 +52,16 @@ class LayerSearch:
         self.best_score = 0.0
         """Committed tokens for the price of a target's pass, by the best set's own trial."""
         self.num_trials = 0
-        self.done = num_layers <= 2
+        self.done = False
         """True once `layers` stays as it is."""
         self._tried = {self.layers, *self._ladder}
         self._idle_trials = 0
         self._begin_trial()
+
+    @property
+    def pays(self) -> bool:
+        """False when even the best set costs more than it saves."""
+        return not self.done or self.best_score > 1
 
     def record(self, layers: Layers, num_passes: int, num_accepted: int) -> None:
         """Count a verdict: of a draft made with `layers` in `num_passes` passes, `num_accepted` tokens stood."""

@@ -62,7 +62,10 @@ class LayerSkipOptions(GrowthOptions):
 
 
 class LayerSkipDrafter(Drafter):
-    """Drafts where the target has computed all of the text but its last token, which is every step but the first."""
+    """Drafts where the target has computed all of the text but its last token, which is every step but the first.
+
+    A search that ends with no layers whose drafts pay ends the drafting with it, until `reset`.
+    """
 
     Options = LayerSkipOptions
     kinds = frozenset(ProposalKind)
@@ -98,8 +101,10 @@ class LayerSkipDrafter(Drafter):
             self._open.pop(sequence.id, None)
             if budget == 0 or sequence.num_pending != 1:
                 continue
+            layers = self._layers or self._found(sequence.tenant)
+            if layers is None:
+                continue
             growths[sequence.id] = self._growths.begin(sequence, budget)
-            layers = self._layers or self.search(sequence.tenant).layers
             self._open[sequence.id] = layers
             alike.setdefault(layers, []).append(growths[sequence.id])
         for layers, growing in alike.items():
@@ -138,6 +143,11 @@ class LayerSkipDrafter(Drafter):
                 options.patience,
             )
         return self._searches[tenant]
+
+    def _found(self, tenant: str) -> Layers | None:
+        """The layers to draft with; None once the search has ended without any that pay."""
+        search = self.search(tenant)
+        return search.layers if search.pays else None
 
     def _cost(self, layers: Layers) -> float:
         """What a draft pass reads, as a share of what the target's reads."""
