@@ -117,6 +117,15 @@ class AccountingMachine(RuleBasedStateMachine):
         tail = [self.random.randrange(3) for _ in range(5)]
         self.driver.texts[owner] = (tenant, token_ids[:num_kept] + tail)
         self.driver.compute(owner, 5)
+    @rule(which=st.integers(0, 100), back=st.integers(0, 40))
+    def take_back(self, which: int, back: int) -> None:
+        """The text's end reads otherwise than before."""
+        owners = sorted(self.driver.texts)
+        owner = owners[which % len(owners)]
+        tenant, token_ids = self.driver.texts[owner]
+        kept = max(len(self.driver.books.segment(owner).token_ids) - back, 0)
+        self.driver.books.truncate(owner, kept)
+        self.driver.texts[owner] = (tenant, [*token_ids[:kept], *(self.random.randrange(3) for _ in range(back + 1))])
 
     @precondition(lambda self: self.driver.texts)
     @rule(which=st.integers(0, 100))

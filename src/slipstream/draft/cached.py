@@ -72,9 +72,17 @@ class CachedDrafter(Drafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         """One pass over the rows of all feeds; logits, [wanted rows, target's vocab], feed after feed."""
 
+    def _token_ids(self, sequence: Sequence) -> list[int]:
+        """The committed text in the drafter's own tokens; what its cache holds is the beginning of it."""
+        return sequence.token_ids
+
+    def _own_id(self, token_id: int) -> int:
+        """The drafter's own id of a guess."""
+        return token_id
+
     def _num_ready(self, sequence: Sequence) -> int:
         """How many of the committed tokens could be fed now."""
-        return len(sequence.token_ids)
+        return len(self._token_ids(sequence))
 
     def _can_read(self, token_ids: Seq[int]) -> bool:
         """False where the drafter has no embedding for some token."""
@@ -135,14 +143,14 @@ class CachedDrafter(Drafter):
             growth = self._open.pop(sequence.id, None)
             if growth is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
                 continue
+            first = growth.length
+            token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
             segment = self.cache.accounting.segment(sequence.id)
-            if segment.start != growth.start:
-                continue  # moved since: only the committed entries came along
-            first = len(segment.token_ids)
-            by_path = {tuple(node.token_ids()): node.stored for node in growth.stored}
-            token_ids = sequence.token_ids[first : first + seen.num_accepted]
+            if segment.start != growth.start or len(segment.token_ids) != first:
+                continue  # moved since, and only the committed entries came along; or the text's end reads otherwise
+            by_path = {self._own_path(node): node.stored for node in growth.stored}
             kept: list[int] = []
-            while len(kept) < seen.num_accepted:
+            while len(kept) < len(token_ids):
                 stored = by_path.get(tuple(token_ids[: len(kept) + 1]))
                 if stored is None:
                     break
@@ -174,15 +182,16 @@ class CachedDrafter(Drafter):
 
     def _has_room(self, sequence: Sequence) -> bool:
         """True when the drafter can hold the committed text and its guesses, in its context and in its cache."""
-        length = len(sequence.token_ids)
-        if length + self.shape.depth > self.context_length:
+        token_ids = self._token_ids(sequence)
+        length = len(token_ids)
+        if not length or length + self.shape.depth > self.context_length:
             return False
         accounting = self.cache.accounting
         opened = sequence.id in accounting
         seen = len(accounting.segment(sequence.id).token_ids) if opened else 0
-        if not self._can_read(sequence.token_ids[seen:]):
+        if not self._can_read(token_ids[seen:]):
             return False
-        if not opened and accounting.open(sequence.id, sequence.token_ids, sequence.tenant) is None:
+        if not opened and accounting.open(sequence.id, token_ids, sequence.tenant) is None:
             return False
         return accounting.reserve(sequence.id, length + self._max_stored())
 
@@ -192,7 +201,12 @@ class CachedDrafter(Drafter):
 
     def _begin(self, sequence: Sequence, budget: int) -> Growth:
         self._open.pop(sequence.id, None)
-        return self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
+        growth = self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
+        growth.length = len(self._token_ids(sequence))
+        return growth
+
+    def _own_path(self, node: Node) -> tuple[int, ...]:
+        return tuple(self._own_id(token_id) for token_id in node.token_ids())
 
     def _committed(self, growths: list[Growth]) -> list[Feed]:
         """The committed tokens that the drafter has not seen; where they are all of them, guesses are wanted.
@@ -204,18 +218,19 @@ class CachedDrafter(Drafter):
         feeds: list[Feed] = []
         for growth in growths:
             sequence = growth.sequence
+            text = self._token_ids(sequence)
             segment = self.cache.accounting.segment(sequence.id)
             if len(segment.token_ids) < self.first_entry:
-                skipped = sequence.token_ids[len(segment.token_ids) : self.first_entry]
+                skipped = text[len(segment.token_ids) : self.first_entry]
                 self.cache.accounting.commit(sequence.id, skipped)
             seen = len(segment.token_ids)
-            length = len(sequence.token_ids)
+            length = len(text)
             # The last row is fed again when the engine asks again.
             past = max(min(seen, length - 1), self.first_entry)
             end = min(past + rows_left, self._num_ready(sequence))
             if end <= past:
                 continue
-            token_ids = sequence.token_ids[past:end]
+            token_ids = text[past:end]
             rows_left -= len(token_ids)
             wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
             rows = RowGroup(segment.start + self.first_entry, past - self.first_entry, token_ids, wanted)
@@ -244,3 +259,25 @@ class CachedDrafter(Drafter):
         nodes = [node for node in growth.frontier if node is not None]
         rows = growth.store_frontier(segment.start + self.first_entry, length - self.first_entry)
         return Feed(growth, rows, length + nodes[0].depth - 1, nodes)
+        earlier = list(growth.stored)
+        for node in nodes:
+            node.stored = len(growth.stored)
+            growth.stored.append(node)
+        token_ids = [self._own_id(node.token_id) for node in nodes]
+        first = length + nodes[0].depth - 1
+        if self.shape.is_chain:
+            rows = RowGroup(start, past + len(earlier), token_ids, [0])
+            return Feed(growth, rows, first, nodes)
+        visible = torch.zeros(len(nodes), len(growth.stored), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            visible[row, [ancestor.stored for ancestor in node.path()]] = True
+        rows = RowGroup(
+            start,
+            past,
+            token_ids,
+            range(len(nodes)),
+            positions=[past + node.depth - 1 for node in nodes],
+            stored_positions=[past + node.depth - 1 for node in earlier],
+            tail_visible=visible,
+        )
+        return Feed(growth, rows, first, nodes)

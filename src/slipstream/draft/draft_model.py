@@ -28,11 +28,15 @@ class DraftModelOptions(GrowthOptions):
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        check_types(self, "draft_model")
-        self.check_growth("draft_model")
-        reject_unknown([self.dtype], DTYPES, "draft_model dtype")
+        self.check_draft("draft_model")
+
+    def check_draft(self, what: str) -> None:
+        """Raise `ConfigError`, calling the drafter `what`, for a value that cannot be."""
+        check_types(self, what)
+        self.check_growth(what)
+        reject_unknown([self.dtype], DTYPES, f"{what} dtype")
         if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "draft_model quantization")
+            reject_unknown([self.quantization], QUANTIZATIONS, f"{what} quantization")
 
 
 class DraftModelDrafter(CachedDrafter):
@@ -42,8 +46,8 @@ class DraftModelDrafter(CachedDrafter):
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         trust = context.engine_config.trust_remote_code
-        tokenizer = load_tokenizer(options.model, revision=options.revision, trust_remote_code=trust)
-        check_same_vocabulary(context.tokenizer, tokenizer, options.model)
+        self.tokenizer = load_tokenizer(options.model, revision=options.revision, trust_remote_code=trust)
+        self._check_tokenizer(options, context)
         self.model = load_model(
             options.model,
             dtype=options.dtype,
@@ -56,8 +60,7 @@ class DraftModelDrafter(CachedDrafter):
         super().__init__(
             options,
             context,
-            # Padding beyond the vocabulary may differ.
-            vocab_size=min(self.model.vocab_size, context.vocab_size),
+            vocab_size=self._num_guesses(context.vocab_size),
             context_length=self.model.context_length,
             shapes=self.model.shapes,
             dtype=self.model.dtype,
@@ -66,6 +69,14 @@ class DraftModelDrafter(CachedDrafter):
 
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
+
+    def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:
+        """Raise `VocabularyMismatchError` unless this drafter can use the draft's tokenizer."""
+        check_same_vocabulary(context.tokenizer, self.tokenizer, options.model)
+
+    def _num_guesses(self, target_vocab_size: int) -> int:
+        """Width of the logits that guesses are chosen from; padding beyond the vocabulary may differ."""
+        return min(self.model.vocab_size, target_vocab_size)
 
     def _can_read(self, token_ids: Seq[int]) -> bool:
         return max(token_ids, default=0) < self.model.vocab_size  # the target's embedding may be wider

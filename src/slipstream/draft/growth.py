@@ -177,6 +177,8 @@ class Growth:
     noise: Noise
     start: int = 0
     """Where the sequence's segment began when the entries of the tree were written."""
+    length: int = 0
+    """How many tokens the committed text had then, in the drafter's own tokens."""
     nodes: list[Node] = field(default_factory=list)
     frontier: list[Node | None] = field(default_factory=lambda: [None])
     """The nodes whose logits come next."""

@@ -29,6 +29,8 @@ _BUILT_IN = {
     "draft_model": "slipstream.draft.draft_model:DraftModelDrafter",
     "eagle": "slipstream.draft.eagle:EagleDrafter",
     "eagle3": "slipstream.draft.eagle:EagleDrafter",
+    "tli": "slipstream.draft.tli:TliDrafter",
+    "slem": "slipstream.draft.slem:SlemDrafter",
     "self": "slipstream.draft.self_model:SelfDrafter",
     "medusa": "slipstream.draft.medusa:MedusaDrafter",
     "hydra": "slipstream.draft.hydra:HydraDrafter",

@@ -1,0 +1,121 @@
+"""Tokenizers of three families, trained on the spot (once: equal counts come in any order), and tiny random models that
+speak them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
+    "Speculative decoding lets a small model guess what a large model will say next.",
+    "There were 12 apples; 7 of them were eaten, so there are 5 apples left.",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(2, 3))\n",
+    "Ein Übermaß an Höflichkeit ist manchmal unhöflich. Ça va très bien, merci!",
+    "日本語のテキストもあります。 👍 naïve café",
+] * 3
+ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@cache
+def byte_level(vocab_size: int = 600, specials: tuple[str, ...] = ("<|pad|>", "<|end|>", "<|user|>")) -> Any:
+    """Byte-level BPE, as GPT-2's, Llama 3's and Qwen's."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", extra_special_tokens=list(specials[2:])
+    )
+
+
+@cache
+def byte_fallback(vocab_size: int = 500) -> Any:
+    """SentencePiece-like BPE without pre-tokenisation, as Llama 2's: `▁` is put in front of every text."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, limit_alphabet=60, show_progress=False
+    )
+    words = [word for text in SENTENCES for word in text.split(" ")]
+    backend.train_from_iterator(words, trainer)
+    return _without_special_bytes(backend)
+
+
+@cache
+def unigram(vocab_size: int = 600) -> Any:
+    """SentencePiece-like unigram pieces with byte fallback, as T5's and Gemma's."""
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=specials, unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    pieces = [tuple(piece) for piece in _state(backend)["model"]["vocab"]]
+    fitted = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    fitted.pre_tokenizer = pre_tokenizers.Metaspace()
+    fitted.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    return _with_roles(fitted)
+
+
+def _state(backend: Tokenizer) -> Any:
+    return json.loads(backend.to_str())
+
+
+def _without_special_bytes(backend: Tokenizer) -> Any:
+    """The trainer wants byte pieces to be special; in a model they are ordinary pieces."""
+    state = _state(backend)
+    state["added_tokens"] = []
+    return _with_roles(Tokenizer.from_str(json.dumps(state)))
+
+
+def _with_roles(backend: Tokenizer) -> Any:
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **ROLES)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "byte-level": byte_level,
+    "byte-fallback": byte_fallback,
+    "unigram": unigram,
+}
+
+
+def save_model(tokenizer: Any, folder: Path, seed: int = 0) -> str:
+    """Write a random one-layer Llama that speaks `tokenizer`, and the tokenizer; returns the folder."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
