@@ -22,7 +22,7 @@ from typer.exceptions import TyperException
 from .data import RecipeError, load_conversations, to_pieces
 from .evaluate import evaluate as measure
 from .model import SHAPES, export
-from .tokenizer import train_tokenizer
+from .tokenizer import Spelling, train_tokenizer
 from .train import Progress, TrainConfig
 from .train import train as train_model
 
@@ -124,6 +124,10 @@ def train(
     mix: Annotated[
         str, typer.Option(help="copies of each conversation an epoch, by task; 1 where absent")
     ] = MIX,
+    vocab_size: Annotated[int, typer.Option(min=300, help="tokens of a tokenizer that is learned")] = 4096,
+    spelling: Annotated[
+        Spelling, typer.Option(help="family of a tokenizer that is learned")
+    ] = Spelling.byte_level,
     dtype: Annotated[Dtype, typer.Option(help="of matrix products; weights stay float32")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = default_device(),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = os.cpu_count() or 1,
@@ -145,7 +149,8 @@ def train(
     if tokenizer_folder.exists():
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     else:
-        tokenizer = train_tokenizer(m["content"] for c in conversations for m in c["messages"])
+        contents = (message["content"] for c in conversations for message in c["messages"])
+        tokenizer = train_tokenizer(contents, vocab_size, spelling)
         tokenizer.save_pretrained(tokenizer_folder)
     pieces = to_pieces(conversations, tokenizer, row_length, max_answer_tokens)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from trained_heads import trained_heads
+from cut_draft import save_cut_draft
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
@@ -57,6 +58,10 @@ SPECS: dict[str, dict[str, Any]] = {
         "min_tokens": 2,
         "members": [{"method": "suffix"}, DRAFT],
     },
+    "tli-chain": {"method": "tli"},
+    "tli-tree": {"method": "tli", "tree_top_k": 3, "num_draft_nodes": 10},
+    "slem": {"method": "slem"},
+    "slem-sampled": {"method": "slem", "draft_temperature": 0.8},
 }
 QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
     "layers-given": {"method": "layer_skip", "skip_layers": [2, 3]},
@@ -68,6 +73,16 @@ QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain"
 }
 QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "layers-online", "cascade-ngram")
 """The drafters that are tried with an int8 target too."""
+OTHER_VOCABULARY = ("tli", "slem")
+"""Methods whose draft gets another tokenizer than the target."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = save_cut_draft(tmp_path_factory.mktemp("pair") / "draft")
+    for spec in SPECS.values():
+        if spec["method"] in OTHER_VOCABULARY:
+            spec["model"] = folder
 
 
 @pytest.fixture(scope="module")
