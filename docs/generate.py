@@ -125,6 +125,7 @@ NO_OPTIONS: dict[str, dict[str, Any]] = {
     **{"medusa": {"model": "heads"}, "hydra": {"model": "heads"}},
     **{"token_recycling": {}, "lookahead": {}, "jacobi": {}},
     "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
+DRAFT = {"model": "draft"}
 NO_OPTIONS = {
     "off": {},
     "ngram": {},
@@ -133,6 +134,10 @@ NO_OPTIONS = {
     "self": {},
     "layer_skip": {},
     "cascade": {"draft": {"method": "off"}},
+    "draft_model": DRAFT,
+    "tli": DRAFT,
+    "slem": DRAFT,
+    "self": {},
 }
 """The built-in drafters with the options that have no default."""
 

@@ -1,4 +1,4 @@
-"""The tokenizers: single digits, five-role chat template, byte-level or SentencePiece-like BPE."""
+"""The tokenizers: byte-level or SentencePiece-like BPE with single digits and a five-role chat template."""
 
 import json
 from collections.abc import Iterable
@@ -64,9 +64,7 @@ def _sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             pre_tokenizers.Split(Regex(r"\d|\n+|▁?[^\w\s▁]+"), "isolated"),
         ]
     )
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

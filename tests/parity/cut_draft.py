@@ -24,7 +24,9 @@ def save_cut_draft(folder: Path) -> str:
     path.chmod(0o644)
     state = json.loads(path.read_text())
     vocab, merges = state["model"]["vocab"], state["model"]["merges"]
-    gone = {"".join(merge) for merge in merges[NUM_MERGES:]} - {"".join(merge) for merge in merges[:NUM_MERGES]}
+    gone = {"".join(merge) for merge in merges[NUM_MERGES:]} - {
+        "".join(merge) for merge in merges[:NUM_MERGES]
+    }
     kept = sorted(number for token, number in vocab.items() if token not in gone)
     kept = kept[len(kept) // 2 :] + kept[: len(kept) // 2]
     new = {number: position for position, number in enumerate(kept)}

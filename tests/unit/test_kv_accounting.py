@@ -125,7 +125,10 @@ class AccountingMachine(RuleBasedStateMachine):
         tenant, token_ids = self.driver.texts[owner]
         kept = max(len(self.driver.books.segment(owner).token_ids) - back, 0)
         self.driver.books.truncate(owner, kept)
-        self.driver.texts[owner] = (tenant, [*token_ids[:kept], *(self.random.randrange(3) for _ in range(back + 1))])
+        self.driver.texts[owner] = (
+            tenant,
+            [*token_ids[:kept], *(self.random.randrange(3) for _ in range(back + 1))],
+        )
 
     @precondition(lambda self: self.driver.texts)
     @rule(which=st.integers(0, 100))

@@ -130,6 +130,23 @@ def test_export_loads_with_transformers_and_evaluates(
     assert 0 <= report["greedy_endings"]["overall"]["unfinished_rate"] <= 1
 
 
+def test_a_draft_may_have_a_tokenizer_of_another_family(data: Path, tmp_path: Path) -> None:
+    options = ["--max-tokens", "1", "--batch-rows", "2", "--row-length", str(ROW_LENGTH), "--threads", "1"]
+    options += ["--spelling", "sentencepiece", "--vocab-size", "320"]
+    result = CliRunner().invoke(
+        app, ["train", "draft", "--data", str(data), "--out", str(tmp_path), *options]
+    )
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "export" / "draft"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "<|user|>What  is 37 + 5?\n\n日本 é <0x41><|end|>"
+    token_ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(token_ids) == text
+    assert "▁is" in tokenizer.convert_ids_to_tokens(token_ids)
+    assert (token_ids[0], token_ids[-1], tokenizer.eos_token_id) == (2, 1, 1)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer) <= 320
+
+
 def test_command_line_trains_a_pair(data: Path, tmp_path: Path) -> None:
     options = ["--max-tokens", "1", "--batch-rows", "2", "--row-length", str(ROW_LENGTH), "--threads", "1"]
     result = CliRunner().invoke(app, ["train", "--data", str(data), "--out", str(tmp_path), *options])

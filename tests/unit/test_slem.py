@@ -29,7 +29,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: base / family for family in FAMILIES}
 
 
-def make(folders: dict[str, Path], ours: str, theirs: str, verifier: str = "coupled", **options: Any) -> SlemDrafter:
+def make(
+    folders: dict[str, Path], ours: str, theirs: str, verifier: str = "coupled", **options: Any
+) -> SlemDrafter:
     tokenizer = FAMILIES[ours]()
     context = draft_context(len(tokenizer), 512, verifier, tokenizer=tokenizer)
     drafter = SlemDrafter(SlemOptions(model=str(folders[theirs]), **options), context)
@@ -61,9 +63,13 @@ class Ghost:
         return Proposal.chain([*rest, *self.ending][:budget])
 
 
-@pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "coupled"), (0.9, "coupled"), (0.9, "rejection")])
+@pytest.mark.parametrize(
+    ("temperature", "verifier"), [(0.0, "coupled"), (0.9, "coupled"), (0.9, "rejection")]
+)
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_conforms(folders: dict[str, Path], ours: str, theirs: str, temperature: float, verifier: str) -> None:
+def test_conforms(
+    folders: dict[str, Path], ours: str, theirs: str, temperature: float, verifier: str
+) -> None:
     vocab_size = len(FAMILIES[ours]())
     check_drafter(
         lambda: make(folders, ours, theirs, verifier, draft_temperature=temperature),
@@ -87,7 +93,9 @@ def test_a_draft_that_knows_the_text_is_nearly_always_right(
     while len(seq.token_ids) < len(text):
         guesses = list(drafter.propose([seq], [10])[0].token_ids)
         rest = text[len(seq.token_ids) :]
-        accepted = next((i for i, (a, b) in enumerate(zip(guesses, rest, strict=False)) if a != b), len(guesses))
+        accepted = next(
+            (i for i, (a, b) in enumerate(zip(guesses, rest, strict=False)) if a != b), len(guesses)
+        )
         num_wrong += accepted < len(guesses) and accepted < len(rest)
         seq.token_ids += rest[: accepted + 1]
         drafter.observe([seen(seq, accepted)])

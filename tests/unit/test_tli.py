@@ -33,7 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: base / family for family in FAMILIES}
 
 
-def make(folders: dict[str, Path], ours: str, theirs: str, verifier: str = "coupled", **options: Any) -> TliDrafter:
+def make(
+    folders: dict[str, Path], ours: str, theirs: str, verifier: str = "coupled", **options: Any
+) -> TliDrafter:
     tokenizer = FAMILIES[ours]()
     context = draft_context(len(tokenizer), 512, verifier, tokenizer=tokenizer)
     drafter = TliDrafter(TliOptions(model=str(folders[theirs]), **options), context)
@@ -67,7 +69,12 @@ def own_logits(drafter: TliDrafter, text: list[int], guesses: list[int]) -> Tens
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_conforms(
-    folders: dict[str, Path], ours: str, theirs: str, options: dict[str, Any], verifier: str, temperature: float
+    folders: dict[str, Path],
+    ours: str,
+    theirs: str,
+    options: dict[str, Any],
+    verifier: str,
+    temperature: float,
 ) -> None:
     vocab_size = len(FAMILIES[ours]())
     params = [SamplingParams(temperature=temperature, seed=3)]

@@ -39,7 +39,10 @@ def byte_level(vocab_size: int = 600, specials: tuple[str, ...] = ("<|pad|>", "<
     )
     backend.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", extra_special_tokens=list(specials[2:])
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        extra_special_tokens=list(specials[2:]),
     )
 
 

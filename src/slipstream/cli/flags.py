@@ -40,6 +40,7 @@ _PLAIN_HELP = {
     "method": "The drafter: off, ngram, suffix, draft_model, self, layer_skip, cascade, an installed one, or package.module:Class.",
     "method": "The drafter: off, ngram, suffix, draft_model, self, layer_skip, cascade, an installed one, or "
     "package.module:Class.",
+    "method": "The drafter: off, ngram, suffix, draft_model, tli, slem, self, one installed, or package.module:Class.",
     "model": "Checkpoint folder or hub id.",
     "options": "The drafter's own keys, below; written flat beside the other two.",
     "max_num_seqs": "The most sequences that run at once.",

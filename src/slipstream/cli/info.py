@@ -179,7 +179,9 @@ def _costs(fit: Fit) -> str:
         "self": "a target that is not quantised already"
         if quantised
         else "room for the target's own weights in int8, on a CPU",
+        "slem": "a model with any byte-level or SentencePiece-like tokenizer",
         "suffix": "nothing: learns from prompt and answers",
+        "tli": "a model with any byte-level or SentencePiece-like tokenizer",
     }
     return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
 

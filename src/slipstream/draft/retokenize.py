@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -34,7 +35,9 @@ class Encoder:
         shares: list[bytes] = []
         for part in _NOT_UTF8.split(data.decode("utf-8", "surrogateescape")):
             if _NOT_UTF8.match(part):
-                known = [byte for byte in part.encode("utf-8", "surrogateescape") if byte in self._single_bytes]
+                known = [
+                    byte for byte in part.encode("utf-8", "surrogateescape") if byte in self._single_bytes
+                ]
                 token_ids += [self._single_bytes[byte] for byte in known]
                 shares += [bytes([byte]) for byte in known]
             elif part:
@@ -44,7 +47,7 @@ class Encoder:
                 ends = [0, *(end for _, end in encoding.offsets)]
                 ends[-1] = len(part)
                 token_ids += encoding.ids
-                shares += [part[a:b].encode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+                shares += [part[a:b].encode() for a, b in pairwise(ends)]
         return token_ids, shares
 
 
@@ -72,7 +75,9 @@ class Translation:
     is spelled out. Only the last few tokens are ever encoded again; they are canonical from word to word.
     """
 
-    def __init__(self, source: TokenBytes, encoder: Encoder, special: dict[int, int], front: Seq[int]) -> None:
+    def __init__(
+        self, source: TokenBytes, encoder: Encoder, special: dict[int, int], front: Seq[int]
+    ) -> None:
         self._source, self._encoder, self._special = source, encoder, special
         self._num_read = 0
         self._unread = b""

@@ -98,7 +98,9 @@ class SlemDrafter(Drafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain a sequence; nothing where the text, tokenised anew, does not begin with the committed tokens."""
         # The last token written is often left out as unfinished.
-        lengths = [min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets]
+        lengths = [
+            min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets
+        ]
         drafts = self._writer.propose([self._as_written(sequence) for sequence in sequences], lengths)
         return [
             self._read(sequence, draft.token_ids, budget)

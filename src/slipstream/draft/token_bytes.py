@@ -36,7 +36,9 @@ class TokenBytes:
         whose tokens do not spell bytes (WordPiece, whole words)."""
         backend = tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        special = {number for number, token in added.items() if token.special} | set(
+            tokenizer.all_special_ids
+        )
         self.special: dict[int, str] = {}
         """Special tokens and what they look like."""
         self.ordinary: dict[int, bytes] = {}

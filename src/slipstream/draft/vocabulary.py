@@ -10,7 +10,9 @@ from slipstream.errors import VocabularyMismatchError
 def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
     """Raise `VocabularyMismatchError`, naming the first difference, unless every id means the same in both."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
-    advice = "use method tli or slem, which draft across vocabularies, or a draft that was made for this target"
+    advice = (
+        "use method tli or slem, which draft across vocabularies, or a draft that was made for this target"
+    )
     if ours != theirs:
         token = min(
             (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
