@@ -87,6 +87,17 @@ def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.Mo
     assert names == sorted(names)
     assert {"cascade", "draft_model", "layer_skip", "ngram", "off", "self", "suffix"} <= set(names)
     assert registry.drafter_names() == ["draft_model", "ngram", "off", "self", "slem", "suffix", "tli"]
+    assert registry.drafter_names() == [
+        "draft_model",
+        "eagle",
+        "eagle3",
+        "ngram",
+        "off",
+        "self",
+        "slem",
+        "suffix",
+        "tli",
+    ]
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 
