@@ -119,25 +119,13 @@ All configurations are frozen and checked when they are made. An unknown key rai
 valid one. `LLM(model, speculative_config=…, **engine)` takes the keys of `EngineConfig` as keywords.
 """
 
+MODEL = {"model": "draft"}
 NO_OPTIONS: dict[str, dict[str, Any]] = {
-    **{"off": {}, "ngram": {}, "suffix": {}, "draft_model": {"model": "draft"}, "self": {}},
-    **{"eagle": {"model": "head"}, "eagle3": {"model": "head"}},
-    **{"medusa": {"model": "heads"}, "hydra": {"model": "heads"}},
-    **{"token_recycling": {}, "lookahead": {}, "jacobi": {}},
+    **{"off": {}, "ngram": {}, "suffix": {}, "token_recycling": {}, "lookahead": {}, "jacobi": {}},
+    **{"draft_model": MODEL, "tli": MODEL, "slem": MODEL},
+    **{"self": {}, "layer_skip": {}, "cascade": {"draft": {"method": "off"}}},
+    **{"eagle": MODEL, "eagle3": MODEL, "medusa": MODEL, "hydra": MODEL},
     "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
-DRAFT = {"model": "draft"}
-NO_OPTIONS = {
-    "off": {},
-    "ngram": {},
-    "suffix": {},
-    "draft_model": {"model": "draft"},
-    "self": {},
-    "layer_skip": {},
-    "cascade": {"draft": {"method": "off"}},
-    "draft_model": DRAFT,
-    "tli": DRAFT,
-    "slem": DRAFT,
-    "self": {},
 }
 """The built-in drafters with the options that have no default."""
 

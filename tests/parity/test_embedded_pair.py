@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from trained_heads import trained_heads
 from cut_draft import save_cut_draft
+from trained_heads import trained_heads
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
@@ -62,8 +62,6 @@ SPECS: dict[str, dict[str, Any]] = {
     "tli-tree": {"method": "tli", "tree_top_k": 3, "num_draft_nodes": 10},
     "slem": {"method": "slem"},
     "slem-sampled": {"method": "slem", "draft_temperature": 0.8},
-}
-QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain", "hydra-tree")
     "layers-given": {"method": "layer_skip", "skip_layers": [2, 3]},
     "layers-exit-tree": {"method": "layer_skip", "exit_layer": 4, "tree_top_k": 3, "num_draft_nodes": 8},
     "layers-online": {"method": "layer_skip", "drafts_per_trial": 8},
@@ -71,7 +69,16 @@ QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "medusa-chain"
     "cascade-ngram": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
     "cascade-int8-draft": {"method": "cascade", "draft": DRAFT},
 }
-QUANTISED = ("ngram", "suffix-tree", "draft-chain", "draft-tree", "layers-online", "cascade-ngram")
+QUANTISED = (
+    "ngram",
+    "suffix-tree",
+    "draft-chain",
+    "draft-tree",
+    "medusa-chain",
+    "hydra-tree",
+    "layers-online",
+    "cascade-ngram",
+)
 """The drafters that are tried with an int8 target too."""
 OTHER_VOCABULARY = ("tli", "slem")
 """Methods whose draft gets another tokenizer than the target."""

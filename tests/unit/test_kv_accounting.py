@@ -108,15 +108,6 @@ class AccountingMachine(RuleBasedStateMachine):
         self.driver.compute(owner, num)
 
     @precondition(lambda self: self.driver.texts)
-    @rule(which=st.integers(0, 100), num_kept=st.integers(1, 200))
-    def take_back(self, which: int, num_kept: int) -> None:
-        owners = sorted(self.driver.texts)
-        owner = owners[which % len(owners)]
-        tenant, token_ids = self.driver.texts[owner]
-        self.driver.books.truncate(owner, num_kept)
-        tail = [self.random.randrange(3) for _ in range(5)]
-        self.driver.texts[owner] = (tenant, token_ids[:num_kept] + tail)
-        self.driver.compute(owner, 5)
     @rule(which=st.integers(0, 100), back=st.integers(0, 40))
     def take_back(self, which: int, back: int) -> None:
         """The text's end reads otherwise than before."""

@@ -35,12 +35,7 @@ _PLAIN_HELP = {
     "enable_prefix_caching": "Reuse the keys and values of prompts that begin alike; the text does not change.",
     "ignore_eos": "Go on after the model's own end token.",
     "include_stop_str_in_output": "Keep the stop string or stop token in the text.",
-    "method": "The drafter: off, ngram, suffix, token_recycling, lookahead, jacobi, draft_model, self, an installed "
-    "one, or package.module:Class.",
-    "method": "The drafter: off, ngram, suffix, draft_model, self, layer_skip, cascade, an installed one, or package.module:Class.",
-    "method": "The drafter: off, ngram, suffix, draft_model, self, layer_skip, cascade, an installed one, or "
-    "package.module:Class.",
-    "method": "The drafter: off, ngram, suffix, draft_model, tli, slem, self, one installed, or package.module:Class.",
+    "method": "The drafter: one of those below, one that a package installed, or package.module:Class.",
     "model": "Checkpoint folder or hub id.",
     "options": "The drafter's own keys, below; written flat beside the other two.",
     "max_num_seqs": "The most sequences that run at once.",

@@ -170,20 +170,6 @@ def _costs(fit: Fit) -> str:
     parts = [f"weights {format_bytes(fit.weight_bytes)}"] if fit.weight_bytes else []
     parts += [f"{' and '.join(a_token)} a token"] if a_token else []
     return ", ".join(parts) or "holds next to nothing"
-    needs = {
-        "cascade": "a draft model, or room for the target's own weights in int8, and a drafter for it",
-        "draft_model": "a model with the same vocabulary (--draft PATH tells)",
-        "layer_skip": "nothing: drafts with some of the target's own layers",
-        "ngram": "nothing: looks the text's last tokens up in prompt and answer",
-        "off": "nothing: ordinary decoding",
-        "self": "a target that is not quantised already"
-        if quantised
-        else "room for the target's own weights in int8, on a CPU",
-        "slem": "a model with any byte-level or SentencePiece-like tokenizer",
-        "suffix": "nothing: learns from prompt and answers",
-        "tli": "a model with any byte-level or SentencePiece-like tokenizer",
-    }
-    return {name: needs.get(name, "added by an installed package") for name in drafter_names()}
 
 
 def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:

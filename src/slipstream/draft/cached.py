@@ -161,7 +161,7 @@ class CachedDrafter(Drafter):
         """Entries of the text that is left stay."""
         self._open.pop(sequence.id, None)
         if sequence.id in self.cache.accounting:
-            self.cache.accounting.truncate(sequence.id, len(sequence.token_ids))
+            self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)
@@ -257,27 +257,6 @@ class CachedDrafter(Drafter):
         segment = self.cache.accounting.segment(growth.sequence.id)
         length = len(segment.token_ids)
         nodes = [node for node in growth.frontier if node is not None]
-        rows = growth.store_frontier(segment.start + self.first_entry, length - self.first_entry)
+        first = self.first_entry
+        rows = growth.store_frontier(segment.start + first, length - first, self._own_id)
         return Feed(growth, rows, length + nodes[0].depth - 1, nodes)
-        earlier = list(growth.stored)
-        for node in nodes:
-            node.stored = len(growth.stored)
-            growth.stored.append(node)
-        token_ids = [self._own_id(node.token_id) for node in nodes]
-        first = length + nodes[0].depth - 1
-        if self.shape.is_chain:
-            rows = RowGroup(start, past + len(earlier), token_ids, [0])
-            return Feed(growth, rows, first, nodes)
-        visible = torch.zeros(len(nodes), len(growth.stored), dtype=torch.bool)
-        for row, node in enumerate(nodes):
-            visible[row, [ancestor.stored for ancestor in node.path()]] = True
-        rows = RowGroup(
-            start,
-            past,
-            token_ids,
-            range(len(nodes)),
-            positions=[past + node.depth - 1 for node in nodes],
-            stored_positions=[past + node.depth - 1 for node in earlier],
-            tail_visible=visible,
-        )
-        return Feed(growth, rows, first, nodes)

@@ -11,6 +11,7 @@ Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,17 +209,20 @@ class Growth:
         self.frontier = [] if depth >= self.max_depth else self._next_frontier(children)
         return children
 
-    def store_frontier(self, start: int, past: int) -> RowGroup:
+    def store_frontier(
+        self, start: int, past: int, own_id: Callable[[int], int] = lambda token_id: token_id
+    ) -> RowGroup:
         """The frontier's rows, stored behind those of earlier levels, which stay where they are.
 
-        `past` entries of the committed text lie from slot `start` on, before the tree's.
+        `past` entries of the committed text lie from slot `start` on, before the tree's. `own_id` turns a target's
+        token id into the drafter's.
         """
         nodes = [node for node in self.frontier if node is not None]
         earlier = list(self.stored)
         for node in nodes:
             node.stored = len(self.stored)
             self.stored.append(node)
-        token_ids = [node.token_id for node in nodes]
+        token_ids = [own_id(node.token_id) for node in nodes]
         if self.shape.is_chain:
             return RowGroup(start, past + len(earlier), token_ids, [0])
         visible = torch.zeros(len(nodes), len(self.stored), dtype=torch.bool)

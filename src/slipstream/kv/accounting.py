@@ -128,8 +128,6 @@ class KVAccounting:
         segment = self._by_owner[owner]
         if num_tokens < len(segment.token_ids):
             self._truncate(segment, num_tokens)
-        """Forget the entries of `owner` behind the first `num_tokens`; its slots stay."""
-        self._truncate(self._by_owner[owner], num_tokens)
 
     def close(self, owner: int, retain: bool = True) -> None:
         """End `owner`'s claim. The entries are retained for prefix reuse when that can be of use."""
