@@ -78,26 +78,9 @@ def test_a_bad_configuration_is_one_clear_line(method: str, options: dict[str, A
 
 def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "slipstream.draft.suffix", raising=False)
-    ours = ["draft_model", "eagle", "eagle3", "hydra", "medusa", "ngram", "off", "self", "suffix"]
-    assert registry.drafter_names() == ours
-    built_in = ["draft_model", "jacobi", "lookahead", "ngram", "off", "self", "suffix", "token_recycling"]
-    assert registry.drafter_names() == built_in
-    assert {"draft_model", "ngram", "off", "self", "suffix", "ensemble"} <= set(registry.drafter_names())
     names = registry.drafter_names()
     assert names == sorted(names)
-    assert {"cascade", "draft_model", "layer_skip", "ngram", "off", "self", "suffix"} <= set(names)
-    assert registry.drafter_names() == ["draft_model", "ngram", "off", "self", "slem", "suffix", "tli"]
-    assert registry.drafter_names() == [
-        "draft_model",
-        "eagle",
-        "eagle3",
-        "ngram",
-        "off",
-        "self",
-        "slem",
-        "suffix",
-        "tli",
-    ]
+    assert {"draft_model", "eagle", "hydra", "medusa", "ngram", "off", "self", "suffix"} <= set(names)
     registry.validate(config("ngram"))
     assert "slipstream.draft.suffix" not in sys.modules
 
