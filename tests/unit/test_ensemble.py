@@ -289,6 +289,19 @@ def test_requests_go_to_the_member_of_their_task() -> None:
     assert (first.asked, second.asked) == ([0], [1, 2])
 
 
+def test_the_task_travels_from_the_caller_to_the_ensemble(shared_engines: None) -> None:
+    import slipstream.engine.llm
+
+    members = [{"method": "off"}, NGRAM]
+    speculative = {"method": "ensemble", "mode": "route", "members": members, "routes": {"loop": "ngram"}}
+    llm = slipstream.engine.llm.LLM(speculative_config=speculative)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6]] * 2
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), task=["loop", "other"])
+    assert [output.metrics.num_draft_tokens > 0 for output in outputs] == [True, False]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert llm.engine.integrity() == []
+
+
 # --- faults, features, configuration --------------------------------------------------------------------------
 
 
