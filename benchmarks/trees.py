@@ -31,9 +31,9 @@ RESULT = Path(__file__).parent.parent / "docs/benchmarks/trees.json"
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 NUM_NODES = 12
-MAX_DEPTH = 8
+MAX_DEPTH = 10
 CHAIN = {"num_speculative_tokens": NUM_NODES}
-DYNAMIC = {"num_speculative_tokens": 6, "tree_top_k": 3, "num_draft_nodes": NUM_NODES}
+DYNAMIC = {"num_speculative_tokens": MAX_DEPTH, "tree_top_k": 3, "num_draft_nodes": NUM_NODES}
 STAR = {"tree_choices": [[0], [1], [2], [3]]}
 TEMPERATURES = (0.0, 0.8)
 OTHER_SEEDS = 10_000
