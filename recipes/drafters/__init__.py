@@ -1,0 +1,1 @@
+"""Every kind of trained drafter for the embedded target."""
