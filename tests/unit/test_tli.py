@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_draft_model import seen, sequence
-from tokenizer_families import FAMILIES, SENTENCES, save_model
+from tokenizer_families import FAMILIES, SENTENCES, byte_level, save_model
 from torch import Tensor
 
 from slipstream.core import ProposalKind, Sequence
@@ -120,7 +120,10 @@ def test_guesses_are_the_drafts_own_whatever_was_accepted(
 
 
 def test_accepted_guesses_keep_their_entries(folders: dict[str, Path]) -> None:
-    drafter = make(folders, "byte-level", "byte-level")
+    tokenizer = byte_level(specials=("<|pad|>", "<|end|>"))  # the same text, other ids
+    context = draft_context(len(tokenizer), 512, tokenizer=tokenizer)
+    drafter = TliDrafter(TliOptions(model=str(folders["byte-level"])), context)
+    drafter.allocate(4096)
     seq = sequence(encode(drafter, SENTENCES[0].encode()))
     held = []
     for _ in range(30):
