@@ -154,6 +154,8 @@ class DistillOptions:
     (cross-entropy on the text), or a weighted sum as in forward_kl=1,total_variation=0.5."""
     on_policy: float = 0.0
     """Fraction of steps on texts that the draft writes itself, scored by the target (GKD, Agarwal et al. 2024)."""
+    on_policy_tokens: int = 128
+    """The most tokens that the draft writes for a prompt."""
 
     def __post_init__(self) -> None:
         check_types(self, "draft")
@@ -166,6 +168,7 @@ class DistillOptions:
         reject_unknown(self.losses, LOSSES, "loss")
         if self.on_policy and "hard" in self.losses:
             raise ConfigError("--loss hard learns from the target's text; it cannot go with --on-policy")
+        check_at_least("draft", 1, on_policy_tokens=self.on_policy_tokens)
         if not 0 <= self.on_policy <= 1:
             raise ConfigError(f"--on-policy is a fraction, 0 to 1, got {self.on_policy}")
 

@@ -28,7 +28,7 @@ def draw(folder: Path) -> None:
         lower.plot(_tokens(evaluations), [row[kind]["tau"] for row in evaluations], marker="o", label=kind)
     lower.set_ylabel("τ, tokens a target pass")
     lower.set_xlabel("tokens learned from, million")
-    lower.legend()
+    lower.legend(loc="lower right")  # "best" takes long over many points
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     for name in FILES:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.train.batches import Document, read_documents
+from slipstream.train.allocator import keep_freed_memory
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.processes import Processes
@@ -50,6 +52,8 @@ def run(
     raise, and `RequestError` for data that cannot be used.
     """
     options = asked.options
+    keep_freed_memory()
+    disable_progress_bar()
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     processes = Processes()

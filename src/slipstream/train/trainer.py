@@ -120,7 +120,10 @@ class Trainer:
             self.output.mkdir(parents=True, exist_ok=True)
             progress = self._resume() or progress
             self._log = Journal(self.output / LOG)
-            self._train(progress)
+            try:
+                self._train(progress)
+            finally:
+                self._log.close()
         except OSError as error:
             raise ConfigError(f"cannot write to {str(self.output)!r}: {error.strerror or error}") from None
         return progress
@@ -137,6 +140,8 @@ class Trainer:
         )
         clock = logged = saved = time.monotonic()
         window = _Window()
+        if progress.step == 0 and self.evaluate is not None:
+            self._evaluate(progress)  # what there was to begin with
         while (fraction := self.processes.largest(progress.fraction(options))) < 1.0 and not self._ends(
             progress
         ):
@@ -283,7 +288,7 @@ class Trainer:
         if changed:
             raise ConfigError(
                 f"{str(self.output)!r} holds a run with another {changed[0]}: "
-                f"{state['identity'].get(changed[0])!r}, not {identity[changed[0]]!r}; choose another --output"
+                f"{state['identity'].get(changed[0])}, not {identity[changed[0]]}; choose another --output"
             )
         self.student.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

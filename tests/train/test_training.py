@@ -1,0 +1,419 @@
+"""Training: what a batch holds, that resuming is exact, that losses mean what they say, and that the engine measures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.cli.main import app
+from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError, RequestError
+from slipstream.models import load_tokenizer
+from slipstream.train.batches import (
+    Cursor,
+    Document,
+    document_positions,
+    make_batch,
+    next_tokens,
+    pack,
+    read_documents,
+    row_batches,
+)
+from slipstream.train.distillation import DraftStudent, distillation_loss, make_draft
+from slipstream.train.evaluation import Acceptance, Evaluator, Figures
+from slipstream.train.options import DistillOptions, TrainOptions
+from slipstream.train.target import FeatureCache, Target
+from slipstream.train.trainer import Progress, Trainer, learning_rate_factor
+
+CPU = torch.device("cpu")
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(EMBEDDED_TARGET)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A target of three layers with grouped keys and the embedded pair's tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tiny: str) -> Target:
+    return Target(tiny, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    file = tmp_path_factory.mktemp("data") / "data.jsonl"
+    with file.open("w") as stream:
+        for _ in range(40):
+            a, b = rng.integers(100, size=2)
+            messages = [
+                {"role": "user", "content": f"What is {a} + {b}?"},
+                {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
+            ]
+            stream.write(json.dumps({"task": "math", "messages": messages}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def documents(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    return read_documents([data], tokenizer, LENGTH)
+
+
+def test_a_templates_answers_are_found(
+    data: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    first = json.loads(data.read_text().splitlines()[0])["messages"]
+    [document] = documents[:1]
+    assert tokenizer.decode(document.tokens[document.is_answer]) == first[1]["content"] + "<|end|>"
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"token_ids": list(range(10, 20)), "answer_spans": [[2, 4], [7, 10]]}))
+    first, second = read_documents([file], tokenizer, 6)
+    assert first.tokens.tolist() == [10, 11, 12, 13, 14, 15]
+    assert first.is_answer.tolist() == [False, False, True, True, False, False]
+    assert second.is_answer.tolist() == [False, True, True, True]
+
+
+BAD = {
+    "no spans": ({"token_ids": [1, 2]}, "line 1: token_ids need answer_spans"),
+    "no token": ({"token_ids": [1, 4096], "answer_spans": [[1, 2]]}, "outside the vocabulary of 4096"),
+    "text": ({"token_ids": "ab", "answer_spans": [[1, 2]]}, "must be a list of whole numbers"),
+    "nothing": ({"text": "a"}, "line 1 needs a list of messages"),
+    "no answer": ({"messages": [{"role": "user", "content": "a"}]}, "no conversation has an answer"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_bad_data(
+    row: dict[str, Any], message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(RequestError, match=message):
+        read_documents([file], tokenizer, LENGTH)
+
+
+def test_packed_rows_are_the_documents_alone(target: Target, documents: list[Document]) -> None:
+    rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
+    batch = make_batch(rows, target, [0, 2])
+    assert sorted(batch.hidden_states) == [0, 2, 3]
+    sources = torch.from_numpy(rows.sources)
+    begins = np.cumsum([0, *(len(document.tokens) for document in documents)])
+    for number in (0, 7, 31):
+        where = (sources >= begins[number]) & (sources < begins[number + 1])
+        document = documents[number]
+        ids = torch.from_numpy(document.tokens)[None]
+        alone = target.model(ids, output_hidden_states=True)
+        assert batch.token_ids[where].tolist() == ids[0].tolist()
+        assert batch.positions[where].tolist() == list(range(len(ids[0])))
+        assert batch.labels[where].tolist() == [*ids[0, 1:].tolist(), -100]
+        assert batch.loss_mask[where].tolist() == [*document.is_answer[1:].tolist(), False]
+        for layer in (0, 2, 3):
+            torch.testing.assert_close(
+                batch.hidden_states[layer][where], alone.hidden_states[layer][0], rtol=1e-4, atol=1e-4
+            )
+        torch.testing.assert_close(batch.target_logits[where], alone.logits[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(batch.target_logits_at(where), batch.target_logits[where])
+
+
+def test_positions_and_labels() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0]])
+    assert document_positions(documents).tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
+    tokens = torch.arange(14).view(2, 7)
+    assert next_tokens(tokens, documents)[0].tolist() == [1, -100, 3, 4, -100, -100, -100]
+
+
+def test_batches_go_on_where_the_cursor_stands(documents: list[Document]) -> None:
+    whole = row_batches(documents, 2, LENGTH, 0, 3, Cursor())
+    expected = [next(whole) for _ in range(40)]
+    cursor = Cursor()
+    part = row_batches(documents, 2, LENGTH, 0, 3, cursor)
+    for _ in range(15):
+        next(part)
+    assert cursor.epoch > 0
+    resumed = row_batches(documents, 2, LENGTH, 0, 3, cursor)
+    for rows in expected[15:]:
+        assert np.array_equal(next(resumed).tokens, rows.tokens)
+    with pytest.raises(ConfigError, match="too few for a batch of 1000"):
+        next(row_batches(documents, 1000, LENGTH, 0, 3, Cursor()))
+
+
+def test_the_cache_holds_what_the_target_computes(
+    tiny: str, documents: list[Document], tmp_path: Path
+) -> None:
+    target = Target(tiny, CPU, torch.float32)
+    rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
+    fresh = make_batch(rows, target, [1])
+    tokens = [document.tokens for document in documents]
+    FeatureCache(tmp_path, target, tokens, [1])
+    written = (tmp_path / "features.f16").stat().st_mtime_ns
+    target.keep(FeatureCache(tmp_path, target, tokens, [1]))
+    assert (tmp_path / "features.f16").stat().st_mtime_ns == written, "made twice"
+    cached = make_batch(rows, target, [1])
+    real = fresh.documents >= 0
+    for layer in (1, 3):
+        torch.testing.assert_close(
+            cached.hidden_states[layer][real], fresh.hidden_states[layer][real], rtol=2e-3, atol=2e-3
+        )
+    FeatureCache(tmp_path, target, tokens[:-1], [1])
+    assert (tmp_path / "features.f16").stat().st_mtime_ns != written, "of other documents"
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "total_variation"])
+def test_a_divergence_is_zero_for_equals_and_what_it_is_called(loss: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draft = torch.randn(16, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(16, 11, generator=generator, dtype=torch.float64)
+    labels = torch.randint(11, (16,), generator=generator)
+    same, logged = distillation_loss(target, target, labels, {loss: 1.0})
+    assert abs(float(same)) < 1e-12
+    assert logged["agreement"] == 1
+    p, q = target.softmax(-1), draft.softmax(-1)
+    expected = {
+        "forward_kl": torch.distributions.kl_divergence,
+        "reverse_kl": lambda p, q: torch.distributions.kl_divergence(q, p),
+        "total_variation": lambda p, q: 1 - torch.minimum(p.probs, q.probs).sum(-1),
+    }[loss](torch.distributions.Categorical(p), torch.distributions.Categorical(q)).mean()
+    value, _ = distillation_loss(draft, target, labels, {loss: 2.0})
+    torch.testing.assert_close(value, 2 * expected)
+    value.backward()
+    assert draft.grad is not None
+    assert draft.grad.abs().sum() > 0
+
+
+def test_hard_labels_are_the_texts() -> None:
+    logits = torch.randn(5, 7)
+    labels = torch.arange(5)
+    value, _ = distillation_loss(logits, torch.zeros(5, 7), labels, {"hard": 1.0})
+    torch.testing.assert_close(value, torch.nn.functional.cross_entropy(logits, labels))
+
+
+def trainer(
+    tokenizer: PreTrainedTokenizerBase,
+    target: Target,
+    documents: list[Document],
+    output: Path,
+    draft: DistillOptions | None = None,
+    **options: Any,
+) -> Trainer:
+    draft = draft or DistillOptions(shape="1x16")
+    asked = TrainOptions(**{"max_tokens": 4000, "batch_rows": 4, "row_length": LENGTH, **options})
+    student = DraftStudent(make_draft(draft, target, 0), tokenizer, draft, asked.seed)
+    return Trainer(student, target, documents, 0, asked, output, {"method": "draft"})
+
+
+DRAFTS = {
+    "text of the target": DistillOptions(shape="1x16"),
+    "text of its own": DistillOptions(
+        keep_layers="0,2", loss="reverse_kl=1,total_variation=1", on_policy=0.5, on_policy_tokens=8
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_a_resumed_run_ends_bit_identical(
+    draft: DistillOptions,
+    optimizer: str,
+    target: Target,
+    documents: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    def make(output: str) -> Trainer:
+        options = {"optimizer": optimizer, "max_tokens": 1800, "accumulation": 2}
+        return trainer(tokenizer, target, documents, tmp_path / output, draft, **options)
+
+    whole = make("whole")
+    end = whole.run()
+    assert end.step >= 4
+    first = make("parts")
+    first.stop = lambda progress: progress.step == 2
+    assert first.run().step == 2
+    second = make("parts")
+    resumed = second.run()
+    assert (resumed.step, resumed.tokens) == (end.step, end.tokens)
+    for name, weight in whole.student.module.state_dict().items():
+        assert torch.equal(weight, second.student.module.state_dict()[name]), name
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts/log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_training_brings_the_draft_nearer_and_leaves_provenance(
+    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    run = trainer(tokenizer, target, documents, tmp_path, max_tokens=30_000, log_every_s=0.0)
+    run.run()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in log]
+    assert np.mean(losses[-3:]) < 0.7 * losses[0]
+    assert (tmp_path / "training.png").is_file()
+    assert (tmp_path / "training.svg").is_file()
+    provenance = json.loads((tmp_path / "draft/training.json").read_text())
+    assert provenance["made_with"]["options"]["max_tokens"] == 30_000
+    assert provenance["progress"]["step"] == log[-1]["step"]
+    assert (tmp_path / "draft/tokenizer.json").is_file()
+
+
+def test_a_target_pruned_of_nothing_is_the_target(target: Target) -> None:
+    ids = torch.arange(20)[None]
+    whole = make_draft(DistillOptions(keep_layers="0,1,2"), target, 0)
+    assert torch.equal(whole(ids).logits, target.model(ids).logits)
+    pruned = make_draft(DistillOptions(keep_layers="0,2"), target, 0)
+    assert pruned.config.num_hidden_layers == 2
+    layers, kept = target.model.model.layers, pruned.model.layers
+    assert torch.equal(kept[1].mlp.up_proj.weight, layers[2].mlp.up_proj.weight)
+
+
+def test_another_run_needs_another_output(
+    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    trainer(tokenizer, target, documents, tmp_path, max_tokens=300).run()
+    trainer(tokenizer, target, documents, tmp_path, max_tokens=600).run()  # more of the same is welcome
+    with pytest.raises(ConfigError, match="another learning_rate: 0.001, not 0.5"):
+        trainer(tokenizer, target, documents, tmp_path, learning_rate=0.5).run()
+    (tmp_path / "checkpoint.pt").write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match="cannot read the checkpoint"):
+        trainer(tokenizer, target, documents, tmp_path, max_tokens=900).run()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    run = trainer(tokenizer, target, documents, tmp_path)
+    with torch.no_grad():
+        next(run.student.module.parameters()).fill_(math.nan)
+    with pytest.raises(ConfigError, match="the loss is nan at step 1; lower --learning-rate"):
+        run.run()
+
+
+def test_early_stop_keeps_the_best(
+    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    taus = iter([1.0, 1.5, 2.0, 1.9, 1.8, 1.7, 1.6])
+
+    def figures(speculative: SpeculativeConfig) -> Figures:
+        assert (Path(speculative.options["model"]) / "config.json").is_file()
+        one = Acceptance(next(taus), 0.5, [0.5], {})
+        return Figures(one, one)
+
+    run = trainer(tokenizer, target, documents, tmp_path, evaluate_every_steps=2, patience=2)
+    run.evaluate = figures
+    progress = run.run()
+    assert (progress.best_step, progress.best_tau, progress.step) == (4, 2.0, 8)
+    assert json.loads((tmp_path / "draft.best/training.json").read_text())["progress"]["step"] == 4
+
+
+def test_the_schedule() -> None:
+    assert learning_rate_factor(0.0, 0.1, 0.5) == pytest.approx(0.05)
+    assert learning_rate_factor(0.3, 0.1, 0.5) == 1.0
+    assert learning_rate_factor(0.75, 0.1, 0.5) == pytest.approx(0.5)
+    assert learning_rate_factor(1.0, 0.1, 0.5) == 0.0
+    assert learning_rate_factor(0.0, 0.0, 0.0) == 1.0
+    half = TrainOptions(max_tokens=100, time_limit_minutes=1)
+    assert Progress(tokens=50, elapsed_s=6).fraction(half) == 0.5
+    assert Progress(tokens=10, elapsed_s=45).fraction(half) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "a run needs a budget"),
+        ({"max_tokens": 0}, "max_tokens must be above 0"),
+        ({"max_tokens": 1, "optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"max_tokens": 1, "hold_fraction": 1.0}, r"must be in \[0, 1\)"),
+        ({"max_tokens": 1, "row_length": 1}, "row_length must be at least 2"),
+    ],
+)
+def test_bad_options(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "begins with one of --init, --shape, --keep-layers; got none"),
+        ({"init": "a", "shape": "1x16"}, "got --init and --shape"),
+        ({"shape": "1x16", "loss": "kl"}, "unknown loss 'kl'"),
+        ({"shape": "1x16", "on_policy": 2.0}, "is a fraction"),
+        ({"shape": "1x16", "loss": "hard", "on_policy": 0.5}, "cannot go with --on-policy"),
+        ({"shape": "1by16"}, "LAYERSxWIDTH"),
+        ({"shape": "1x15"}, "a multiple of 8"),
+        ({"keep_layers": "0,9"}, "rising layer numbers from 0 to 2"),
+        ({"keep_layers": "first"}, "separated by commas"),
+    ],
+)
+def test_bad_drafts(wrong: dict[str, Any], message: str, target: Target) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_draft(DistillOptions(**wrong), target, 0)
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[Evaluator]:
+    yield Evaluator(None, prompts_per_task=1, max_tokens=16)
+
+
+def test_the_engine_measures(evaluator: Evaluator) -> None:
+    draft = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT})
+    itself = SpeculativeConfig("draft_model", options={"model": EMBEDDED_TARGET, "num_speculative_tokens": 3})
+    figures, perfect = evaluator.evaluate(draft), evaluator.evaluate(itself)
+    assert evaluator.evaluate(draft) == figures, "the same prompts and seeds every time"
+    assert 1 < figures.sampled.tau < figures.greedy.tau < 5
+    assert len(figures.greedy.tau_by_task) == 7
+    assert all(0 <= rate <= 1 for rate in figures.sampled.conditional)
+    assert perfect.greedy.conditional == [1, 1, 1]
+    assert "τ" in str(figures)
+
+
+def test_the_command(data: Path, tmp_path: Path) -> None:
+    command = ["train", "draft", "--data", str(data), "--output", str(tmp_path / "out"), "--shape", "1x64"]
+    small = ["--max-tokens", "900", "--batch-rows", "2", "--row-length", "48", "--cache-features"]
+    result = CliRunner().invoke(
+        app, [*command, *small, "--eval-prompts-per-task", "1", "--eval-max-tokens", "8"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows if row["event"] == "evaluation"] == ["evaluation"] * 2
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "a run needs a budget" in refused.output
+
+
+def test_replacing_options_keeps_them_checked() -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        replace(TrainOptions(max_tokens=1), dtype="float8")
