@@ -1,10 +1,9 @@
-"""Training: what a batch holds, that resuming is exact, that losses mean what they say, and that the engine measures."""
+"""Training: what a batch holds, that resuming is exact, that losses mean what they say, what the engine measures."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,7 +303,7 @@ def test_another_run_needs_another_output(
 ) -> None:
     trainer(tokenizer, target, documents, tmp_path, max_tokens=300).run()
     trainer(tokenizer, target, documents, tmp_path, max_tokens=600).run()  # more of the same is welcome
-    with pytest.raises(ConfigError, match="another learning_rate: 0.001, not 0.5"):
+    with pytest.raises(ConfigError, match=r"another learning_rate: 0\.001, not 0\.5"):
         trainer(tokenizer, target, documents, tmp_path, learning_rate=0.5).run()
     (tmp_path / "checkpoint.pt").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match="cannot read the checkpoint"):
@@ -384,8 +383,8 @@ def test_bad_drafts(wrong: dict[str, Any], message: str, target: Target) -> None
 
 
 @pytest.fixture(scope="module")
-def evaluator() -> Iterator[Evaluator]:
-    yield Evaluator(None, prompts_per_task=1, max_tokens=16)
+def evaluator() -> Evaluator:
+    return Evaluator(None, prompts_per_task=1, max_tokens=16)
 
 
 def test_the_engine_measures(evaluator: Evaluator) -> None:

@@ -55,7 +55,8 @@ class TrainOptions:
     max_tokens: int | None = None
     """Budget in tokens, prompts included and padding not."""
     time_limit_minutes: float | None = None
-    """Budget in minutes, evaluations and earlier runs of the same output included."""
+    """Budget in minutes of training, over all runs into the same output. Evaluations and the making of a feature cache
+    come on top."""
     batch_rows: int = 8
     """Rows in a forward pass of each process."""
     row_length: int = 512
@@ -88,7 +89,7 @@ class TrainOptions:
     checkpoint_every_s: float = 180.0
     """Seconds between two checkpoints."""
     evaluate_every_minutes: float | None = None
-    """Measure with the engine this often, and at the end."""
+    """Measure with the engine this often, beside the beginning and the end; in minutes of training."""
     evaluate_every_steps: int | None = None
     """The same, by steps."""
     patience: int = 0

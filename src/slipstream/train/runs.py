@@ -48,12 +48,12 @@ def run(
 ) -> Progress:
     """Train what `make_student` makes of the target, its tokenizer and the documents.
 
-    The engine measures it at the end, and in between where the options say so. Raises what loading and `Trainer.run`
+    The engine measures it at the beginning and the end, and in between where the options say so. Raises what loading and `Trainer.run`
     raise, and `RequestError` for data that cannot be used.
     """
     options = asked.options
     keep_freed_memory()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     processes = Processes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -65,7 +66,7 @@ class Progress:
     tokens: int = 0
     """Learned from, padding not counted, all processes together."""
     elapsed_s: float = 0.0
-    """Evaluations included, summed over restarts."""
+    """In training, without the evaluations, summed over restarts."""
     cursor: Cursor = field(default_factory=Cursor)
     num_evaluations: int = 0
     best_tau: float = 0.0
@@ -138,10 +139,10 @@ class Trainer:
             options.seed,
             progress.cursor,
         )
-        clock = logged = saved = time.monotonic()
-        window = _Window()
         if progress.step == 0 and self.evaluate is not None:
             self._evaluate(progress)  # what there was to begin with
+        clock = logged = saved = time.monotonic()
+        window = _Window()
         while (fraction := self.processes.largest(progress.fraction(options))) < 1.0 and not self._ends(
             progress
         ):
@@ -161,9 +162,11 @@ class Trainer:
                 self._log_training(progress, window, factor)
                 window, logged = _Window(), now
             if self._evaluation_is_due(progress):
+                if window.num_steps:
+                    self._log_training(progress, window, factor)
                 self._evaluate(progress)
-                now = time.monotonic()
-                progress.elapsed_s, clock, logged = progress.elapsed_s + now - clock, now, now
+                window = _Window()
+                now = clock = logged = time.monotonic()
             if main and now - saved >= options.checkpoint_every_s:
                 self._save_checkpoint(progress)
                 saved = now
@@ -281,7 +284,7 @@ class Trainer:
             return None
         try:
             state = torch.load(file, map_location=self.target.device, weights_only=True)
-        except (RuntimeError, EOFError, ValueError) as error:
+        except (RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
             raise ConfigError(f"cannot read the checkpoint {str(file)!r}: {error}") from None
         identity = self._identity()
         changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
