@@ -132,8 +132,16 @@ NO_OPTIONS: dict[str, dict[str, Any]] = {
 
 def cli_page() -> str:
     """Every verb with its flags, panel by panel."""
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    return "\n".join([CLI_INTRODUCTION, *(_verb(name, command) for name, command in commands.items())])
+    return "\n".join([CLI_INTRODUCTION, *(_verb(*verb) for verb in _verbs(get_command(app)))])
+
+
+def _verbs(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each verb's full name and command, those of groups included."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _verbs(command, f"{above}{name} ")
+        else:
+            yield above + name, command
 
 
 def config_page() -> str:

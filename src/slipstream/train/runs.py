@@ -48,8 +48,8 @@ def run(
 ) -> Progress:
     """Train what `make_student` makes of the target, its tokenizer and the documents.
 
-    The engine measures it at the beginning and the end, and in between where the options say so. Raises what loading and `Trainer.run`
-    raise, and `RequestError` for data that cannot be used.
+    The engine measures it at the beginning and the end, and in between where the options say so. Raises what loading
+    and `Trainer.run` raise, and `RequestError` for data that cannot be used.
     """
     options = asked.options
     keep_freed_memory()
