@@ -8,17 +8,21 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from slipstream.bench.client import Server
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
-from slipstream.errors import ConfigError, RequestError
-from slipstream.train.answerers import Answer, EngineAnswerer
+from slipstream.errors import ConfigError, RemoteError, RequestError
+from slipstream.train.answerers import Answer, EngineAnswerer, ServerAnswerer
 from slipstream.train.journal import Journal
 from slipstream.train.options import RegenerateOptions, parse_weights
 from slipstream.train.prompts import choose, read_scripts
@@ -134,6 +138,14 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return journal.rows
 
 
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    with pytest.raises(ConfigError, match="another run is writing"):
+        Journal(tmp_path / "journal.jsonl")
+    journal.close()
+    assert rows_of(tmp_path / "journal.jsonl") == []
+
+
 def test_sigkill_loses_no_finished_line(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
     program = (
@@ -231,6 +243,65 @@ def test_spans_stop_where_the_template_says_it_otherwise() -> None:
     }
     other = Answer("b", "stop", 1, [8, 8, 8], [4])
     assert _tokens([first, other])["answer_spans"] == [[3, 4]]
+
+
+@contextmanager
+def server(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A chat server that says how many messages it got."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            message = {"role": BOT, "content": f"{len(body['messages'])} messages"}
+            choice = {"message": message, "finish_reason": "stop"}
+            answer = {"choices": [choice], "usage": {"completion_tokens": 2}}
+            content = json.dumps(answer if status == 200 else {"error": {"message": "no"}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}/v1", asked
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def test_a_server_answers(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with server() as (url, asked):
+        answerer = ServerAnswerer(Server(url, "m", "", timeout_s=10), 3)
+        tally = regenerate(data, output, OPTIONS, answerer, {"model": "m"})
+    rows = made(output)
+    assert tally.num_done == len(rows) == len(ROWS)
+    assert [m["content"] for m in rows[1]["messages"]] == ["hi", "1 messages", "why?", "3 messages"]
+    assert "token_ids" not in rows[1]
+    assert tally.num_tokens == 2 * len(asked)
+    assert {(body["model"], body["max_tokens"]) for body in asked} == {("m", 8)}
+
+
+@pytest.mark.parametrize(("status", "message"), [(500, "answers HTTP 500: no"), (401, "HTTP 401")])
+def test_a_server_that_fails_ends_the_run(status: int, message: str, data: Path, tmp_path: Path) -> None:
+    with server(status) as (url, _):
+        answerer = ServerAnswerer(Server(url, "m", "", timeout_s=10), 2)
+        with pytest.raises(RemoteError, match=message):
+            regenerate(data, tmp_path / "out.jsonl", OPTIONS, answerer, {"model": "m"})
+
+
+def test_a_server_that_is_not_there(data: Path, tmp_path: Path) -> None:
+    answerer = ServerAnswerer(Server("http://127.0.0.1:9/v1", "m", "", timeout_s=10), 2)
+    with pytest.raises(RemoteError, match="cannot reach"):
+        regenerate(data, tmp_path / "out.jsonl", OPTIONS, answerer, {"model": "m"})
 
 
 def test_the_command(data: Path, tmp_path: Path, shared_engines: None) -> None:

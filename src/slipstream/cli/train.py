@@ -348,7 +348,7 @@ def _server(
             raise ConfigError(f"the environment variable {api_key_env} of --api-key-env is not set")
     name = model or find_model(url, key, timeout_s)
     server = Server(url, name, "", key, timeout_s)
-    return ServerAnswerer(server, engine.get("max_num_seqs", 32), {}), {"model": name, "server": url}
+    return ServerAnswerer(server, engine.get("max_num_seqs", 32)), {"model": name, "server": url}
 
 
 def _reporter(every_s: float = 15.0) -> Any:

@@ -83,10 +83,9 @@ class EngineAnswerer:
 class ServerAnswerer:
     """A server, asked over `room` connections."""
 
-    def __init__(self, server: Server, room: int, extra: Mapping[str, Any]) -> None:
+    def __init__(self, server: Server, room: int) -> None:
         self.room = room
         self._server = server
-        self._extra = extra
         self._client = httpx2.Client(headers=server.headers, timeout=server.timeout_s)
         self._pool = ThreadPoolExecutor(room)
         self._under_way: dict[Future[Answer], str] = {}
@@ -97,8 +96,8 @@ class ServerAnswerer:
             "messages": list(messages),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
+            "top_p": params.top_p,
             "seed": params.seed,
-            **self._extra,
         }
         self._under_way[self._pool.submit(self._post, body)] = key
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import read_rows
@@ -22,6 +23,7 @@ class Journal:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = file.open("ab")
+            _lock(self._stream, file)
             self._size = _cut_unfinished(file)
             self.rows = [row for _, row in read_rows(file)] if self._size else []
             """What the file held when it was opened."""
@@ -51,6 +53,17 @@ class Journal:
         raw = self._stream.detach()
         raw.truncate(self._size)
         raw.close()
+
+
+def _lock(stream: BinaryIO, file: Path) -> None:
+    """Keep a second run out until `stream` is closed."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise ConfigError(
+            f"another run is writing {str(file)!r}; wait for it, or choose another --output"
+        ) from None
 
 
 def _cut_unfinished(file: Path) -> int:
