@@ -401,13 +401,24 @@ def test_the_engine_measures(evaluator: Evaluator) -> None:
 
 def test_the_command(data: Path, tmp_path: Path) -> None:
     command = ["train", "draft", "--data", str(data), "--output", str(tmp_path / "out"), "--shape", "1x64"]
-    small = ["--max-tokens", "900", "--batch-rows", "2", "--row-length", "48", "--cache-features"]
+    small = [
+        "--evaluate-every-steps",
+        "1",
+        "--max-tokens",
+        "100",
+        "--batch-rows",
+        "2",
+        "--row-length",
+        "48",
+        "--cache-features",
+    ]
     result = CliRunner().invoke(
         app, [*command, *small, "--eval-prompts-per-task", "1", "--eval-max-tokens", "8"]
     )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
-    assert [row["event"] for row in rows if row["event"] == "evaluation"] == ["evaluation"] * 2
+    steps = [row["step"] for row in rows if row["event"] == "evaluation"]
+    assert steps == list(range(rows[-1]["step"] + 1))  # the end once, though it is due twice
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2
     assert "a run needs a budget" in refused.output

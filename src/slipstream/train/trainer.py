@@ -74,6 +74,7 @@ class Progress:
     evaluations_since_best: int = 0
     evaluated_s: float = 0.0
     """`elapsed_s` at the last evaluation."""
+    evaluated_step: int = -1
 
     def fraction(self, options: TrainOptions) -> float:
         """Share of the budget that is spent, 0 to 1."""
@@ -172,7 +173,7 @@ class Trainer:
                 saved = now
         if window.num_steps:
             self._log_training(progress, window, 0.0)
-        if progress.fraction(options) >= 1.0 and self.evaluate is not None:
+        if progress.fraction(options) >= 1.0 and self.evaluate and progress.evaluated_step < progress.step:
             self._evaluate(progress)
         if main:
             self._save_checkpoint(progress)
@@ -245,7 +246,7 @@ class Trainer:
             draw(self.output)
         tau = self.processes.largest(tau)
         progress.num_evaluations += 1
-        progress.evaluated_s = progress.elapsed_s
+        progress.evaluated_s, progress.evaluated_step = progress.elapsed_s, progress.step
         progress.evaluations_since_best += 1
         if tau > progress.best_tau:
             progress.best_tau, progress.best_step, progress.evaluations_since_best = tau, progress.step, 0
