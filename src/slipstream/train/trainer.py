@@ -121,11 +121,12 @@ class Trainer:
         try:
             self.output.mkdir(parents=True, exist_ok=True)
             progress = self._resume() or progress
-            self._log = Journal(self.output / LOG)
+            self._log = Journal(self.output / LOG) if self.processes.is_main else None
             try:
                 self._train(progress)
             finally:
-                self._log.close()
+                if self._log is not None:
+                    self._log.close()
         except OSError as error:
             raise ConfigError(f"cannot write to {str(self.output)!r}: {error.strerror or error}") from None
         return progress
@@ -211,7 +212,7 @@ class Trainer:
         return means.pop("loss"), means, processes.total(window.num_tokens)
 
     def _log_training(self, progress: Progress, window: _Window, factor: float) -> None:
-        if not self.processes.is_main:
+        if self._log is None:
             return
         means = window.means()
         self._log.append({"event": "train", **_where(progress), "factor": factor, **means})
@@ -236,7 +237,7 @@ class Trainer:
     def _evaluate(self, progress: Progress) -> None:
         """Draft with what there is: the student goes to a folder of its own, and the engine loads that."""
         tau = 0.0
-        if self.processes.is_main and self.evaluate is not None:
+        if self._log is not None and self.evaluate is not None:
             folder = self.output / f"{self.student.name}.evaluated"
             self._export(folder, progress)
             figures = self.evaluate(self.student.speculative_config(folder))
