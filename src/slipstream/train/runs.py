@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
-from slipstream.train.batches import Document, read_documents
 from slipstream.train.allocator import keep_freed_memory
+from slipstream.train.batches import Document, read_documents
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.processes import Processes
