@@ -16,7 +16,6 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.engine.inputs import encode_chat
 from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
-from slipstream.heads.losses import heads_loss
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 
 NUM_TEXTS = 60
@@ -65,5 +64,12 @@ def _train(heads: Any, inputs: list[torch.Tensor], token_ids: torch.Tensor) -> N
     for _ in range(NUM_STEPS):
         chosen = torch.randint(NUM_TEXTS, (8,))
         optimizer.zero_grad()
-        heads_loss(heads(*(part[chosen] for part in inputs)), token_ids[chosen]).backward()
+        logits = heads(*(part[chosen] for part in inputs))  # [heads, batch, length, vocab]
+        sum(_loss(rows, token_ids[chosen], head) for head, rows in enumerate(logits)).backward()
         optimizer.step()
+
+
+def _loss(logits: torch.Tensor, token_ids: torch.Tensor, head: int) -> torch.Tensor:
+    """Cross-entropy of one head's `logits` [batch, length, vocab]: row t guesses token t + 2 + head."""
+    wanted = token_ids[:, head + 2 :]
+    return torch.nn.functional.cross_entropy(logits[:, : wanted.shape[1]].flatten(0, 1), wanted.flatten())

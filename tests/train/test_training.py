@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
-from slipstream.models import load_tokenizer
 from slipstream.train.batches import (
     Cursor,
     Document,
@@ -37,57 +36,6 @@ from slipstream.train.trainer import Progress, Trainer, learning_rate_factor
 
 CPU = torch.device("cpu")
 LENGTH = 48
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(EMBEDDED_TARGET)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A target of three layers with grouped keys and the embedded pair's tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def target(tiny: str) -> Target:
-    return Target(tiny, CPU, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = np.random.default_rng(0)
-    file = tmp_path_factory.mktemp("data") / "data.jsonl"
-    with file.open("w") as stream:
-        for _ in range(40):
-            a, b = rng.integers(100, size=2)
-            messages = [
-                {"role": "user", "content": f"What is {a} + {b}?"},
-                {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
-            ]
-            stream.write(json.dumps({"task": "math", "messages": messages}) + "\n")
-    return file
-
-
-@pytest.fixture(scope="module")
-def documents(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    return read_documents([data], tokenizer, LENGTH)
 
 
 def test_a_templates_answers_are_found(

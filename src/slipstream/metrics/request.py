@@ -91,7 +91,7 @@ class RequestMetrics:
     @property
     def conditional_acceptance(self) -> list[float]:
         """Entry i: accepted at position i + 1 over the steps that reached and proposed it."""
-        pairs = zip(self.accepted_per_position, self.reached_per_position, strict=False)
+        pairs = zip_longest(self.accepted_per_position, self.reached_per_position, fillvalue=0)
         return [accepted / reached for accepted, reached in pairs]
 
     @property

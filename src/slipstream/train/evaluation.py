@@ -12,6 +12,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import encode_chat
+from slipstream.errors import RequestError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
@@ -74,12 +75,19 @@ class Evaluator:
         for question in read_workload(workload).questions:
             if asked.setdefault(question.task, 0) >= prompts_per_task:
                 continue
+            messages = list(question.messages) or [{"role": "user", "content": question.text}]
+            prompt = encode_chat(self._engine.tokenizer, messages)
+            if len(prompt) >= self._engine.max_model_len:
+                continue  # longer than the target can read
             asked[question.task] += 1
             number = len(self._jobs)
-            messages = list(question.messages) or [{"role": "user", "content": question.text}]
             params = SamplingParams(max_tokens=max_tokens, seed=derive_seed(0, number + 1))
-            self._jobs.append(Job(number, encode_chat(self._engine.tokenizer, messages), params))
+            self._jobs.append(Job(number, prompt, params))
             self._tasks.append(question.task)
+        if not self._jobs:
+            raise RequestError(
+                f"no prompt of {workload!r} fits the target's context of {self._engine.max_model_len} tokens"
+            )
 
     def evaluate(self, speculative: SpeculativeConfig) -> Figures:
         """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time."""
