@@ -1,7 +1,9 @@
 """Acceptance of every drafter on the embedded pair, by task: the table of docs/reference/drafters.md.
 
-    python benchmarks/drafters.py                # 7 tasks x 50 held-out prompts, greedy and temperature 0.8
+    python benchmarks/drafters.py --trained OUT  # 7 tasks x 50 held-out prompts, greedy and temperature 0.8
     python benchmarks/drafters.py --prompts 5    # a quick look
+
+`OUT` is what `python -m recipes.drafters` made; without it, drafters that need training beyond the embedded pair are left out.
 
 Nothing here is timed. τ and α depend on the models, prompts and drafter alone, so the machine may be busy. Every
 text is compared with the one without speculation.
@@ -27,10 +29,25 @@ PAGE = ROOT / "docs/reference/drafters.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+SELF = {"method": "self", "num_speculative_tokens": 3}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
     "suffix, tree of 16": {"method": "suffix", "tree": True, "num_draft_nodes": 16},
+    "token_recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"},
+    "jacobi": {"method": "jacobi"},
+    "self, int8, chain of 3": SELF,
+    "layer_skip, int8, chain of 3": {
+        "method": "layer_skip",
+        "quantization": "int8",
+        "num_speculative_tokens": 3,
+    },
+    "cascade, int8 self and draft_model, chain of 6": {
+        "method": "cascade",
+        "num_speculative_tokens": 6,
+        "draft": DRAFT,
+    },
     "draft_model, chain of 4": DRAFT,
     "draft_model, greedy chain of 4": {**DRAFT, "draft_sample_method": "greedy"},
     "draft_model, tree of 12": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12},
@@ -40,12 +57,58 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 TEMPERATURES = (0.0, 0.8)
 
 
+def trained_drafters(folder: Path) -> dict[str, dict[str, Any]]:
+    """What can be drafted with what a run of the recipe left in `folder`."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def add(part: str, specs: dict[str, dict[str, Any]]) -> None:
+        path = folder / part
+        if path.is_dir():
+            found.update({name: {**spec, "model": str(path)} for name, spec in specs.items()})
+
+    chain, tree = {"num_speculative_tokens": 4}, {"tree_top_k": 3, "num_draft_nodes": 12}
+    deep = {"num_speculative_tokens": 6, "tree_top_k": 4, "num_draft_nodes": 16}
+    one = {"num_speculative_tokens": 4, "tree_top_k": 1, "num_draft_nodes": None}
+    add(
+        "draft/draft",
+        {
+            "distilled draft_model, chain of 4": {"method": "draft_model", **chain},
+            "distilled draft_model, tree of 12": {"method": "draft_model", **chain, **tree},
+            "distilled draft_model, tree of 16": {"method": "draft_model", **deep},
+        },
+    )
+    for version in ("eagle3", "eagle"):
+        add(
+            f"{version}/{version}",
+            {
+                f"{version}, chain of 4": {"method": version, **one},
+                f"{version}, tree of 12": {"method": version, **chain, **tree},
+                f"{version}, tree of 16": {"method": version, **deep},
+            },
+        )
+    for heads in ("medusa", "hydra"):
+        add(f"{heads}/{heads}", {f"{heads}, tree of 12": {"method": heads, **chain, **tree}})
+    for method in ("tli", "slem"):
+        add("other-tokenizer/export/draft", {f"{method}, chain of 4": {"method": method, **chain}})
+    if (folder / "draft/draft").is_dir():
+        member = {"method": "draft_model", "model": str(folder / "draft/draft"), **chain, **tree}
+        found["ensemble, suffix and distilled tree, 16 nodes"] = {
+            "method": "ensemble",
+            "members": [{"method": "suffix"}, member],
+            "num_draft_nodes": 16,
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=50, help="prompts a task")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--trained", type=Path, help="what the recipe made")
+    parser.add_argument("--only", default="", help="drafters whose name contains this")
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     by_task: dict[str, list[list[dict[str, str]]]] = {}
     for row in sample_prompts():
@@ -54,7 +117,10 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     reference = measure({"method": "off"}, by_task, options.max_tokens, TEMPERATURES)
-    for name, spec in DRAFTERS.items():
+    drafters = DRAFTERS | ({} if options.trained is None else trained_drafters(options.trained))
+    for name, spec in drafters.items():
+        if options.only not in name:
+            continue
         # Greedy, all verifiers and all ways to sample a chain are the same.
         temperatures = (
             TEMPERATURES if {"verifier", "draft_sample_method"}.isdisjoint(spec) else TEMPERATURES[1:]
@@ -64,7 +130,7 @@ def main() -> None:
             rows.append(
                 {
                     "drafter": name,
-                    "speculative_config": {k: v for k, v in spec.items() if k != "model"},
+                    "speculative_config": without_models(spec),
                     "temperature": temperature,
                     "task": task,
                     **summary(answers, reference[temperature, task]),
@@ -76,9 +142,9 @@ def main() -> None:
         "max_tokens": options.max_tokens,
         "rows": rows,
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    if options.prompts == 50:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.prompts == 50 and not options.only:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
         PAGE.write_text(f"{before}{BEGIN}\n{tables(rows)}{END}{after}")
@@ -106,6 +172,16 @@ def measure(
             elapsed_s = time.perf_counter() - started
             print(f"{spec} T={temperature} {task}: {elapsed_s:.0f} s", file=sys.stderr)
     return outputs
+
+
+def without_models(spec: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without the paths of this machine."""
+    plain = {key: value for key, value in spec.items() if key != "model"}
+    if "members" in plain:
+        plain["members"] = [without_models(member) for member in plain["members"]]
+    if "draft" in plain:
+        plain["draft"] = without_models(plain["draft"])
+    return plain
 
 
 def summary(answers: list[RequestOutput], reference: list[RequestOutput]) -> dict[str, Any]:
