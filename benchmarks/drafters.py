@@ -3,7 +3,7 @@
     python benchmarks/drafters.py --trained OUT  # 7 tasks x 50 held-out prompts, greedy and temperature 0.8
     python benchmarks/drafters.py --prompts 5    # a quick look
 
-`OUT` is what `python -m recipes.drafters` made; without it, drafters that need training beyond the embedded pair are left out.
+`OUT` is what `python -m recipes.drafters` made; without it, what needs more than the embedded pair is left out.
 
 Nothing here is timed. τ and α depend on the models, prompts and drafter alone, so the machine may be busy. Every
 text is compared with the one without speculation.
