@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
 from slipstream.errors import ConfigError
 from slipstream.heads.hydra import HydraHeads
 from slipstream.heads.medusa import MedusaHeads
+from slipstream.models import load_model
 from slipstream.train.batches import Cursor, Document, make_batch, row_batches
 from slipstream.train.eagle import EagleStudent, most_used
 from slipstream.train.evaluation import Evaluator
-from slipstream.train.heads import HeadStudent
+from slipstream.train.heads import HeadStudent, JointStudent
 from slipstream.train.options import EagleTrainOptions, HeadTrainOptions, TrainOptions
 from slipstream.train.target import Target
 from slipstream.train.trainer import Student, Trainer
@@ -75,6 +77,23 @@ def test_the_engine_loads_and_drafts_with_what_was_saved(
     figures = evaluator.evaluate(made.speculative_config(tmp_path))
     assert figures.greedy.tau >= 1
     assert len(figures.greedy.conditional) >= 1
+
+
+def test_medusa_2_trains_a_target_of_its_own(
+    tiny: str, target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
+    made = JointStudent(HeadTrainOptions(num_heads=2, joint=True), target, tokenizer, seed=0)
+    options = TrainOptions(max_tokens=3000, batch_rows=4, row_length=LENGTH, log_every_s=0.0)
+    evaluator = Evaluator(tiny, prompts_per_task=1, max_tokens=4)
+    Trainer(made, target, documents, 0, options, tmp_path, {}, evaluator.evaluate).run()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    drifts = [row["target_drift"] for row in rows if row["event"] == "train"]
+    assert drifts[0] == pytest.approx(0, abs=1e-4)  # the copy begins as the target
+    assert rows[-1]["event"] == "evaluation"
+    assert all(torch.equal(weight, before[name]) for name, weight in target.model.state_dict().items())
+    saved = load_model(str(tmp_path / "medusa/target"), pack=False, cpu_kernels="torch").model.state_dict()
+    assert any(not torch.equal(saved[name].float(), before[name]) for name in before)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra-shared"])

@@ -273,7 +273,7 @@ def test_early_stop_keeps_the_best(
 ) -> None:
     taus = iter([1.0, 1.5, 2.0, 1.9, 1.8, 1.7, 1.6])
 
-    def figures(speculative: SpeculativeConfig) -> Figures:
+    def figures(speculative: SpeculativeConfig, model: str | None) -> Figures:
         assert (Path(speculative.options["model"]) / "config.json").is_file()
         one = Acceptance(next(taus), 0.5, [0.5], {})
         return Figures(one, one)

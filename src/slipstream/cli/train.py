@@ -211,9 +211,10 @@ def medusa(
     options: Values,
     evaluation: Values,
 ) -> None:
-    """Train Medusa heads (Medusa-1: the target stays as it is): OUTPUT/medusa is what --spec medusa:PATH takes.
+    """Train Medusa heads: OUTPUT/medusa is what --spec medusa:PATH takes.
 
-    Ctrl-C saves; the same command goes on.
+    Medusa-1 leaves the target as it is. With --joint (Medusa-2) a copy of the target changes with the heads, and
+    OUTPUT/medusa/target is then the target to serve. Ctrl-C saves; the same command goes on.
     """
     _heads("medusa", model, data, output, device, threads, head, options, evaluation)
 
@@ -254,9 +255,13 @@ def _heads(
         TrainOptions(**options),
         EvaluationOptions(**evaluation),
     )
-    from slipstream.train.heads import HeadStudent
+    if wanted.joint and method != "medusa":
+        raise ConfigError("--joint is for medusa (Medusa-2)")
+    from slipstream.train.heads import HeadStudent, JointStudent
 
     def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> HeadStudent:
+        if wanted.joint:
+            return JointStudent(wanted, target, tokenizer, asked.seed)
         return HeadStudent(wanted, target, method, asked.seed)
 
     _train(make, method, asdict(wanted), model, data, output, device, threads, asked, measured)

@@ -75,6 +75,9 @@ class DraftStudent:
         own.sources[:] = -1  # nobody has seen these texts before
         return own
 
+    def target_path(self, folder: Path) -> None:
+        """The target stays as it is."""
+
     def save(self, folder: Path) -> None:
         """A float16 checkpoint with the target's tokenizer."""
         model = copy.deepcopy(self.model).half()

@@ -74,6 +74,9 @@ class EagleStudent:
             num_speculative_tokens=self.options.num_speculative_tokens,
         )
 
+    def target_path(self, folder: Path) -> None:
+        """The target stays as it is."""
+
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
         """A chain: what its positions accept is what there is to see while training."""
         options: dict[str, Any] = {

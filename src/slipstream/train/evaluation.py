@@ -89,9 +89,13 @@ class Evaluator:
                 f"no prompt of {workload!r} fits the target's context of {self._engine.max_model_len} tokens"
             )
 
-    def evaluate(self, speculative: SpeculativeConfig) -> Figures:
-        """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time."""
-        engine = make_engine(self._model, speculative, self._options, like=self._engine)
+    def evaluate(self, speculative: SpeculativeConfig, model: str | None = None) -> Figures:
+        """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time.
+
+        `model` is another target, with the same tokenizer.
+        """
+        like = self._engine if model is None else None
+        engine = make_engine(model or self._model, speculative, self._options, like=like)
         return Figures(self._acceptance(engine, 0.0), self._acceptance(engine, 1.0))
 
     def _acceptance(self, engine: Engine, temperature: float) -> Acceptance:

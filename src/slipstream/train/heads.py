@@ -1,7 +1,12 @@
-"""Medusa and Hydra heads as students of the trainer (Medusa-1 and plain Hydra: the target stays as it is)."""
+"""Medusa and Hydra heads as students of the trainer.
+
+Medusa-1 and Hydra leave the target as it is. `JointStudent` trains a copy of it with the heads (Medusa-2): what comes
+out is *another target*, whose own text speculation with these heads keeps.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -38,8 +43,12 @@ class HeadStudent:
 
         A head learns where a draft may begin and its guess still belongs to the same answer.
         """
+        return self._loss_of_heads(batch, batch.hidden_states[self.target.num_layers])
+
+    def _loss_of_heads(self, batch: Batch, states: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """`states` [B, T, hidden] are what the heads read."""
         learns, documents = batch.loss_mask.flatten(), batch.documents.flatten()
-        hidden = batch.hidden_states[self.target.num_layers].flatten(0, 1)
+        hidden = states.flatten(0, 1)
         embeds = self.target.embed(batch.token_ids).flatten(0, 1)
         logits = batch.target_logits_at(batch.loss_mask)
         place = learns.cumsum(0) - 1
@@ -69,6 +78,10 @@ class HeadStudent:
             save_medusa(self.heads, folder, lm_head=shared if self.options.shares_lm_head else None)
         else:
             save_hydra(self.heads, folder)
+
+    def target_path(self, folder: Path) -> str | None:
+        """The target stays as it is."""
+        return None
 
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
         """A chain of one guess a head."""
@@ -100,3 +113,43 @@ class HeadStudent:
         if method == "medusa":
             return MedusaHeads(MedusaConfig(**sizes), project)
         return HydraHeads(HydraConfig(**sizes), project)
+
+
+class JointStudent(HeadStudent):
+    """Medusa-2: a copy of the target learns with the heads, and stays near what it said before.
+
+    The copy's loss is the cross-entropy with the frozen target's distributions (the paper's self-distillation), the
+    heads' loss is weighted by `joint_weight`, and its gradient reaches the copy too.
+    """
+
+    def __init__(self, options: HeadTrainOptions, target: Target, tokenizer: Any, seed: int) -> None:
+        super().__init__(options, target, "medusa", seed)
+        self.model = copy.deepcopy(target.model).requires_grad_(True)
+        self.module = nn.ModuleDict({"heads": self.heads, "target": self.model})
+        self._tokenizer = tokenizer
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """See the class; logs `target_drift`, the divergence of the copy from the frozen target."""
+        states = self.model.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        ).last_hidden_state
+        wanted = batch.target_logits_at(batch.loss_mask).log_softmax(dim=-1)
+        own = self.model.get_output_embeddings()(states[batch.loss_mask]).float().log_softmax(dim=-1)
+        own_loss = -(wanted.exp() * own).sum(dim=-1).mean()
+        drift = own_loss.detach() + (wanted.exp() * wanted).sum(dim=-1).mean()
+        heads_loss, metrics = self._loss_of_heads(batch, states)
+        return own_loss + self.options.joint_weight * heads_loss, {"target_drift": float(drift), **metrics}
+
+    def save(self, folder: Path) -> None:
+        """The heads, and in `target` the model that they belong to."""
+        super().save(folder)
+        model = copy.deepcopy(self.model).half()
+        model.save_pretrained(folder / "target")
+        self._tokenizer.save_pretrained(folder / "target")
+
+    def target_path(self, folder: Path) -> str:
+        """The fine-tuned copy."""
+        return str(folder / "target")

@@ -229,9 +229,18 @@ class HeadTrainOptions:
     """Guess with the target's own output layer, frozen, instead of one a head: far fewer weights."""
     step_decay: float = 0.8
     """Weight of each head's loss over that of the head before."""
+    joint: bool = False
+    """Medusa-2: fine-tune a copy of the target with the heads. The result is another target, OUTPUT/medusa/target;
+    texts are its own, not the first one's."""
+    joint_weight: float = 0.2
+    """With --joint: weight of the heads' loss beside the copy's own."""
 
     def __post_init__(self) -> None:
         check_types(self, "heads")
+        if self.joint and self.shares_lm_head:
+            raise ConfigError("--joint trains the output layer; it cannot go with --shares-lm-head")
+        if self.joint_weight <= 0:
+            raise ConfigError(f"--joint-weight must be above 0, got {self.joint_weight}")
         check_at_least("heads", 1, num_heads=self.num_heads, num_layers=self.num_layers)
         if not 0 < self.step_decay <= 1:
             raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")

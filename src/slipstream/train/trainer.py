@@ -57,6 +57,9 @@ class Student(Protocol):
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
         """How the engine drafts with what was saved in `folder`."""
 
+    def target_path(self, folder: Path) -> str | None:
+        """The target that belongs to it, where training changes that too; None is the one that was there before."""
+
 
 @dataclass
 class Progress:
@@ -101,7 +104,7 @@ class Trainer:
     output: Path
     made_with: Mapping[str, Any]
     """What else the run depends on, for its provenance; a run goes on only with the same."""
-    evaluate: Callable[[SpeculativeConfig], Figures] | None = None
+    evaluate: Callable[[SpeculativeConfig, str | None], Figures] | None = None
     say: Callable[[str], None] = lambda line: None
     stop: Callable[[Progress], bool] = lambda progress: False
     """Asked before each step whether to end here, to be gone on with later."""
@@ -240,7 +243,8 @@ class Trainer:
         if self._log is not None and self.evaluate is not None:
             folder = self.output / f"{self.student.name}.evaluated"
             self._export(folder, progress)
-            figures = self.evaluate(self.student.speculative_config(folder))
+            student = self.student
+            figures = self.evaluate(student.speculative_config(folder), student.target_path(folder))
             tau = figures.greedy.tau
             self._log.append({"event": "evaluation", **_where(progress), **figures.as_json()})
             self.say(f"step {progress.step}: {figures}")
