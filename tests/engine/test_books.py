@@ -26,6 +26,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "draft": DRAFT,
     "draft-tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 8},
 }
+KEEPS_NOTHING = ("token-recycling",)
+"""Drafters without state of single sequences."""
 
 
 class LeakyNgram(NgramDrafter):
@@ -112,7 +114,7 @@ def test_every_drafter_forgets_who_finished_was_aborted_or_preempted(
         held.append(engine.drafter.num_held())
         assert held[-1] <= running, "the drafter keeps state only for those that run"
     assert preempted
-    assert max(held) >= 2
+    assert max(held) >= (0 if name in KEEPS_NOTHING else 2)
     for number in range(6):
         engine.abort(str(number))
     assert engine.drafter.num_held() == 0
