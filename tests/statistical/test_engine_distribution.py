@@ -21,6 +21,8 @@ from slipstream.models import RowGroup
 NUM_SAMPLES = 1200
 NUM_TOKENS = 3
 TOP_K = 3
+CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+"""A tree whose siblings are drawn without replacement where the verifier judges by probabilities."""
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 
 
@@ -59,8 +61,16 @@ def truth(prompt: list[int]) -> dict[tuple[int, ...], float]:
         {**DRAFT, "verifier": "rejection"},
         {**DRAFT, "verifier": "block"},
         {**DRAFT, "verifier": "rejection", "tree_top_k": 2, "num_draft_nodes": 6},
+        {**DRAFT, "verifier": "rejection", "tree_choices": CHOICES},
+        {**DRAFT, "verifier": "block", "tree_choices": CHOICES},
+        {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}, "verifier": "rejection"},
+        {"method": "layer_skip", "skip_layers": [2, 3], "num_speculative_tokens": 3, "verifier": "rejection"},
+        {"method": "token_recycling", "verifier": "rejection"},
     ],
-    ids=["off", "coupled", "coupled-tree", "rejection", "block", "rejection-tree"],
+    ids=[
+        *("off", "coupled", "coupled-tree", "rejection", "block", "rejection-tree"),
+        *("rejection-sampled-tree", "block-sampled-tree", "cascade", "layers", "token-recycling"),
+    ],
 )
 def test_answers_follow_the_targets_distribution(
     spec: dict[str, Any], prompt: list[int], truth: dict[tuple[int, ...], float]
