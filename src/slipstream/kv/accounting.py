@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.kv.prefix import BLOCK, PrefixIndex
+from slipstream.kv.prefix import BLOCK, PrefixIndex, block_keys
 
 Move = Callable[[int, int, int], None]
 """`move(source, destination, count)` copies entries between slots; the ranges may overlap."""
@@ -161,6 +161,9 @@ class KVAccounting:
         present = {id(segment) for segment in self._segments}
         if any(id(segment) not in present for _, segment in self._index.entries()):
             faults.append("the prefix index names a segment that is gone")
+        for segment in self._segments:
+            if self._prefix_caching and segment.keys != list(block_keys(segment.token_ids, segment.tenant)):
+                faults.append(f"segment at {segment.start} is indexed under another text than it holds")
         return faults
 
     def _tick(self) -> int:
