@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.engine.inputs import encode_chat
+from slipstream.heads.eagle import EagleConfig, EagleHead
+from slipstream.heads.eagle_files import save_eagle
 from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.train.eagle_loss import TargetText, training_time_test
 
 NUM_TEXTS = 60
 NUM_TOKENS = 48
@@ -26,13 +29,15 @@ NUM_STEPS = 40
 
 @functools.cache
 def trained_heads(method: str) -> str:
-    """A folder of `medusa` or `hydra` heads that share the target's output layer; seconds of training, seeded."""
+    """A folder of heads; seconds of training, seeded. Medusa's and Hydra's share the target's output layer."""
     target = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32).requires_grad_(False)
     hidden, embeddings, token_ids = (part.detach() for part in _answers(target))
     config: dict[str, Any] = {"hidden_size": 320, "vocab_size": 4096, "num_heads": 4, "shares_lm_head": True}
     folder = Path(tempfile.mkdtemp(prefix="slipstream-test-heads-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if method == "medusa":
+    if method.startswith("eagle"):
+        _train_eagle(3 if method == "eagle3" else 1, target, token_ids, folder)
+    elif method == "medusa":
         medusa = MedusaHeads(MedusaConfig(**config), target.lm_head)
         _train(medusa, [hidden], token_ids)
         save_medusa(medusa, folder)
@@ -67,6 +72,47 @@ def _train(heads: Any, inputs: list[torch.Tensor], token_ids: torch.Tensor) -> N
         logits = heads(*(part[chosen] for part in inputs))  # [heads, batch, length, vocab]
         sum(_loss(rows, token_ids[chosen], head) for head, rows in enumerate(logits)).backward()
         optimizer.step()
+
+
+def _train_eagle(version: int, target: Any, token_ids: torch.Tensor, folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 64}
+    config = EagleConfig(
+        version=version,
+        target_hidden_size=320,
+        vocab_size=4096,
+        draft_vocab_size=1024 if version == 3 else 4096,
+        intermediate_size=128,
+        feature_layers=(1, 3, 5) if version == 3 else (6,),
+        **sizes,
+    )
+    head = EagleHead(config)
+    if version == 3:
+        head.draft_token_ids = token_ids.flatten().bincount(minlength=4096).topk(1024).indices.sort().values
+        head.lm_head.weight.data.copy_(target.lm_head.weight[head.draft_token_ids])
+        head.norm.weight.data.copy_(target.model.norm.weight)
+    documents = torch.arange(len(token_ids))[:, None].expand_as(token_ids)
+    with torch.no_grad():
+        output = target(token_ids, output_hidden_states=True)
+    states = [*output.hidden_states[:-1], output.hidden_states[-1]]
+    features = torch.cat([states[layer] for layer in config.feature_layers], dim=-1)
+    positions = torch.arange(NUM_TOKENS)[None].expand_as(token_ids)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(NUM_STEPS):
+        chosen = torch.randint(NUM_TEXTS, (8,))
+        learns = torch.ones(8, NUM_TOKENS, dtype=torch.bool)
+        text = TargetText(
+            target.model.embed_tokens(token_ids[chosen]),
+            features[chosen],
+            positions[chosen],
+            documents[chosen],
+            learns,
+            output.logits[chosen].flatten(0, 1),
+        )
+        optimizer.zero_grad()
+        training_time_test(head, text, target.lm_head, num_steps=2).loss.backward()
+        optimizer.step()
+    save_eagle(head, folder, target="embedded", layout="eagle3" if version == 3 else "eagle")
 
 
 def _loss(logits: torch.Tensor, token_ids: torch.Tensor, head: int) -> torch.Tensor:
