@@ -36,6 +36,7 @@ def test_programs_run(page: Path, shared_engines: None, capsys: pytest.CaptureFi
     namespace: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks(page, "python"), start=1):
         exec(compile(block, f"{name(page)}, block {number}", "exec", dont_inherit=True), namespace)
+    assert len(namespace) > 2, "a program names something: its page's blocks ran in one namespace"
 
 
 def test_the_readme_script_is_short_and_reads_eight_metrics(

@@ -41,7 +41,8 @@ _TRAIN = FlagSet(TrainOptions, "Training")
 _EVALUATION = FlagSet(EvaluationOptions, "Evaluation")
 _DRAFT = FlagSet(DistillOptions, "Draft model")
 _EAGLE = FlagSet(EagleTrainOptions, "Head")
-_HEADS = FlagSet(HeadTrainOptions, "Heads")
+_MEDUSA = FlagSet(HeadTrainOptions, "Heads")
+_HYDRA = FlagSet(HeadTrainOptions, "Heads", skip=frozenset({"joint", "joint_weight"}))
 _SERVER = "A server instead of an engine"
 
 TargetArgument = Annotated[
@@ -128,191 +129,116 @@ def regenerate(
     notes().print(f"written: {output}", markup=False)
 
 
-@app.command()
-@with_flags(draft=_DRAFT, options=_TRAIN, evaluation=_EVALUATION)
-def draft(
-    model: TargetArgument = None,
-    data: Data = ...,  # type: ignore[assignment]
-    output: Output = ...,  # type: ignore[assignment]
-    device: Device = None,
-    threads: Threads = None,
-    *,
-    draft: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
+Maker = Callable[[Any, int, "Target", Any, "Seq[Document]"], "Student"]
+"""Options of the method, seed, target, its tokenizer and the documents -> what learns."""
+
+
+def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
+    """Make a command of a function that makes a student: its name is the method's, its docstring the help."""
+
+    def register(make: Maker) -> Maker:
+        method = make.__name__
+
+        def command(
+            model: TargetArgument = None,
+            data: Data = ...,  # type: ignore[assignment]
+            output: Output = ...,  # type: ignore[assignment]
+            device: Device = None,
+            threads: Threads = None,
+            *,
+            own: Values,
+            options: Values,
+            evaluation: Values,
+        ) -> None:
+            wanted = flags.cls(**own)
+            _train(
+                method,
+                lambda *made_of: make(wanted, *made_of),
+                asdict(wanted),
+                (model, data, output, TrainOptions(**options), EvaluationOptions(**evaluation)),
+                (device, threads),
+            )
+
+        command.__doc__ = make.__doc__
+        app.command(method)(with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command))
+        return make
+
+    return register
+
+
+@_method(_DRAFT)
+def draft(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Distil a small draft model from the target: OUTPUT/draft is what --draft takes.
 
     Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command goes on.
     """
-    distill, asked, measured = (
-        DistillOptions(**draft),
-        TrainOptions(**options),
-        EvaluationOptions(**evaluation),
-    )
     from slipstream.train.distillation import DraftStudent, make_draft
 
-    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> DraftStudent:
-        return DraftStudent(make_draft(distill, target, asked.seed), tokenizer, distill, asked.seed)
-
-    _train(make, "draft", asdict(distill), model, data, output, device, threads, asked, measured)
+    return DraftStudent(make_draft(wanted, target, seed), tokenizer, wanted, seed)
 
 
-@app.command()
-@with_flags(head=_EAGLE, options=_TRAIN, evaluation=_EVALUATION)
-def eagle3(
-    model: TargetArgument = None,
-    data: Data = ...,  # type: ignore[assignment]
-    output: Output = ...,  # type: ignore[assignment]
-    device: Device = None,
-    threads: Threads = None,
-    *,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
+@_method(_EAGLE)
+def eagle3(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train an EAGLE-3 head for the target: OUTPUT/eagle3 is what --spec eagle3:PATH takes, and vLLM and SGLang load.
 
     Ctrl-C saves; the same command goes on.
     """
-    _eagle(3, model, data, output, device, threads, head, options, evaluation)
+    from slipstream.train.eagle import EagleStudent
+
+    return EagleStudent(wanted, target, documents, 3, seed)
 
 
-@app.command()
-@with_flags(head=_EAGLE, options=_TRAIN, evaluation=_EVALUATION)
-def eagle(
-    model: TargetArgument = None,
-    data: Data = ...,  # type: ignore[assignment]
-    output: Output = ...,  # type: ignore[assignment]
-    device: Device = None,
-    threads: Threads = None,
-    *,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
+@_method(_EAGLE)
+def eagle(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train an EAGLE-1 head, which EAGLE-2's trees use too: OUTPUT/eagle is what --spec eagle:PATH takes.
 
     Ctrl-C saves; the same command goes on.
     """
-    _eagle(1, model, data, output, device, threads, head, options, evaluation)
+    from slipstream.train.eagle import EagleStudent
+
+    return EagleStudent(wanted, target, documents, 1, seed)
 
 
-@app.command()
-@with_flags(head=_HEADS, options=_TRAIN, evaluation=_EVALUATION)
-def medusa(
-    model: TargetArgument = None,
-    data: Data = ...,  # type: ignore[assignment]
-    output: Output = ...,  # type: ignore[assignment]
-    device: Device = None,
-    threads: Threads = None,
-    *,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
+@_method(_MEDUSA)
+def medusa(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train Medusa heads: OUTPUT/medusa is what --spec medusa:PATH takes.
 
     Medusa-1 leaves the target as it is. With --joint (Medusa-2) a copy of the target changes with the heads, and
     OUTPUT/medusa/target is then the target to serve. Ctrl-C saves; the same command goes on.
     """
-    _heads("medusa", model, data, output, device, threads, head, options, evaluation)
+    from slipstream.train.heads import HeadStudent, JointStudent
+
+    if wanted.joint:
+        return JointStudent(wanted, target, tokenizer, seed)
+    return HeadStudent(wanted, target, "medusa", seed)
 
 
-@app.command()
-@with_flags(head=_HEADS, options=_TRAIN, evaluation=_EVALUATION)
-def hydra(
-    model: TargetArgument = None,
-    data: Data = ...,  # type: ignore[assignment]
-    output: Output = ...,  # type: ignore[assignment]
-    device: Device = None,
-    threads: Threads = None,
-    *,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
+@_method(_HYDRA)
+def hydra(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train Hydra heads: OUTPUT/hydra is what --spec hydra:PATH takes.
 
     Ctrl-C saves; the same command goes on.
     """
-    _heads("hydra", model, data, output, device, threads, head, options, evaluation)
+    from slipstream.train.heads import HeadStudent
 
-
-def _heads(
-    method: str,
-    model: str | None,
-    data: list[Path],
-    output: Path,
-    device: str | None,
-    threads: int | None,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
-    wanted, asked, measured = (
-        HeadTrainOptions(**head),
-        TrainOptions(**options),
-        EvaluationOptions(**evaluation),
-    )
-    if wanted.joint and method != "medusa":
-        raise ConfigError("--joint is for medusa (Medusa-2)")
-    from slipstream.train.heads import HeadStudent, JointStudent
-
-    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> HeadStudent:
-        if wanted.joint:
-            return JointStudent(wanted, target, tokenizer, asked.seed)
-        return HeadStudent(wanted, target, method, asked.seed)
-
-    _train(make, method, asdict(wanted), model, data, output, device, threads, asked, measured)
-
-
-def _eagle(
-    version: int,
-    model: str | None,
-    data: list[Path],
-    output: Path,
-    device: str | None,
-    threads: int | None,
-    head: Values,
-    options: Values,
-    evaluation: Values,
-) -> None:
-    wanted, asked, measured = (
-        EagleTrainOptions(**head),
-        TrainOptions(**options),
-        EvaluationOptions(**evaluation),
-    )
-    from slipstream.train.eagle import EagleStudent
-
-    def make(target: Target, tokenizer: Any, documents: Seq[Document]) -> EagleStudent:
-        return EagleStudent(wanted, target, documents, version, asked.seed)
-
-    name = "eagle3" if version == 3 else "eagle"
-    _train(make, name, asdict(wanted), model, data, output, device, threads, asked, measured)
+    return HeadStudent(wanted, target, "hydra", seed)
 
 
 def _train(
-    make: Callable[[Target, Any, Seq[Document]], Student],
     method: str,
+    make: Callable[[int, Target, Any, Seq[Document]], Student],
     method_options: dict[str, Any],
-    model: str | None,
-    data: list[Path],
-    output: Path,
-    device: str | None,
-    threads: int | None,
-    options: TrainOptions,
-    evaluation: EvaluationOptions,
+    asked: tuple[str | None, list[Path], Path, TrainOptions, EvaluationOptions],
+    machine: tuple[str | None, int | None],
 ) -> None:
-    """What all methods have in common."""
+    """Run it, and say how it ended."""
     from slipstream.train.runs import Run, run
 
-    console = notes()
+    console, wanted = notes(), Run(*asked, *machine)
     with interruptible() as asked_to_stop:
-        asked = Run(model, data, output, options, evaluation, device, threads)
         progress = run(
-            asked,
-            make,
+            wanted,
+            lambda *made_of: make(wanted.options.seed, *made_of),
             method,
             method_options,
             lambda line: console.print(line, markup=False),
@@ -321,7 +247,7 @@ def _train(
     if asked_to_stop():
         console.print(f"stopped at step {progress.step}; the same command goes on from there")
         raise typer.Exit(130)
-    console.print(f"written: {output / method}", markup=False)
+    console.print(f"written: {wanted.output / method}", markup=False)
 
 
 @contextmanager
