@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.heads.hydra import HydraHeads
-from slipstream.heads.medusa import MedusaHeads
+from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.models import load_model
 from slipstream.train.batches import Cursor, Document, make_batch, row_batches
 from slipstream.train.eagle import EagleStudent, most_used
@@ -77,6 +77,53 @@ def test_the_engine_loads_and_drafts_with_what_was_saved(
     figures = evaluator.evaluate(made.speculative_config(tmp_path))
     assert figures.greedy.tau >= 1
     assert len(figures.greedy.conditional) >= 1
+
+
+def again(kind: str, path: Path, target: Target, documents: list[Document], **options: Any) -> Student:
+    """A student of the same kind that goes on from the head in `path`."""
+    method = kind.partition("-")[0]
+    if method.startswith("eagle"):
+        wanted = EagleTrainOptions(init=str(path), **options)
+        return EagleStudent(wanted, target, documents, 3 if method == "eagle3" else 1, seed=1)
+    return HeadStudent(HeadTrainOptions(init=str(path), **options), target, method, seed=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_a_head(
+    kind: str, target: Target, documents: list[Document], tmp_path: Path
+) -> None:
+    first = trainer(kind, target, documents, tmp_path / "run", max_tokens=1500)
+    first.run()
+    first.student.save(tmp_path / "head")
+    second = again(kind, tmp_path / "head", target, documents)
+    for name, weight in first.student.module.state_dict().items():
+        assert torch.equal(weight, second.module.state_dict()[name]), name
+    assert second.speculative_config(tmp_path).options["num_speculative_tokens"] >= 3
+    options = TrainOptions(max_tokens=1000, batch_rows=4, row_length=LENGTH)
+    Trainer(second, target, documents, 0, options, tmp_path / "more", {}).run()
+    changed = [
+        name
+        for name, weight in first.student.module.named_parameters()
+        if not torch.equal(weight, second.module.get_parameter(name))
+    ]
+    assert len(changed) == len(list(second.module.parameters()))  # all of it learns
+
+
+def test_a_head_to_go_on_from_must_be_of_its_kind(
+    target: Target, documents: list[Document], tmp_path: Path
+) -> None:
+    student("eagle", target, documents).save(tmp_path / "eagle")
+    with pytest.raises(ConfigError, match="EAGLE-1 head, not an EAGLE-3 one"):
+        again("eagle3", tmp_path / "eagle", target, documents)
+    with pytest.raises(ConfigError, match="leave --draft-vocab-size away"):
+        again("eagle3", tmp_path / "eagle", target, documents, draft_vocab_size=10)
+    heads = MedusaHeads(MedusaConfig(hidden_size=target.hidden_size + 2, vocab_size=target.vocab_size, num_heads=2))
+    save_medusa(heads, tmp_path / "wide")
+    with pytest.raises(ModelError, match="use heads that were trained for it"):
+        again("medusa", tmp_path / "wide", target, documents)
+    student("medusa-shared", target, documents).save(tmp_path / "shared")
+    with pytest.raises(ConfigError, match="which --joint trains"):
+        again("medusa", tmp_path / "shared", target, documents, joint=True)
 
 
 def test_medusa_2_trains_a_target_of_its_own(

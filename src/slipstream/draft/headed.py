@@ -18,7 +18,8 @@ from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.growth import Growth, GrowthOptions, Growths, Shape
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
+from slipstream.heads.fit import check_fits
 from slipstream.heads.hydra import HydraHeads
 from slipstream.heads.medusa import MedusaHeads
 from slipstream.kv.cache import KVCache
@@ -61,7 +62,7 @@ class HeadDrafter(Drafter):
         """Takes `heads` over: moved to the target's device and type, and packed for its kernels."""
         super().__init__(options, context)
         config = heads.config
-        _check_fits(options.model, config.hidden_size, config.vocab_size, target)
+        check_fits(options.model, config.hidden_size, config.vocab_size, target)
         depth = min(options.num_speculative_tokens, config.num_heads)
         self.shape = Shape.of(dataclasses.replace(options, num_speculative_tokens=depth), context.verifier)
         if self.shape.depth > config.num_heads:
@@ -128,12 +129,3 @@ def target_of(context: DraftContext, what: str) -> CausalLM:
     if context.target is None:
         raise ConfigError(f"{what} reads the target's hidden states, and no target is loaded")
     return context.target
-
-
-def _check_fits(path: str, hidden_size: int, vocab_size: int, target: CausalLM) -> None:
-    """Raise `ModelError` unless heads of these sizes can have been made for `target`."""
-    if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
-        raise ModelError(
-            f"the heads {path!r} are for a target of hidden size {hidden_size} and {vocab_size} tokens; this one has "
-            f"{target.hidden_size} and {target.vocab_size}: use heads that were trained for it"
-        )

@@ -23,22 +23,31 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
+from slipstream.heads.fit import TargetShape
 from slipstream.models.causal_lm import CausalLM
 
 
 def load_eagle(path: str, target: CausalLM, *, revision: str | None = None) -> EagleHead:
-    """The head in a folder or on the hub, for `target`; raises `ModelError` where it does not fit, with the reason."""
+    """`read_eagle`, ready to draft for `target`: on its device, in its dtype, without gradients."""
+    head = read_eagle(path, target, revision=revision)
+    if head.embedding is not None:
+        head.embedding = head.embedding.to(target.device, target.dtype)
+    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -> EagleHead:
+    """The head in a folder or on the hub, in float32; raises `ModelError` where it does not fit, with the reason."""
     raw, tensors = read_checkpoint(path, revision=revision)
     config = eagle_config(raw, tensors, target, path)
     head = EagleHead(config)
     _check_fit(config, target, path)
     head.embedding = _own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
     head.load_state_dict(_renamed(tensors, head, path))
-    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    return head
 
 
 def eagle_config(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM, path: str
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape, path: str
 ) -> EagleConfig:
     """What a checkpoint's configuration and tensors say; raises `ModelError` where they are not an EAGLE head's."""
     if "fc.weight" not in tensors:
@@ -211,7 +220,7 @@ def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: Eagle
     return ids
 
 
-def _check_fit(config: EagleConfig, target: CausalLM, path: str) -> None:
+def _check_fit(config: EagleConfig, target: TargetShape, path: str) -> None:
     """Raise `ModelError` where the head was made for another target."""
     for what, mine, its in (
         ("hidden size", target.hidden_size, config.target_hidden_size),
@@ -229,19 +238,19 @@ def _check_fit(config: EagleConfig, target: CausalLM, path: str) -> None:
         )
 
 
-def _own_embedding(table: Tensor | None, target: CausalLM, path: str) -> Tensor | None:
+def _own_embedding(table: Tensor | None, target: TargetShape, path: str) -> Tensor | None:
     """The head's own embedding table; None where it is the target's."""
     if table is None:
         return None
     if table.shape[0] != target.vocab_size:
         raise ModelError(f"{path!r} embeds {table.shape[0]} tokens, the target has {target.vocab_size}")
-    probe = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 64), device=target.device)
-    theirs = table.to(target.device, target.dtype)[probe]
-    if theirs.shape[1] == target.hidden_size and torch.allclose(
-        target.embed(probe), theirs, rtol=0.05, atol=0.02
+    probe = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 64))
+    mine = target.embed(probe).float().cpu()
+    if table.shape[1] == target.hidden_size and torch.allclose(
+        mine, table[probe].float(), rtol=0.05, atol=0.02
     ):
         return None
-    return table.to(target.device, target.dtype)
+    return table
 
 
 def _number(config: Mapping[str, Any], name: str, path: str) -> int:

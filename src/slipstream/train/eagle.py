@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
-from slipstream.heads.eagle_files import save_eagle
+from slipstream.heads.eagle_files import read_eagle, save_eagle
 from slipstream.train.batches import Batch, Document, Rows
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions
@@ -29,15 +29,13 @@ class EagleStudent:
         """`version` is 1 or 3; a head of version 2 is one of version 1. Raises `ConfigError` for what cannot be."""
         self.options, self.target, self.version = options, target, version
         self.name = "eagle3" if version == 3 else "eagle"
-        config = _config(options, target, version)
         torch.manual_seed(seed)
-        self.head = EagleHead(config)
-        _initialise(self.head, target)
-        if config.draft_vocab_size < config.vocab_size:
-            self.head.draft_token_ids = most_used(documents, config.vocab_size, config.draft_vocab_size)
-            self.head.lm_head.weight.data.copy_(_output_weight(target)[self.head.draft_token_ids])
+        if options.init is not None:
+            self.head = _given(options.init, target, version)
+        else:
+            self.head = _fresh(_config(options, target, version), target, documents)
         self.module: nn.Module = self.head
-        self.feature_layers: Seq[int] = config.feature_layers
+        self.feature_layers: Seq[int] = self.head.config.feature_layers
 
     def own_text(self, rows: Rows, step: int) -> Rows:
         """As it is: the head's own guesses are made inside the loss."""
@@ -86,6 +84,25 @@ class EagleStudent:
             "num_draft_nodes": None,
         }
         return SpeculativeConfig(self.name, options=options)
+
+
+def _given(path: str, target: Target, version: int) -> EagleHead:
+    """The head to go on from; raises `ModelError` for one of another target, `ConfigError` for one of another kind."""
+    head = read_eagle(path, target)
+    if head.config.version != version:
+        raise ConfigError(f"{path!r} is an EAGLE-{head.config.version} head, not an EAGLE-{version} one")
+    if head.embedding is not None:
+        raise ConfigError(f"{path!r} embeds tokens with a table of its own; training uses the target's")
+    return head
+
+
+def _fresh(config: EagleConfig, target: Target, documents: Seq[Document]) -> EagleHead:
+    head = EagleHead(config)
+    _initialise(head, target)
+    if config.draft_vocab_size < config.vocab_size:
+        head.draft_token_ids = most_used(documents, config.vocab_size, config.draft_vocab_size)
+        head.lm_head.weight.data.copy_(_output_weight(target)[head.draft_token_ids])
+    return head
 
 
 def most_used(documents: Seq[Document], vocab_size: int, size: int) -> Tensor:

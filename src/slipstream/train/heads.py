@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
-from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.errors import ConfigError
+from slipstream.heads.fit import check_fits
+from slipstream.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.heads.medusa import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.train.batches import Batch, Rows
 from slipstream.train.options import HeadTrainOptions
 from slipstream.train.target import Target
@@ -29,8 +31,7 @@ class HeadStudent:
         """`method` is `medusa` or `hydra`."""
         self.options, self.target, self.name = options, target, method
         torch.manual_seed(seed)
-        self.heads = self._make(method)
-        self.heads.init_projections(target.model.get_output_embeddings().weight.detach())
+        self.heads = self._make(method) if options.init is None else self._given(method, options.init)
         self.module: nn.Module = self.heads
         self.feature_layers: Seq[int] = (target.num_layers,)
 
@@ -55,7 +56,7 @@ class HeadStudent:
         roots = learns.nonzero()[:, 0]  # flat indices of the tokens behind which a draft begins
         total = hidden.new_zeros(())
         metrics: dict[str, float] = {}
-        for head in range(self.options.num_heads):
+        for head in range(self.heads.config.num_heads):
             before = roots + 1 + head  # the token that stands before the guessed one
             inside = before < len(documents)
             roots, before = roots[inside], before[inside]
@@ -75,7 +76,7 @@ class HeadStudent:
         """As the authors' code and vLLM read them."""
         if isinstance(self.heads, MedusaHeads):
             shared = self.target.model.get_output_embeddings().weight.detach()
-            save_medusa(self.heads, folder, lm_head=shared if self.options.shares_lm_head else None)
+            save_medusa(self.heads, folder, lm_head=shared if self.heads.config.shares_lm_head else None)
         else:
             save_hydra(self.heads, folder)
 
@@ -87,7 +88,7 @@ class HeadStudent:
         """A chain of one guess a head."""
         options: dict[str, Any] = {
             "model": str(folder),
-            "num_speculative_tokens": self.options.num_heads,
+            "num_speculative_tokens": self.heads.config.num_heads,
             "tree_top_k": 1,
         }
         return SpeculativeConfig(self.name, options=options)
@@ -110,9 +111,22 @@ class HeadStudent:
             "base_model": target.path,
         }
         project = target.model.get_output_embeddings()
+        heads: MedusaHeads | HydraHeads
         if method == "medusa":
-            return MedusaHeads(MedusaConfig(**sizes), project)
-        return HydraHeads(HydraConfig(**sizes), project)
+            heads = MedusaHeads(MedusaConfig(**sizes), project)
+        else:
+            heads = HydraHeads(HydraConfig(**sizes), project)
+        heads.init_projections(project.weight.detach())
+        return heads
+
+    def _given(self, method: str, path: str) -> MedusaHeads | HydraHeads:
+        """The heads to go on from; raises `ModelError` for those of another target."""
+        load = load_medusa if method == "medusa" else load_hydra
+        heads = load(path, self.target.model.get_output_embeddings())
+        check_fits(path, heads.config.hidden_size, heads.config.vocab_size, self.target)
+        if self.options.joint and heads.config.shares_lm_head:
+            raise ConfigError(f"{path!r} shares the target's output layer, which --joint trains")
+        return heads.requires_grad_(True)
 
 
 class JointStudent(HeadStudent):

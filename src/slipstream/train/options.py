@@ -185,6 +185,8 @@ class DistillOptions:
 class EagleTrainOptions:
     """What the head looks like, and how it learns."""
 
+    init: str | None = None
+    """Folder or hub id of a head of this kind for this target to go on from; its shape is then that head's."""
     num_steps: int = 4
     """EAGLE-3: steps of the training-time test, each on the head's own output of the step before."""
     step_decay: float = 0.8
@@ -211,6 +213,11 @@ class EagleTrainOptions:
         for name in ("intermediate_size", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_at_least("eagle", 1, **{name: getattr(self, name)})
+        if self.init is not None:
+            for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
+                if getattr(self, name) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError(f"a head that goes on from --init keeps its shape; leave {flag} away")
         if self.layout is not None:
             reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
         if not 0 < self.step_decay <= 1:
@@ -221,6 +228,8 @@ class EagleTrainOptions:
 class HeadTrainOptions:
     """How many heads, of what form, and how they learn."""
 
+    init: str | None = None
+    """Folder or hub id of heads of this kind for this target to go on from; their number and form are then those."""
     num_heads: int = 4
     """Guesses beyond the target's own next token."""
     num_layers: int = 1

@@ -43,6 +43,7 @@ class Target:
         self.num_layers = int(self.model.config.num_hidden_layers)
         self.hidden_size = int(self.model.config.hidden_size)
         self.vocab_size = int(self.model.config.vocab_size)
+        self.context_length = int(self.model.config.max_position_embeddings)
         self._cache: FeatureCache | None = None
         check_plain_head(self.model, device)
 
@@ -82,7 +83,7 @@ class Target:
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> float32 [..., hidden]"""
-        embedded: Tensor = self.model.get_input_embeddings()(token_ids)
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded
 
     def keep(self, cache: FeatureCache) -> None:
