@@ -45,14 +45,41 @@ Distribution = dict[Text, float]
 EnumerableDrafter = Callable[[Text, Noise, int], Proposal]
 
 
-class BranchingNoise(Noise):
-    """`Noise` whose every decision is taken from a script and extended by first branches; see `all_runs`."""
+class Script:
+    """The decisions of one run, in the order in which they are asked for; beyond its end the first branch is taken."""
 
-    def __init__(self, root_position: int, script: list[_Branch]) -> None:
-        super().__init__(seed=0, root_position=root_position)
-        self.weight = 1.0
-        self._script = script
+    def __init__(self) -> None:
+        self._branches: list[list[tuple[int, float]]] = []
+        """A decision's outcomes that are still to be explored, with their probabilities, the current one first."""
         self._next = 0
+        self.weight = 1.0
+        """The probability of the decisions so far."""
+
+    def pick(self, probs: Seq[float]) -> int:
+        """One index, with the probability that stands there."""
+        if self._next == len(self._branches):
+            self._branches.append([(i, p) for i, p in enumerate(probs) if p > 0])
+        outcome, probability = self._branches[self._next][0]
+        self._next += 1
+        self.weight *= probability
+        return outcome
+
+    def advance(self) -> bool:
+        """Back to the beginning, with other decisions; False when all have been tried."""
+        self._next, self.weight = 0, 1.0
+        while self._branches and len(self._branches[-1]) == 1:
+            self._branches.pop()
+        if self._branches:
+            self._branches[-1].pop(0)
+        return bool(self._branches)
+
+
+class BranchingNoise(Noise):
+    """`Noise` whose every decision is taken from a script; see `all_runs`."""
+
+    def __init__(self, root_position: int, script: Script) -> None:
+        super().__init__(seed=0, root_position=root_position)
+        self._script = script
         self._used: set[tuple[Stream, int, int]] = set()
 
     def choose(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
@@ -64,7 +91,7 @@ class BranchingNoise(Noise):
 
     def draw(self, log_probs: torch.Tensor, position: int, stream: Stream, index: int = 0) -> int:
         self._use(stream, position, index)
-        return self.pick(log_probs.softmax(-1).tolist())
+        return self._script.pick(log_probs.softmax(-1).tolist())
 
     def draw_without_replacement(
         self, log_probs: torch.Tensor, k: int, position: int, index: int = 0
@@ -73,13 +100,13 @@ class BranchingNoise(Noise):
         left = log_probs.clone()
         drawn: list[int] = []
         while len(drawn) < k and bool(left.isfinite().any()):
-            drawn.append(self.pick(left.softmax(-1).tolist()))
+            drawn.append(self._script.pick(left.softmax(-1).tolist()))
             left[drawn[-1]] = -torch.inf
         return drawn
 
     def accepts(self, probability: float, position: int, candidate: int) -> bool:
         self._use(Stream.ACCEPTANCE, position, candidate)
-        return self.pick([1.0 - probability, probability]) == 1
+        return self._script.pick([1.0 - probability, probability]) == 1
 
     def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         raise NotImplementedError(
@@ -99,22 +126,13 @@ class BranchingNoise(Noise):
             )
         self._used.add((stream, position, index))
 
-    def pick(self, probs: Seq[float]) -> int:
-        """One index, with the probability that stands there."""
-        if self._next == len(self._script):
-            self._script.append(_Branch([(i, p) for i, p in enumerate(probs) if p > 0]))
-        outcome, probability = self._script[self._next].outcomes[0]
-        self._next += 1
-        self.weight *= probability
-        return outcome
-
 
 class _LazyChoices(Seq[int]):
     """The target's tokens for some rows, each decided when it is first read."""
 
     def __init__(self, noise: Noise, log_probs: torch.Tensor, positions: Seq[int]) -> None:
         assert isinstance(noise, BranchingNoise)
-        self._noise, self._log_probs, self._positions = noise, log_probs, positions
+        self._script, self._log_probs, self._positions = noise._script, log_probs, positions
         self._chosen: dict[int, tuple[int, int]] = {}  # position to (row, token)
 
     def __len__(self) -> int:
@@ -123,32 +141,26 @@ class _LazyChoices(Seq[int]):
     def __getitem__(self, row: Any) -> Any:
         position = self._positions[row]
         if position not in self._chosen:
-            self._chosen[position] = row, self._noise.pick(self._log_probs[row].softmax(-1).tolist())
+            self._chosen[position] = row, self._script.pick(self._log_probs[row].softmax(-1).tolist())
         decided_row, token = self._chosen[position]
         if decided_row != row:
             raise NotImplementedError(f"rows {decided_row} and {row} share the noise of position {position}")
         return token
 
 
-@dataclass
-class _Branch:
-    """A decision of the current run: its outcomes that are still to be explored, the current one first."""
-
-    outcomes: list[tuple[int, float]]
-
-
 def all_runs(run: Callable[[BranchingNoise], T], root_position: int = 0) -> Iterator[tuple[float, T]]:
     """Every (weight, result) of `run`, which must be a function of its noise; the weights sum to 1."""
-    script: list[_Branch] = []
+    return all_scripts(lambda script: run(BranchingNoise(root_position, script)))
+
+
+def all_scripts(run: Callable[[Script], T]) -> Iterator[tuple[float, T]]:
+    """The same for a run that makes noise more than once: every noise it makes is to read its script."""
+    script = Script()
     while True:
-        noise = BranchingNoise(root_position, script)
-        result = run(noise)
-        yield noise.weight, result
-        while script and len(script[-1].outcomes) == 1:
-            script.pop()
-        if not script:
+        result = run(script)
+        yield script.weight, result
+        if not script.advance():
             return
-        script[-1].outcomes.pop(0)
 
 
 @dataclass

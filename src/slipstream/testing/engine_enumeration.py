@@ -1,0 +1,43 @@
+"""The exact distribution of a real engine's answers: every random decision of every step, taken in turn.
+
+`slipstream.testing.enumeration` proves verifiers on table models. Here the real engine runs its real drafter on a real
+model, as often as there are ways to decide, so that wrong rows, a wrong draft distribution and noise that is used twice
+show as a gap, without any sampling error:
+
+    off = engine_distribution(LLM(), prompt, params)
+    assert total_variation(engine_distribution(llm, prompt, params), off) < 1e-5
+
+Keep the support small: `top_k` 2 and three tokens are some hundred runs. The verifiers are `rejection` and `block`;
+under `coupled` the answer is a function of the noise, which `slipstream.testing.coupled_identity` is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from unittest.mock import patch
+
+from slipstream import LLM
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.enumeration import BranchingNoise, Distribution, Script, all_scripts
+from slipstream.testing.table_model import Text
+
+
+def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> Distribution:
+    """Answer to probability, over all that can be drafted, accepted and chosen; caches are emptied before each run."""
+
+    def run(script: Script) -> Text:
+        def branching(seed: int, root_position: int, greedy: bool = False) -> BranchingNoise:
+            return BranchingNoise(root_position, script)
+
+        llm.reset_caches()
+        with (
+            patch("slipstream.engine.engine.Noise", branching),
+            patch("slipstream.draft.growth.Noise", branching),
+        ):
+            [output] = llm.generate([list(prompt)], params)
+        return tuple(output.outputs[0].token_ids)
+
+    distribution: Distribution = {}
+    for weight, answer in all_scripts(run):
+        distribution[answer] = distribution.get(answer, 0.0) + weight
+    return distribution

@@ -1,0 +1,129 @@
+"""The exact grid on the real engine and pair: every drafter, enumerated, leaves the target's distribution alone.
+
+`tests/exact` proves the verifiers on table models. Here every random decision that engine, drafter and verifier make is
+taken in turn, so a wrong row, a wrong q or a reused number shows as a gap, without sampling error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cut_draft import save_cut_draft
+from trained_heads import trained_heads
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.core import Proposal, ProposalKind
+from slipstream.draft.growth import Growth
+from slipstream.draft.registry import drafter_names
+from slipstream.testing.engine_enumeration import engine_distribution
+from slipstream.testing.enumeration import Distribution, total_variation
+
+PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
+"""Sixteen answers; the first token comes with the prompt, before any draft."""
+TEXT = "one two three one two"
+CLOSE = 1e-5
+"""A row that is computed in other company differs in the last bits of its float32 numbers."""
+CHOICES = [[0], [1], [0, 0]]
+TREE: dict[str, Any] = {"tree_choices": CHOICES}
+CHAIN: dict[str, Any] = {"num_speculative_tokens": 2}
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
+SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
+    {"method": "ngram", **CHAIN},
+    {"method": "suffix", **CHAIN},
+    {"method": "token_recycling"},
+    {"method": "lookahead"},
+    {"method": "jacobi", **CHAIN},
+    {**DRAFT, **CHAIN},
+    {**DRAFT, **TREE},
+    {**DRAFT, **CHAIN, "draft_sample_method": "greedy"},
+    {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
+    {"method": "tli", "model": OTHER_VOCABULARY, **CHAIN},
+    {"method": "tli", "model": OTHER_VOCABULARY, **TREE},
+    {"method": "slem", "model": OTHER_VOCABULARY, **CHAIN},
+    {"method": "self", **CHAIN},
+    {"method": "self", **TREE},
+    {"method": "layer_skip", "skip_layers": [2, 3], **CHAIN},
+    {"method": "layer_skip", "skip_layers": [4], **TREE},
+    {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}, **CHAIN},
+    {"method": "cascade", "draft": {**DRAFT, "num_speculative_tokens": 1}, **CHAIN},
+    {"method": "medusa", "model": TRAINED, **CHAIN},
+    {"method": "medusa", "model": TRAINED, **TREE},
+    {"method": "hydra", "model": TRAINED, **CHAIN},
+    {"method": "hydra", "model": TRAINED, **TREE},
+    {"method": "eagle", "model": TRAINED, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "eagle", "model": TRAINED, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "eagle3", "model": TRAINED, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "eagle3", "model": TRAINED, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
+    {
+        "method": "ensemble",
+        "members": [{"method": "ngram"}, {**DRAFT, **CHAIN, "draft_sample_method": "greedy"}],
+    },
+]
+
+
+def name(spec: dict[str, Any]) -> str:
+    shape = "tree" if TREE.keys() & spec.keys() or spec.get("tree_top_k", 1) > 1 else "chain"
+    return "-".join(
+        [spec["method"], shape, *(str(spec[k]) for k in ("draft_sample_method", "mode") if k in spec)]
+    )
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return list(LLM().engine.tokenizer(TEXT).input_ids)
+
+
+@pytest.fixture(scope="module")
+def truth(prompt: list[int]) -> Distribution:
+    """Without speculation, by the same enumeration."""
+    distribution = engine_distribution(LLM(), prompt, PARAMS)
+    assert len(distribution) == 2**PARAMS.max_tokens
+    assert sum(distribution.values()) == pytest.approx(1)
+    return distribution
+
+
+@pytest.fixture(scope="module")
+def cut_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_cut_draft(Path(tmp_path_factory.mktemp("pair")) / "draft")
+
+
+def test_every_drafter_is_here() -> None:
+    assert {spec["method"] for spec in SPECS} == set(drafter_names()) - {"off"}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_the_distribution_stays(
+    spec: dict[str, Any], prompt: list[int], truth: Distribution, cut_draft: str
+) -> None:
+    given = spec
+    if spec.get("model") == TRAINED:
+        spec = {**spec, "model": trained_heads(spec["method"])}
+    elif spec.get("model") == OTHER_VOCABULARY:
+        spec = {**spec, "model": cut_draft}
+    verifier = "block" if SPECS.index(given) % 2 else "rejection"
+    llm = LLM(speculative_config={**spec, "verifier": verifier})
+    assert total_variation(engine_distribution(llm, prompt, PARAMS), truth) < CLOSE
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_a_drafter_that_says_something_untrue_is_found(
+    verifier: str, prompt: list[int], truth: Distribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy guesses that are called samples of the draft's distribution."""
+    honest = Growth.proposal
+
+    def boast(self: Growth) -> Proposal:
+        proposal = honest(self)
+        if proposal.draft_probs is None:
+            return proposal
+        best = proposal.draft_probs.argmax(dim=-1).tolist()
+        return Proposal.chain(best, ProposalKind.SAMPLED_IID, proposal.draft_probs)
+
+    monkeypatch.setattr(Growth, "proposal", boast)
+    llm = LLM(speculative_config={**DRAFT, "num_speculative_tokens": 1, "verifier": verifier})
+    assert total_variation(engine_distribution(llm, prompt, PARAMS), truth) > 1e-3
