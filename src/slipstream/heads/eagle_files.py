@@ -107,6 +107,8 @@ def save_eagle(
         for name, tensor in head.state_dict().items()
         if name != "draft_token_ids"
     }
+    if head.embedding is not None:
+        tensors["embed_tokens.weight"] = head.embedding
     if config.draft_vocab_size < config.vocab_size:  # others refuse a map that maps nothing
         ids = head.draft_token_ids.cpu()
         known = torch.zeros(config.vocab_size, dtype=torch.bool)

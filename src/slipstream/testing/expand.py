@@ -86,9 +86,8 @@ def expand(
     empty.
     """
     source, target = Path(source), Path(target)
-    config = _check_source(source)
-    if target.exists() and any(target.iterdir()):
-        raise ModelError(f"{str(target)!r} is not empty; give a new folder")
+    config = check_source(source)
+    check_new(target)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     small = Shape.of(config)
@@ -113,8 +112,8 @@ def expand(
     num_parameters: int = sum(parameter.numel() for parameter in new.parameters())
     new.config.cost_expanded = {"from": source.resolve().name, "parameters": num_parameters}
     new.to(getattr(torch, dtype)).save_pretrained(target)
-    _copy_other_files(source, target)
-    _share(target)
+    copy_other_files(source, target)
+    share(target)
     return num_parameters
 
 
@@ -142,7 +141,7 @@ def _usual_shapes(config: Any) -> Iterator[Shape]:
     for hidden_size in range(128, 16385, 128):
         intermediate_size = int(hidden_size * INTERMEDIATE_RATIO)
         shape = Shape(hidden_size, small.num_layers, intermediate_size, hidden_size // config.head_dim)
-        if shape.num_heads and not _misfits(config, small, shape):
+        if shape.num_heads and not misfits(config, small, shape):
             yield shape
 
 
@@ -151,7 +150,14 @@ def _oddity(shape: Shape) -> int:
     return abs(shape.num_layers - IDEAL_LAYERS)
 
 
-def _check_source(source: Path) -> Any:
+def check_new(folder: Path) -> None:
+    """Raise `ModelError` where there is something in the folder that is to be written."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{str(folder)!r} is not empty; give a new folder")
+
+
+def check_source(source: Path) -> Any:
+    """The configuration of a model that can be enlarged; raises `ModelError` for any other."""
     if not source.is_dir():
         raise ModelError(f"{str(source)!r} is not a folder")
     config = load_config(str(source))
@@ -162,7 +168,7 @@ def _check_source(source: Path) -> Any:
     return config
 
 
-def _misfits(config: Any, small: Shape, large: Shape) -> list[str]:
+def misfits(config: Any, small: Shape, large: Shape) -> list[str]:
     """What stops a model of the sizes `small` from being a part of one of the sizes `large`."""
     faults = [
         f"{name} {getattr(large, name)} is below the source's {getattr(small, name)}"
@@ -180,7 +186,7 @@ def _misfits(config: Any, small: Shape, large: Shape) -> list[str]:
 
 
 def _check_shapes(config: Any, small: Shape, large: Shape) -> None:
-    if faults := _misfits(config, small, large):
+    if faults := misfits(config, small, large):
         raise ConfigError(f"cannot enlarge: {'; '.join(faults)}")
 
 
@@ -201,12 +207,12 @@ def _large_config(config: Any, large: Shape) -> LlamaConfig:
 
 def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
     """Write the old weights into the new model, and zeros wherever something new would add to its state."""
-    _place(new.model.embed_tokens.weight, old.model.embed_tokens.weight)
+    place(new.model.embed_tokens.weight, old.model.embed_tokens.weight)
     if not old.config.tie_word_embeddings:
-        _place(new.lm_head.weight, old.lm_head.weight)
-    _place_norm(new.model.norm, old.model.norm, small, large)
+        place(new.lm_head.weight, old.lm_head.weight)
+    place_norm(new.model.norm, old.model.norm)
     for index, layer in enumerate(new.model.layers):
-        source_index = _source_layer(index, small.num_layers, large.num_layers)
+        source_index = source_layer(index, small.num_layers, large.num_layers)
         if source_index is None:
             _silence(layer, small, large)
             continue
@@ -214,11 +220,11 @@ def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
         nn.init.zeros_(layer.mlp.down_proj.weight)
         source = old.model.layers[source_index]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _place(getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight)
+            place(getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            _place(getattr(layer.mlp, name).weight, getattr(source.mlp, name).weight)
+            place(getattr(layer.mlp, name).weight, getattr(source.mlp, name).weight)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            _place_norm(getattr(layer, name), getattr(source, name), small, large)
+            place_norm(getattr(layer, name), getattr(source, name))
 
 
 def _silence(layer: Any, small: Shape, large: Shape) -> None:
@@ -231,24 +237,26 @@ def _silence(layer: Any, small: Shape, large: Shape) -> None:
         nn.init.zeros_(layer.mlp.down_proj.weight)
 
 
-def _source_layer(index: int, small: int, large: int) -> int | None:
+def source_layer(index: int, small: int, large: int) -> int | None:
     """Which old layer the new layer `index` is, None for one in between; the old ones are spread evenly."""
     before, after = index * small // large, (index + 1) * small // large
     return before if after > before else None
 
 
-def _place(new: Tensor, old: Tensor) -> None:
+def place(new: Tensor, old: Tensor) -> None:
     """`old` goes into the top left corner; zeros beside it, random weights stay below it."""
     rows, columns = old.shape
     new[:rows] = 0
     new[:rows, :columns] = old
 
 
-def _place_norm(new: Any, old: Any, small: Shape, large: Shape) -> None:
-    new.weight[: small.hidden_size] = old.weight * (small.hidden_size / large.hidden_size) ** 0.5
+def place_norm(new: Any, old: Any) -> None:
+    """Its weights make up for the zeros in the mean square; `rms_norm_eps` must shrink with it."""
+    small, large = len(old.weight), len(new.weight)
+    new.weight[:small] = old.weight * (small / large) ** 0.5
 
 
-def _copy_other_files(source: Path, target: Path) -> None:
+def copy_other_files(source: Path, target: Path) -> None:
     """The tokenizer's files, the generation settings, and whatever else is not weights or configuration."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
@@ -256,7 +264,7 @@ def _copy_other_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _share(folder: Path) -> None:
+def share(folder: Path) -> None:
     """Weights are written readable for their owner alone; give them the configuration's permissions."""
     mode = (folder / "config.json").stat().st_mode & 0o777
     for file in folder.glob("*.safetensors"):
@@ -273,7 +281,7 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"cannot read {text!r} as a number of parameters; write 300M or 1G") from None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -283,7 +291,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 when the checkpoint was written, 2 with one line on stderr when it was not."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    parser = _Parser(
+    parser = Parser(
         prog="python -m slipstream.testing.expand",
         description="Enlarge a Llama checkpoint without changing what it computes.",
     )

@@ -1,0 +1,334 @@
+"""Enlarge a trained head so that it fits its target's enlarged model: the same guesses at the larger model's cost.
+
+    python -m slipstream.testing.expand_head HEAD SOURCE EXPANDED OUTPUT
+
+SOURCE is the target that the head was trained for, EXPANDED what `slipstream.testing.expand` made of it. A state of
+the enlarged model is the source's state and zeros behind it, behind the final norm too, whose weights are scaled so
+that the first part keeps its values. The head gets the enlarged model's width, and an EAGLE head's layer its number of
+attention heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of
+a matrix that makes a state see only what is zero in the state before it, new heads and new intermediate units have a
+zero column behind them. Where several states are read side by side, each one's columns are placed apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.heads import eagle_files, hydra, medusa
+from slipstream.heads.checkpoints import WEIGHT_FILES, read_checkpoint
+from slipstream.heads.eagle import EagleConfig, EagleHead
+from slipstream.heads.fit import check_fits
+from slipstream.heads.residual import ResidualBlock
+from slipstream.models import CausalLM, load_model
+from slipstream.testing.expand import (
+    Parser,
+    Shape,
+    check_new,
+    check_source,
+    copy_other_files,
+    misfits,
+    place,
+    place_norm,
+    share,
+    source_layer,
+)
+
+ALL_WEIGHT_FILES = tuple(dict.fromkeys((*WEIGHT_FILES, *medusa.WEIGHT_FILES, *hydra.WEIGHT_FILES)))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and the model that it was enlarged to."""
+
+    source: CausalLM
+    path: str
+    """Of the enlarged model; a head says whose it is."""
+    config: Any
+    """Of the enlarged model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The width that a head gets."""
+        return int(self.config.hidden_size)
+
+    def layer(self, number: int) -> int:
+        """The enlarged model's number of a hidden state: what source layer `number` puts out, 0 the embedding."""
+        small, large = self.source.num_layers, int(self.config.num_hidden_layers)
+        if number in (0, small):  # the last one is what the final norm puts out
+            return 0 if number == 0 else large
+        return next(i + 1 for i in range(large) if source_layer(i, small, large) == number - 1)
+
+
+def expand_head(
+    head: str | Path, target: str | Path, expanded: str | Path, output: str | Path, *, seed: int = 0
+) -> int:
+    """Write the head of `target` as one of `expanded` to the folder `output`; returns its parameter count.
+
+    EAGLE heads keep their layout, Medusa and Hydra heads the name of their weights' file; weights are float32. Raises
+    `ModelError` for a head of another target, an enlarged model of another one, or an output that is not empty, and
+    `ConfigError` for a head that is larger than the enlarged model allows.
+    """
+    head, output = Path(head), Path(output)
+    check_new(output)
+    if not head.is_dir():
+        raise ModelError(f"{str(head)!r} is not a folder")
+    pair = _pair(Path(target), Path(expanded))
+    raw, tensors = read_checkpoint(str(head), weight_files=ALL_WEIGHT_FILES)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        if "hydra_num_heads" in raw:
+            num_parameters = _expand_hydra(head, pair, output)
+        elif "medusa_num_heads" in raw or raw.get("model_type") == "medusa":
+            num_parameters = _expand_medusa(head, pair, output, tensors)
+        else:
+            num_parameters = _expand_eagle(head, pair, output, raw)
+    _label(output, {"from": head.resolve().name, "parameters": num_parameters})
+    copy_other_files(head, output)
+    share(output)
+    return num_parameters
+
+
+def _pair(source: Path, expanded: Path) -> Pair:
+    """Raises `ModelError` unless `expanded` is what `source` was enlarged to."""
+    small, large = check_source(source), check_source(expanded)
+    if not getattr(large, "cost_expanded", None):
+        raise ModelError(f"{str(expanded)!r} is not an enlarged model; slipstream.testing.expand makes them")
+    faults = misfits(small, Shape.of(small), Shape.of(large))
+    if small.head_dim != large.head_dim:
+        faults.append(f"heads of {large.head_dim} dimensions, not {small.head_dim}")
+    model = load_model(str(source), dtype="float32", device="cpu", canary=False, pack=False)
+    if faults or not _holds(expanded, large, model):
+        why = f": {'; '.join(faults)}" if faults else ": its weights are another model's"
+        raise ModelError(f"{str(expanded)!r} was not enlarged from {str(source)!r}{why}")
+    return Pair(model, str(expanded), large)
+
+
+def _holds(expanded: Path, config: Any, source: CausalLM) -> bool:
+    """Whether the embedding and a matrix of every layer of the source are where enlarging puts them."""
+    old = source.model.model
+    wanted = {"model.embed_tokens.weight": old.embed_tokens.weight}
+    for index in range(config.num_hidden_layers):
+        layer = source_layer(index, source.num_layers, config.num_hidden_layers)
+        if layer is not None:
+            wanted[f"model.layers.{index}.mlp.down_proj.weight"] = old.layers[layer].mlp.down_proj.weight
+    found = 0
+    for file in expanded.glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in wanted.keys() & set(tensors.keys()):
+                    rows, columns = wanted[name].shape
+                    corner = tensors.get_slice(name)[:rows, :columns]
+                    found += torch.equal(corner, wanted[name].to(corner.dtype))
+        except SafetensorError as error:
+            raise ModelError(f"cannot read {str(file)!r}: {str(error).splitlines()[0]}") from None
+    return found == len(wanted)
+
+
+def _expand_eagle(path: Path, pair: Pair, output: Path, raw: Mapping[str, Any]) -> int:
+    old = eagle_files.read_eagle(str(path), pair.source)
+    new = EagleHead(_eagle_config(old.config, pair))
+    _randomise(new)
+    _fill_eagle(new, old)
+    layout = "eagle" if old.config.version == 1 else "eagle3"
+    if "speculators_model_type" in raw:
+        layout = "speculators"
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    eagle_files.save_eagle(
+        new,
+        output,
+        target=pair.path,
+        layout=layout,
+        num_speculative_tokens=methods[0].get("speculative_tokens", 4),
+    )
+    return new.num_parameters()
+
+
+def _eagle_config(old: EagleConfig, pair: Pair) -> EagleConfig:
+    """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own."""
+    large = Shape.of(pair.config)
+    if old.hidden_size > large.hidden_size:
+        raise ConfigError(f"the head is {old.hidden_size} wide, the enlarged target {large.hidden_size}")
+    group = old.num_attention_heads // old.num_key_value_heads
+    wanted = large.num_heads * pair.config.head_dim / old.head_dim
+    possible = [
+        heads
+        for heads in range(old.num_attention_heads, large.hidden_size + 1, group)
+        if large.hidden_size % heads == 0  # Transformers' rule
+    ]
+    if not possible:
+        raise ConfigError(
+            f"no number of attention heads from {old.num_attention_heads} on in steps of {group} divides the enlarged "
+            f"target's hidden size {large.hidden_size}"
+        )
+    num_heads = min(possible, key=lambda heads: abs(heads - wanted))
+    return replace(
+        old,
+        hidden_size=large.hidden_size,
+        target_hidden_size=large.hidden_size,
+        intermediate_size=max(old.intermediate_size, large.intermediate_size),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // group,
+        feature_layers=tuple(pair.layer(number) for number in old.feature_layers),
+        rms_norm_eps=old.rms_norm_eps * old.hidden_size / large.hidden_size,
+    )
+
+
+def _fill_eagle(new: EagleHead, old: EagleHead) -> None:
+    fuses = old.config.version == 3
+    _place_into_state(new.fc, old.fc, len(old.config.feature_layers) if fuses else 2)
+    new_layer: Any = new.layer
+    old_layer: Any = old.layer
+    for name in ("q_proj", "k_proj", "v_proj"):
+        states = 2 if fuses else 1
+        _place_linear(getattr(new_layer.self_attn, name), getattr(old_layer.self_attn, name), states)
+    for name in ("gate_proj", "up_proj"):
+        _place_linear(getattr(new_layer.mlp, name), getattr(old_layer.mlp, name))
+    _place_output(new_layer.self_attn.o_proj, old_layer.self_attn.o_proj)
+    _place_output(new_layer.mlp.down_proj, old_layer.mlp.down_proj)
+    place_norm(new_layer.post_attention_layernorm, old_layer.post_attention_layernorm)
+    if fuses:
+        place_norm(new_layer.hidden_norm, old_layer.hidden_norm)
+        place_norm(new_layer.input_layernorm, old_layer.input_layernorm)
+        place_norm(new.norm, old.norm)
+        _place_linear(new.lm_head, old.lm_head)
+    new.draft_token_ids = old.draft_token_ids
+    if old.embedding is not None:
+        new.embedding = _widened(old.embedding, new.config.hidden_size)
+
+
+def _expand_medusa(path: Path, pair: Pair, output: Path, tensors: Mapping[str, Tensor]) -> int:
+    source = pair.source
+    old = medusa.load_medusa(str(path), source.project)
+    check_fits(str(path), old.config.hidden_size, old.config.vocab_size, source)
+    config = replace(old.config, hidden_size=pair.hidden_size, base_model=pair.path)
+    new = medusa.MedusaHeads(config, source.project)
+    _fill_heads(new, old)
+    output_layer = None
+    if config.shares_lm_head and any(
+        "linear" not in name and tensor.ndim == 2 for name, tensor in tensors.items()
+    ):
+        # The file holds a copy of the target's for vLLM, which does not lend it to heads.
+        output_layer = _widened(source.model.lm_head.weight, pair.hidden_size)
+    medusa.save_medusa(new, output, _weight_file(path, medusa.WEIGHT_FILES), output_layer)
+    return _num_parameters(new)
+
+
+def _expand_hydra(path: Path, pair: Pair, output: Path) -> int:
+    source = pair.source
+    old = hydra.load_hydra(str(path), source.project)
+    check_fits(str(path), old.config.hidden_size, old.config.vocab_size, source)
+    config = replace(old.config, hidden_size=pair.hidden_size, base_model=pair.path)
+    new = hydra.HydraHeads(config, source.project)
+    _fill_heads(new, old)
+    hydra.save_hydra(new, output, _weight_file(path, hydra.WEIGHT_FILES))
+    return _num_parameters(new)
+
+
+def _fill_heads(new: Any, old: Any) -> None:
+    _randomise(new)
+    hidden_size = old.config.hidden_size
+    for new_blocks, old_blocks in zip(new.blocks, old.blocks, strict=True):
+        for new_block, old_block in zip(new_blocks, old_blocks, strict=True):
+            _fill_block(new_block, old_block, old_block.linear.in_features // hidden_size)
+    for new_projection, old_projection in zip(new.projections, old.projections, strict=True):
+        _place_linear(new_projection, old_projection)
+
+
+def _fill_block(new: ResidualBlock, old: ResidualBlock, states: int) -> None:
+    """`x + SiLU(Linear(x))`: SiLU(0) is 0, so what is zero in a state stays zero."""
+    _place_into_state(new.linear, old.linear, states)
+    if isinstance(old.res_connection, nn.Linear):
+        assert isinstance(new.res_connection, nn.Linear)
+        _place_into_state(new.res_connection, old.res_connection, states)
+
+
+def _randomise(head: nn.Module) -> None:
+    """What is not written below keeps these values; zeros, with which some blocks begin, cost some engines less."""
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=0.02)
+
+
+def _place_linear(new: nn.Linear, old: nn.Linear, states: int = 1) -> None:
+    """`new` reads so many enlarged states side by side; its new outputs are random."""
+    for new_part, old_part in zip(
+        new.weight.chunk(states, dim=1), old.weight.chunk(states, dim=1), strict=True
+    ):
+        place(new_part, old_part)
+    _place_bias(new, old)
+
+
+def _place_into_state(new: nn.Linear, old: nn.Linear, states: int) -> None:
+    """The same where the output is a state again: its new part sees only what is zero in the states that it reads."""
+    _place_linear(new, old, states)
+    for part in new.weight.chunk(states, dim=1):
+        part[old.out_features :, : old.in_features // states] = 0
+
+
+def _place_output(new: nn.Linear, old: nn.Linear) -> None:
+    """What is read has new numbers that are not zero, so that all new weights must be."""
+    nn.init.zeros_(new.weight)
+    place(new.weight, old.weight)
+    _place_bias(new, old)
+
+
+def _place_bias(new: nn.Linear, old: nn.Linear) -> None:
+    if old.bias is not None:
+        nn.init.zeros_(new.bias)
+        new.bias[: old.out_features] = old.bias
+
+
+def _widened(table: Tensor, width: int) -> Tensor:
+    """[rows, old width] -> [rows, width], with zeros behind."""
+    return nn.functional.pad(table, (0, width - table.shape[1]))
+
+
+def _weight_file(folder: Path, names: tuple[str, ...]) -> str:
+    """The one that was read; the authors' own code looks for another name than vLLM."""
+    return next(name for name in names if (folder / name).is_file())
+
+
+def _num_parameters(head: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in head.parameters())
+
+
+def _label(folder: Path, origin: Mapping[str, Any]) -> None:
+    """The configuration says what the head is, as an enlarged model's does."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"cost_expanded": origin}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: 0 when the head was written, 2 with one line on stderr when it was not."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    parser = Parser(
+        prog="python -m slipstream.testing.expand_head",
+        description="Enlarge an EAGLE, Medusa or Hydra head to fit an enlarged target.",
+    )
+    parser.add_argument("head", help="folder of the head")
+    parser.add_argument("target", metavar="source", help="folder of the target that it was trained for")
+    parser.add_argument("expanded", help="folder of what slipstream.testing.expand made of the target")
+    parser.add_argument("output", help="folder to write")
+    try:
+        num_parameters = expand_head(**vars(parser.parse_args(arguments)))
+    except (SlipstreamError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{num_parameters:,} parameters", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
