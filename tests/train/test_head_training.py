@@ -117,7 +117,9 @@ def test_a_head_to_go_on_from_must_be_of_its_kind(
         again("eagle3", tmp_path / "eagle", target, documents)
     with pytest.raises(ConfigError, match="leave --draft-vocab-size away"):
         again("eagle3", tmp_path / "eagle", target, documents, draft_vocab_size=10)
-    heads = MedusaHeads(MedusaConfig(hidden_size=target.hidden_size + 2, vocab_size=target.vocab_size, num_heads=2))
+    heads = MedusaHeads(
+        MedusaConfig(hidden_size=target.hidden_size + 2, vocab_size=target.vocab_size, num_heads=2)
+    )
     save_medusa(heads, tmp_path / "wide")
     with pytest.raises(ModelError, match="use heads that were trained for it"):
         again("medusa", tmp_path / "wide", target, documents)

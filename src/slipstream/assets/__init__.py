@@ -10,6 +10,7 @@ _PAIR = Path(__file__).parent / "pair"
 
 EMBEDDED_TARGET = str(_PAIR / "target")
 EMBEDDED_DRAFT = str(_PAIR / "draft")
+EMBEDDED_EAGLE3 = str(_PAIR / "eagle3")
 
 
 def sample_prompts() -> list[dict[str, Any]]:

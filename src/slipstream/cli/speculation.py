@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
+
+_EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
+"""What the embedded target's own drafters are, by method."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,14 @@ class SpeculationFlags:
 
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, or
-    NAME:MODEL. `draft` alone is the embedded draft.
+    NAME:MODEL. `draft` and `eagle3` alone are the embedded target's own.
     Without any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
     """Folder or hub id of a draft model; short for --spec draft:PATH."""
     speculative_config: str | None = None
     """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
-    pair, `draft_model` needs no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own draft."""
+    pair, `draft_model` and `eagle3` need no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own
+    draft."""
     num_speculative_tokens: int | None = None
     """The most draft tokens on a path, whatever the drafter."""
     verifier: str | None = None
@@ -58,32 +62,38 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} say the same in two ways; give one of them")
     if flags.speculative_config is not None:
-        return _with_embedded_draft(SpeculativeConfig.from_text(flags.speculative_config), embedded)
+        return _with_embedded_model(SpeculativeConfig.from_text(flags.speculative_config), embedded)
     if flags.draft is not None:
         return SpeculativeConfig("draft_model", options={"model": flags.draft})
     spec = flags.spec if flags.spec is not None else "draft" if embedded else "off"
-    if spec in ("draft", "draft_model"):
+    method = "draft_model" if spec == "draft" else spec
+    if method in _EMBEDDED:
         if not embedded:
-            raise ConfigError(f"--spec {spec} needs the draft's folder or hub id: --spec draft:PATH")
-        spec = f"draft:{EMBEDDED_DRAFT}"
+            what = "draft" if method == "draft_model" else "head"
+            raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
+        return SpeculativeConfig(method, options={"model": _EMBEDDED[method]})
     return SpeculativeConfig.from_short(spec)
 
 
-def _with_embedded_draft(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
-    """`draft` is short for `draft_model`, whose `model` is the embedded draft where none is named; so it is among the
-    members of an ensemble."""
+def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
+    """`draft` is short for `draft_model`; the embedded target's own drafter is the `model` where none is named. So it
+    is inside an ensemble or a cascade."""
     if config.method == "ensemble" and isinstance(members := config.options.get("members"), list):
         named = [_named(member, embedded) for member in members]
         return replace(config, options={**config.options, "members": named})
-    if config.method not in ("draft", "draft_model"):
+    if config.method == "cascade":
+        inner = {key: _named(value, embedded) for key, value in config.options.items() if key == "draft"}
+        return replace(config, options={**config.options, **inner})
+    method = "draft_model" if config.method == "draft" else config.method
+    if method not in _EMBEDDED:
         return config
-    default = {"model": EMBEDDED_DRAFT} if embedded else {}
-    return replace(config, method="draft_model", options={**default, **config.options})
+    default = {"model": _EMBEDDED[method]} if embedded else {}
+    return replace(config, method=method, options={**default, **config.options})
 
 
 def _named(member: Any, embedded: bool) -> Any:
-    """An ensemble's member as `_with_embedded_draft` leaves it; what is no configuration is refused later."""
+    """A drafter inside another as `_with_embedded_model` leaves it; what is no configuration is refused later."""
     if not isinstance(member, dict) or "verifier" in member or not isinstance(member.get("method"), str):
         return member
-    config = _with_embedded_draft(SpeculativeConfig.from_mapping(member), embedded)
+    config = _with_embedded_model(SpeculativeConfig.from_mapping(member), embedded)
     return {"method": config.method, **config.options}

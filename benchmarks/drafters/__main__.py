@@ -1,0 +1,121 @@
+"""Every drafter on one target, by task: acceptance, speed, memory and training cost.
+
+    python -m benchmarks.drafters --trained OUT --expanded FOLDER      # all of docs/guides/choose-a-drafter.md
+    python -m benchmarks.drafters --prompts 2 --repeats 1 --no-page    # a quick look
+
+`OUT` is what `python -m recipes.drafters` made; without it, what needs more than the embedded pair is left out.
+`FOLDER` is a cost-expanded target (`python -m slipstream.testing.expand`). Acceptance is counted on 7 tasks x 50
+held-out prompts, greedy and at temperature 0.8, and needs no quiet machine; speed does, so it is a part of its own.
+Each part that is measured replaces its part of docs/benchmarks/drafters.json, from which the guide's tables and
+pictures are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drafters import acceptance, page, plots, speed
+from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
+from slipstream.bench.provenance import provenance
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs/benchmarks/drafters.json"
+GUIDE = ROOT / "docs/guides/choose-a-drafter.md"
+PARTS = ("acceptance", "speed", "page")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trained", type=Path, help="what the recipe made")
+    parser.add_argument("--expanded", help="a cost-expanded target, timed beside the embedded one")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--only", default="", help="drafters whose name contains this; replaces their rows")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts a task, acceptance")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer, acceptance")
+    parser.add_argument("--timed-prompts", type=int, default=4, help="prompts a task, speed")
+    parser.add_argument("--repeats", type=int, default=3, help="speed")
+    parser.add_argument("--threads", type=int, default=2, help="speed")
+    parser.add_argument("--no-page", action="store_true", help="leave result and guide as they are; print")
+    options = parser.parse_args()
+
+    entries = UNTRAINED + ([] if options.trained is None else trained(options.trained))
+    chosen = [entry for entry in entries if options.only in entry.name]
+    results: dict[str, Any] = {"speed": [], "acceptance": {"rows": []}, "training": {}, "trained": {}}
+    if RESULT.exists() and not options.no_page:
+        results |= json.loads(RESULT.read_text())
+    asked = options.parts.split(",")
+    if "acceptance" in asked:
+        rows = [
+            row for rows in acceptance.measure(chosen, options.prompts, options.max_tokens) for row in rows
+        ]
+        if options.only:
+            rows = _replaced(results["acceptance"]["rows"], rows, [entry.name for entry in entries])
+        facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
+        results["acceptance"] = {"provenance": _provenance(), **facts, "rows": rows}
+        results["training"] = training_costs(options.trained)
+        results["trained"] = {entry.name: entry.trained for entry in entries if entry.trained}
+    if "speed" in asked:
+        results["speed"] = _speeds([entry for entry in chosen if entry.timed], options)
+    if options.no_page:
+        print(page.measured(results))
+        return
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    if "page" in asked:
+        before, _, rest = GUIDE.read_text().partition(page.BEGIN)
+        GUIDE.write_text(before + page.measured(results) + rest.partition(page.END)[2])
+        plots.draw(results, RESULT.parent)
+
+
+def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    asked = {"max_tokens": 64, "threads": options.threads}
+    found = [
+        speed.measure(
+            entries,
+            None,
+            prompts_per_task=options.timed_prompts,
+            repeats=options.repeats,
+            kv_cache_bytes=32 << 20,
+            **asked,
+        )
+    ]
+    if options.expanded is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            larger = speed.expanded(entries, options.expanded, Path(folder))
+            found.append(
+                speed.measure(
+                    larger,
+                    options.expanded,
+                    prompts_per_task=max(1, options.timed_prompts // 2),
+                    repeats=max(1, options.repeats - 1),
+                    kv_cache_bytes=320 << 20,
+                    **asked,
+                )
+            )
+    return [{"provenance": _provenance(), **one} for one in found]
+
+
+def _provenance() -> dict[str, Any]:
+    """Without the folders of this machine, which tell a reader nothing."""
+    facts = provenance()
+    words = facts["command"].split(" ")
+    for flag, name in (("--trained", "OUT"), ("--expanded", "EXPANDED")):
+        if flag in words:
+            words[words.index(flag) + 1] = name
+    command = " ".join(words).replace("slipstream", "python -m benchmarks.drafters", 1)
+    return {**facts, "command": command}
+
+
+def _replaced(old: list[dict[str, Any]], new: list[dict[str, Any]], order: list[str]) -> list[dict[str, Any]]:
+    names = {row["drafter"] for row in new}
+    kept = [row for row in old if row["drafter"] not in names] + new
+    return sorted(kept, key=lambda row: order.index(row["drafter"]) if row["drafter"] in order else -1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What each drafter's guesses are worth, by task, on the embedded target: nothing here is timed.
+
+τ and α depend on the models, the prompts and the drafter alone, so the machine may be busy. Every text is compared with
+the one without speculation.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from benchmarks.drafters.lineup import Entry, without_models
+from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.assets import sample_prompts
+from slipstream.metrics.request import RequestMetrics
+
+TEMPERATURES = (0.0, 0.8)
+MAX_NUM_SEQS = 16
+
+Answers = dict[tuple[float, str], list[RequestOutput]]
+"""By temperature and task."""
+
+
+def measure(entries: Seq[Entry], prompts_per_task: int, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one drafter after another, a row for each temperature and task."""
+    by_task: dict[str, list[list[dict[str, str]]]] = {}
+    for row in sample_prompts():
+        by_task.setdefault(row["task"], []).append(row["messages"])
+    by_task = {task: prompts[:prompts_per_task] for task, prompts in sorted(by_task.items())}
+    reference = _answers({"method": "off"}, by_task, max_tokens, TEMPERATURES)
+    for entry in entries:
+        temperatures = TEMPERATURES[1:] if entry.is_greedy_only else TEMPERATURES
+        answers = _answers(entry.spec, by_task, max_tokens, temperatures)
+        yield [
+            {
+                "drafter": entry.name,
+                "speculative_config": without_models(entry.spec),
+                "temperature": temperature,
+                "task": task,
+                **_summary(given, reference[temperature, task]),
+            }
+            for (temperature, task), given in answers.items()
+        ]
+
+
+def _answers(
+    spec: dict[str, Any],
+    by_task: dict[str, list[list[dict[str, str]]]],
+    max_tokens: int,
+    temperatures: tuple[float, ...],
+) -> Answers:
+    """Each task meets a drafter that has learned nothing yet."""
+    llm = LLM(speculative_config=spec, max_num_seqs=MAX_NUM_SEQS)
+    outputs: Answers = {}
+    started_s = time.perf_counter()
+    for temperature in temperatures:
+        for task, conversations in by_task.items():
+            llm.reset_caches()
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+                for number in range(len(conversations))
+            ]
+            outputs[temperature, task] = llm.chat(conversations, params)
+    print(f"{without_models(spec)}: {time.perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
+    return outputs
+
+
+def _summary(answers: list[RequestOutput], reference: list[RequestOutput]) -> dict[str, Any]:
+    """Counters of one cell, pooled over its prompts."""
+    metrics = RequestMetrics.merged([answer.metrics for answer in answers])
+    equal = [
+        a.outputs[0].token_ids == r.outputs[0].token_ids for a, r in zip(answers, reference, strict=True)
+    ]
+    return {
+        "alpha": round(metrics.acceptance_rate, 4),
+        "conditional_alpha": [round(rate, 4) for rate in metrics.conditional_acceptance],
+        "tau": round(metrics.acceptance_length, 4),
+        "steps_saved": round(1 - metrics.num_steps / metrics.num_output_tokens, 4),
+        "num_steps": metrics.num_steps,
+        "num_output_tokens": metrics.num_output_tokens,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "texts_equal_to_off": sum(equal),
+        "texts": len(equal),
+    }
