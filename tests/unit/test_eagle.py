@@ -16,7 +16,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.base import DraftContext
 from slipstream.draft.eagle import EagleDrafter, EagleOptions
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
 from slipstream.heads.eagle_files import load_eagle, save_eagle
 from slipstream.kv.pool import KVPool
@@ -253,3 +253,14 @@ def test_an_embedding_of_its_own_is_read_and_the_targets_own_is_not_kept_twice(t
     own = load_eagle(str(tmp_path), target()).embedding
     assert own is not None
     assert torch.equal(own, table + 1)
+
+
+def test_int8_weights_are_a_quarter_and_guess_alike(tmp_path: Path) -> None:
+    folder = save(random_head(), tmp_path)
+    full, small = make(folder), make(folder, quantization="int8")
+    assert 0.2 < small.weight_bytes() / full.weight_bytes() < 0.35
+    with pytest.raises(ConfigError, match="int4"):
+        make(folder, quantization="int4")
+    hidden = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
+    agree = full.head.logits(hidden).argmax(-1) == small.head.logits(hidden).argmax(-1)
+    assert 0.9 < float(agree.float().mean())

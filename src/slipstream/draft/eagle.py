@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.config import check_types
+from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.cached import CachedDrafter, Feed
@@ -23,6 +23,7 @@ from slipstream.heads.eagle_files import load_eagle
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention import PackedAttention, Variant
+from slipstream.models.linears import check_quantization, pack_linears, packed_bytes
 from slipstream.models.rows import Batch
 
 
@@ -36,10 +37,14 @@ class EagleOptions(GrowthOptions):
     tree_top_k: int = 4
     num_draft_nodes: int | None = 16
     revision: str | None = None
+    quantization: str | None = None
+    """`int8`: the head's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
 
     def __post_init__(self) -> None:
         check_types(self, "eagle")
         self.check_growth("eagle")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "eagle quantization")
 
 
 class EagleDrafter(CachedDrafter):
@@ -54,6 +59,10 @@ class EagleDrafter(CachedDrafter):
             raise ConfigError("eagle drafts from a target's features and needs the target")
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
+        quantization = options.quantization or self.target.quantization
+        check_quantization(quantization, self.target.device, self.target.dtype)
+        if self.target.kernels != "torch" or quantization is not None:
+            pack_linears(self.head, quantization, native=self.target.kernels != "torch")
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         super().__init__(
@@ -75,7 +84,7 @@ class EagleDrafter(CachedDrafter):
         self._target_cache = cache
 
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.head.parameters())
+        return packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
 
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)

@@ -18,7 +18,7 @@ import torch
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.top_tokens import top_tokens
 
 RANK_PROBS = (0.5, 0.1, 0.055, 0.035, 0.03, 0.02, 0.015, 0.012)
@@ -98,6 +98,11 @@ class TokenRecyclingDrafter(Drafter):
         )
         self._tables: OrderedDict[str, npt.NDArray[np.int32]] = OrderedDict()
         """Tenant to [vocab, successors], the last one served at the end."""
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """A tenant's table."""
+        return Fit(weight_bytes=4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence, or nothing where the last token's successors are unknown."""

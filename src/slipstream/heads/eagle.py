@@ -154,6 +154,10 @@ class EagleHead(nn.Module):
         self.embedding: Tensor | None = None
         """[vocab, hidden]: a table of its own; None reads the target's."""
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def encode(self, features: Tensor) -> Tensor:
         """What the first row of a draft starts from: features [..., taps * target hidden] -> state [..., hidden]."""
         return self.fc(features) if self.config.version == 3 else features
