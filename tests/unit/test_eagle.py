@@ -263,4 +263,4 @@ def test_int8_weights_are_a_quarter_and_guess_alike(tmp_path: Path) -> None:
         make(folder, quantization="int4")
     hidden = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
     agree = full.head.logits(hidden).argmax(-1) == small.head.logits(hidden).argmax(-1)
-    assert 0.9 < float(agree.float().mean())
+    assert float(agree.float().mean()) > 0.9

@@ -70,6 +70,9 @@ def info(
         facts["drafters"]["draft_model"] = (
             "the embedded draft, which runs by default and is in the memory plan: " + _costs(_loaded_fit(llm))
         )
+    if model is None:
+        about = facts["drafters"]["eagle3"].partition(": ")[2]
+        facts["drafters"]["eagle3"] = f"the embedded target's own head: {about}"
     if draft_for is not None:
         facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
     measurement = None if measure else Measurement.find(llm)
