@@ -117,9 +117,20 @@ def test_provenance() -> None:
 
 def test_commands_name_no_more_of_a_path_than_a_reader_can_use() -> None:
     assert command(["/opt/bin/slipstream", "bench", "--max-tokens", "8"]) == "slipstream bench --max-tokens 8"
+    told = [
+        "/opt/bin/slipstream",
+        "bench",
+        "/home/me/model",
+        "--spec",
+        "draft:/a/b/c",
+        "--output=/tmp/x",
+        "d/e",
+    ]
+    assert command(told) == "slipstream bench model --spec draft:c --output=x d/e"
+    assert command(["slipstream", "bench", "--url", "http://host:1/v1/x"]).endswith("http://host:1/v1/x")
     assert command(["/opt/slipstream/cli/__main__.py", "a b"]) == "slipstream 'a b'"
     assert (
-        command([str(ROOT / "benchmarks/drafters.py"), "--prompts", "5"])
-        == "python benchmarks/drafters.py --prompts 5"
+        command([str(ROOT / "benchmarks/trees.py"), "--prompts", "5"])
+        == "python benchmarks/trees.py --prompts 5"
     )
     assert command(["/elsewhere/run.py"]) == "python run.py"

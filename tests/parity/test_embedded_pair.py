@@ -17,7 +17,7 @@ from trained_heads import trained_heads
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.engine.inputs import encode_chat
 
 NUM_PROMPTS = 70
@@ -29,6 +29,7 @@ MAX_FLIPS = 2
 
 TRAINED = "trained on the spot"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+EAGLE3 = {"method": "eagle3", "model": EMBEDDED_EAGLE3}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
@@ -44,15 +45,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "hydra-tree": {"method": "hydra", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
     "hydra-block": {"method": "hydra", "model": TRAINED, "verifier": "block"},
     "eagle3-tree": {"method": "eagle3", "model": TRAINED},
-    "eagle3-chain": {"method": "eagle3", "model": TRAINED, "tree_top_k": 1, "num_draft_nodes": None},
+    "eagle3-chain": {**EAGLE3, "tree_top_k": 1, "num_draft_nodes": None},
+    "eagle3-wide-tree": {**EAGLE3, "num_speculative_tokens": 7, "tree_top_k": 10, "num_draft_nodes": 60},
+    "eagle3-int8": {**EAGLE3, "quantization": "int8"},
     "eagle-tree": {"method": "eagle", "model": TRAINED, "num_speculative_tokens": 3, "num_draft_nodes": 8},
-    "eagle3-rejection": {
-        "method": "eagle3",
-        "model": TRAINED,
-        "verifier": "rejection",
-        "tree_top_k": 1,
-        "num_draft_nodes": None,
-    },
+    "eagle3-rejection": {**EAGLE3, "verifier": "rejection", "tree_top_k": 1, "num_draft_nodes": None},
     "token-recycling": {"method": "token_recycling"},
     "lookahead": {"method": "lookahead"},
     "jacobi": {"method": "jacobi"},

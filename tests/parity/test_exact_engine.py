@@ -14,7 +14,7 @@ from cut_draft import save_cut_draft
 from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.core import Proposal, ProposalKind
 from slipstream.draft.growth import Growth
 from slipstream.draft.registry import drafter_names
@@ -56,8 +56,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "hydra", "model": TRAINED, **TREE},
     {"method": "eagle", "model": TRAINED, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "eagle", "model": TRAINED, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
-    {"method": "eagle3", "model": TRAINED, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
-    {"method": "eagle3", "model": TRAINED, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "eagle3", "model": EMBEDDED_EAGLE3, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "eagle3", "model": EMBEDDED_EAGLE3, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {
         "method": "ensemble",

@@ -18,11 +18,12 @@ import typer
 from typer.testing import CliRunner
 
 import slipstream
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli import chat as chat_verb
 from slipstream.cli.flags import parse_bytes, with_flags
 from slipstream.cli.main import app
 from slipstream.cli.options import ENGINE, SAMPLING, SPECULATION
+from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -83,6 +84,7 @@ REFUSALS = {
     "tokens without drafter": (["hi", "--spec", "off", "--num-speculative-tokens", "3"], "needs a drafter"),
     "no draft tokens": (["hi", "--num-speculative-tokens", "0"], "must be a whole number of at least 1"),
     "draft of another target": (["hi", "--model", "x", "--spec", "draft"], "--spec draft:PATH"),
+    "head of another target": (["hi", "--model", "x", "--spec", "eagle3"], "--spec eagle3:PATH"),
     "nothing to compare": (["hi", "--spec", "off", "--compare"], "needs speculation to compare with"),
     "empty prompt": ([""], "the prompt is empty"),
     "blank prompt": (["  \n"], "the prompt is empty"),
@@ -364,17 +366,33 @@ def test_logit_bias_reaches_the_answer() -> None:
     assert set(json.loads(forced.stdout)["requests"][0]["outputs"][0]["token_ids"]) == {token_id}
 
 
-@pytest.mark.parametrize("method", ["draft", "draft_model"])
-def test_a_tree_of_the_embedded_draft(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "full", "model"),
+    [
+        ("draft", "draft_model", EMBEDDED_DRAFT),
+        ("draft_model", "draft_model", EMBEDDED_DRAFT),
+        ("eagle3", "eagle3", EMBEDDED_EAGLE3),
+    ],
+)
+def test_a_tree_of_the_embedded_targets_own_drafter(method: str, full: str, model: str) -> None:
     config = json.dumps({"method": method, "tree_top_k": 3})
     result = run("generate", PROMPT, *GREEDY, "--speculative-config", config, "--json")
     assert result.exit_code == 0, result.output
     speculation = json.loads(result.stdout)["speculation"]
-    assert (speculation["method"], speculation["model"]) == ("draft_model", EMBEDDED_DRAFT)
+    assert (speculation["method"], speculation["model"]) == (full, model)
     assert speculation["tree_top_k"] == 3
     elsewhere = run("generate", "hi", "--model", "x", "--speculative-config", config)
     assert elsewhere.exit_code == 2
-    assert "draft_model needs 'model'" in elsewhere.stderr
+    assert f"{full} needs 'model'" in elsewhere.stderr
+
+
+def test_the_embedded_targets_drafters_are_known_inside_others() -> None:
+    def config(**keys: Any) -> dict[str, Any]:
+        return speculative_config(SpeculationFlags(speculative_config=json.dumps(keys)), None).options
+
+    assert config(method="cascade", draft={"method": "draft"})["draft"]["model"] == EMBEDDED_DRAFT
+    members = config(method="ensemble", members=[{"method": "suffix"}, {"method": "eagle3"}])["members"]
+    assert members[1]["model"] == EMBEDDED_EAGLE3
 
 
 def test_speeds_of_batches_and_of_single_runs_are_told_apart() -> None:
@@ -392,7 +410,7 @@ def test_raw_leaves_the_chat_template_out() -> None:
     assert len(raw) < len(chat)
 
 
-@pytest.mark.parametrize("spec", ["off", "ngram", "suffix", "draft", f"draft:{EMBEDDED_DRAFT}"])
+@pytest.mark.parametrize("spec", ["off", "ngram", "draft", "eagle3", f"draft:{EMBEDDED_DRAFT}"])
 def test_every_drafter_gives_the_same_text(spec: str) -> None:
     result = run("generate", PROMPT, "--max-tokens", "16", "--seed", "1", "--spec", spec)
     assert result.exit_code == 0, result.output
@@ -561,6 +579,7 @@ def test_info_plans_for_the_draft_that_would_run() -> None:
     assert result.exit_code == 0, result.output
     assert re.search(r"tokenizer +byte-level BPE, 4,096 tokens, with chat template", result.stdout)
     assert re.search(r"--spec draft +the embedded draft, which runs by default", result.stdout)
+    assert re.search(r"--spec eagle3 +the embedded target's own head", result.stdout)
     planned = json.loads(run("info", "--json").stdout)["memory_plan"]
     with_draft = json.loads(run("info", "--draft", EMBEDDED_DRAFT, "--json").stdout)["memory_plan"]
     assert planned["draft_bytes"] == with_draft["draft_bytes"] > 0

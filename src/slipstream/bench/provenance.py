@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -57,9 +58,15 @@ def commit() -> str | None:
     return head.strip() + ("+changes" if _git(root, "status", "--porcelain", "--", "src") else "")
 
 
+def without_folders(text: str) -> str:
+    """`text` with no more than the last part of each absolute path in it: what is published tells no place."""
+    return re.sub(r"(^|[\s=:,\"'])/(?:[^/\s=:,\"']+/)+(?=[^/\s=:,\"'])", r"\1", text)
+
+
 def command(argv: Seq[str]) -> str:
-    """The command line, with no more of the program's path than a reader can use."""
+    """The command line, with no more of any path than a reader can use."""
     program, root = Path(argv[0]), _checkout()
+    argv = [argv[0], *map(without_folders, argv[1:])]
     if program.name in ("slipstream", "__main__.py"):
         return shlex.join(["slipstream", *argv[1:]])
     inside = root is not None and program.resolve().is_relative_to(root)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench.provenance import provenance
+from slipstream.bench.provenance import provenance, without_folders
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.train.batches import Batch, Cursor, Document, Rows, make_batch, row_batches
@@ -264,7 +264,7 @@ class Trainer:
         _write(folder / PROVENANCE, json.dumps(self._provenance(progress), indent=1, default=_name) + "\n")
 
     def _provenance(self, progress: Progress) -> dict[str, Any]:
-        made_with = {**self.made_with, "options": asdict(self.options)}
+        made_with = {**_without_folders(self.made_with), "options": asdict(self.options)}
         return {"made_with": made_with, "progress": asdict(progress), "run": provenance()}
 
     def _save_checkpoint(self, progress: Progress) -> None:
@@ -391,6 +391,18 @@ def _write(file: Path, text: str) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def _without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are texts, also inside mappings, with no folder of this machine."""
+    return {
+        name: _without_folders(value)
+        if isinstance(value, Mapping)
+        else without_folders(value)
+        if isinstance(value, str)
+        else value
+        for name, value in values.items()
+    }
 
 
 def _name(path: Path) -> str:
