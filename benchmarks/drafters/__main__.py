@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="drafters whose name contains this; replaces their rows")
     parser.add_argument("--prompts", type=int, default=50, help="prompts a task, acceptance")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer, acceptance")
+    parser.add_argument("--jobs", type=int, default=1, help="drafters at once, acceptance")
     parser.add_argument("--timed-prompts", type=int, default=4, help="prompts a task, speed")
     parser.add_argument("--repeats", type=int, default=3, help="speed")
     parser.add_argument("--threads", type=int, default=2, help="speed")
@@ -51,9 +52,8 @@ def main() -> None:
         results |= json.loads(RESULT.read_text())
     asked = options.parts.split(",")
     if "acceptance" in asked:
-        rows = [
-            row for rows in acceptance.measure(chosen, options.prompts, options.max_tokens) for row in rows
-        ]
+        found = acceptance.measure(chosen, options.prompts, options.max_tokens, options.jobs)
+        rows = [row for rows in found for row in rows]
         if options.only:
             rows = _replaced(results["acceptance"]["rows"], rows, [entry.name for entry in entries])
         facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}

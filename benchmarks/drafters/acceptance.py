@@ -10,6 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.drafters.lineup import Entry, without_models
@@ -20,41 +23,54 @@ from slipstream.metrics.request import RequestMetrics
 TEMPERATURES = (0.0, 0.8)
 MAX_NUM_SEQS = 16
 
-Answers = dict[tuple[float, str], list[RequestOutput]]
-"""By temperature and task."""
+Cell = tuple[float, str]
+"""Temperature and task."""
 
 
-def measure(entries: Seq[Entry], prompts_per_task: int, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of one drafter after another, a row for each temperature and task."""
+def measure(
+    entries: Seq[Entry], prompts_per_task: int, max_tokens: int, jobs: int
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one drafter after another, a row for each temperature and task; `jobs` drafters at once."""
+    reference = {
+        cell: [answer.outputs[0].token_ids for answer in answers]
+        for cell, answers in _answers({"method": "off"}, prompts_per_task, max_tokens, TEMPERATURES).items()
+    }
+    rows = partial(_rows, prompts_per_task=prompts_per_task, max_tokens=max_tokens, reference=reference)
+    if jobs == 1:
+        yield from map(rows, entries)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as processes:
+        yield from processes.map(rows, entries)
+
+
+def _rows(
+    entry: Entry, prompts_per_task: int, max_tokens: int, reference: dict[Cell, list[list[int]]]
+) -> list[dict[str, Any]]:
+    temperatures = TEMPERATURES[1:] if entry.is_greedy_only else TEMPERATURES
+    return [
+        {
+            "drafter": entry.name,
+            "speculative_config": without_models(entry.spec),
+            "temperature": temperature,
+            "task": task,
+            **_summary(given, reference[temperature, task]),
+        }
+        for (temperature, task), given in _answers(
+            entry.spec, prompts_per_task, max_tokens, temperatures
+        ).items()
+    ]
+
+
+def _answers(
+    spec: dict[str, Any], prompts_per_task: int, max_tokens: int, temperatures: tuple[float, ...]
+) -> dict[Cell, list[RequestOutput]]:
+    """Each task meets a drafter that has learned nothing yet."""
     by_task: dict[str, list[list[dict[str, str]]]] = {}
     for row in sample_prompts():
         by_task.setdefault(row["task"], []).append(row["messages"])
     by_task = {task: prompts[:prompts_per_task] for task, prompts in sorted(by_task.items())}
-    reference = _answers({"method": "off"}, by_task, max_tokens, TEMPERATURES)
-    for entry in entries:
-        temperatures = TEMPERATURES[1:] if entry.is_greedy_only else TEMPERATURES
-        answers = _answers(entry.spec, by_task, max_tokens, temperatures)
-        yield [
-            {
-                "drafter": entry.name,
-                "speculative_config": without_models(entry.spec),
-                "temperature": temperature,
-                "task": task,
-                **_summary(given, reference[temperature, task]),
-            }
-            for (temperature, task), given in answers.items()
-        ]
-
-
-def _answers(
-    spec: dict[str, Any],
-    by_task: dict[str, list[list[dict[str, str]]]],
-    max_tokens: int,
-    temperatures: tuple[float, ...],
-) -> Answers:
-    """Each task meets a drafter that has learned nothing yet."""
     llm = LLM(speculative_config=spec, max_num_seqs=MAX_NUM_SEQS)
-    outputs: Answers = {}
+    outputs: dict[Cell, list[RequestOutput]] = {}
     started_s = time.perf_counter()
     for temperature in temperatures:
         for task, conversations in by_task.items():
@@ -68,12 +84,10 @@ def _answers(
     return outputs
 
 
-def _summary(answers: list[RequestOutput], reference: list[RequestOutput]) -> dict[str, Any]:
+def _summary(answers: list[RequestOutput], reference: list[list[int]]) -> dict[str, Any]:
     """Counters of one cell, pooled over its prompts."""
     metrics = RequestMetrics.merged([answer.metrics for answer in answers])
-    equal = [
-        a.outputs[0].token_ids == r.outputs[0].token_ids for a, r in zip(answers, reference, strict=True)
-    ]
+    equal = [answer.outputs[0].token_ids == r for answer, r in zip(answers, reference, strict=True)]
     return {
         "alpha": round(metrics.acceptance_rate, 4),
         "conditional_alpha": [round(rate, 4) for rate in metrics.conditional_acceptance],
