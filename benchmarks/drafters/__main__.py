@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--trained", type=Path, help="what the recipe made")
     parser.add_argument("--expanded", help="a cost-expanded target, timed beside the embedded one")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--only", default="", help="drafters whose name contains this; replaces their rows")
+    parser.add_argument("--only", default="", help="with --no-page: drafters whose name contains this")
     parser.add_argument("--prompts", type=int, default=50, help="prompts a task, acceptance")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer, acceptance")
     parser.add_argument("--jobs", type=int, default=1, help="drafters at once, acceptance")
@@ -44,18 +44,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="speed")
     parser.add_argument("--no-page", action="store_true", help="leave result and guide as they are; print")
     options = parser.parse_args()
+    if options.only and not options.no_page:
+        parser.error("--only is for a look with --no-page; the guide is of one run of all")
 
     entries = UNTRAINED + ([] if options.trained is None else trained(options.trained))
     chosen = [entry for entry in entries if options.only in entry.name]
     results: dict[str, Any] = {"speed": [], "acceptance": {"rows": []}, "training": {}, "trained": {}}
     if RESULT.exists() and not options.no_page:
-        results |= json.loads(RESULT.read_text())
+        results |= {key: value for key, value in json.loads(RESULT.read_text()).items() if key in results}
     asked = options.parts.split(",")
     if "acceptance" in asked:
         found = acceptance.measure(chosen, options.prompts, options.max_tokens, options.jobs)
         rows = [row for rows in found for row in rows]
-        if options.only:
-            rows = _replaced(results["acceptance"]["rows"], rows, [entry.name for entry in entries])
         facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
         results["acceptance"] = {"provenance": _provenance(), **facts, "rows": rows}
         results["training"] = training_costs(options.trained)
@@ -93,7 +93,7 @@ def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, A
                     options.expanded,
                     prompts_per_task=max(1, options.timed_prompts // 2),
                     repeats=max(1, options.repeats - 1),
-                    kv_cache_bytes=320 << 20,
+                    kv_cache_bytes=160 << 20,
                     **asked,
                 )
             )
@@ -104,17 +104,10 @@ def _provenance() -> dict[str, Any]:
     """Without the folders of this machine, which tell a reader nothing."""
     facts = provenance()
     words = facts["command"].split(" ")
-    for flag, name in (("--trained", "OUT"), ("--expanded", "EXPANDED")):
+    for flag, name in (("--trained", "OUT"), ("--expanded", "FOLDER")):
         if flag in words:
             words[words.index(flag) + 1] = name
-    command = " ".join(words).replace("slipstream", "python -m benchmarks.drafters", 1)
-    return {**facts, "command": command}
-
-
-def _replaced(old: list[dict[str, Any]], new: list[dict[str, Any]], order: list[str]) -> list[dict[str, Any]]:
-    names = {row["drafter"] for row in new}
-    kept = [row for row in old if row["drafter"] not in names] + new
-    return sorted(kept, key=lambda row: order.index(row["drafter"]) if row["drafter"] in order else -1)
+    return {**facts, "command": " ".join(["python -m benchmarks.drafters", *words[1:]])}
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _answers(
     for row in sample_prompts():
         by_task.setdefault(row["task"], []).append(row["messages"])
     by_task = {task: prompts[:prompts_per_task] for task, prompts in sorted(by_task.items())}
-    llm = LLM(speculative_config=spec, max_num_seqs=MAX_NUM_SEQS)
+    llm = LLM(speculative_config=spec, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
     outputs: dict[Cell, list[RequestOutput]] = {}
     started_s = time.perf_counter()
     for temperature in temperatures:
