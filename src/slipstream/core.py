@@ -160,6 +160,9 @@ class Sequence:
     """The caller's own name for the kind of request; a drafter may go by it."""
     max_draft_tokens: int | None = None
     """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
+    nonce: int = 0
+    """Mixed into the classical verifiers' coins. A drafter that remembers earlier requests may have met one of the same
+    seed, whose answer those coins made: thrown again, they would be known to the drafts, and the text biased."""
     leader: Sequence | None = None
     """The first sequence of the same request; the others wait for its prompt, to reuse it."""
     from_draft: list[bool] = field(default_factory=list)

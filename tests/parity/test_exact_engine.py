@@ -1,11 +1,12 @@
 """The exact grid on the real engine and pair: every drafter, enumerated, leaves the target's distribution alone.
 
 `tests/exact` proves the verifiers on table models. Here every random decision that engine, drafter and verifier make is
-taken in turn, so a wrong row, a wrong q or a reused number shows as a gap, without sampling error.
+taken in turn, so a wrong row or a wrong q shows as a gap, without sampling error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,21 @@ def test_the_distribution_stays(
         spec = {**spec, "model": cut_draft}
     verifier = "block" if SPECS.index(given) % 2 else "rejection"
     llm = LLM(speculative_config={**spec, "verifier": verifier})
+    drafted: list[int] = []
+    llm.engine.on_observe = lambda seen: drafted.extend(len(one.proposal) for one in seen)
     assert total_variation(engine_distribution(llm, prompt, PARAMS), truth) < CLOSE
+    assert llm.engine.drafting.num_failures == 0
+    assert any(drafted), "nothing was drafted, so nothing was shown"
+
+
+@pytest.mark.parametrize("spec", [{**DRAFT, **CHAIN}, {**DRAFT, **TREE}])
+def test_penalties_along_the_paths_of_a_tree(spec: dict[str, Any], prompt: list[int]) -> None:
+    params = dataclasses.replace(
+        PARAMS, repetition_penalty=1.5, presence_penalty=0.8, frequency_penalty=0.6, max_tokens=3
+    )
+    llm = LLM(speculative_config={**spec, "verifier": "rejection"})
+    without = engine_distribution(LLM(), prompt, params)
+    assert total_variation(engine_distribution(llm, prompt, params), without) < CLOSE
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.engine.inputs import encode_chat
 from slipstream.kv.pool import KVPool
@@ -75,20 +75,41 @@ def truth(prompt: list[int]) -> dict[tuple[int, ...], float]:
 def test_answers_follow_the_targets_distribution(
     spec: dict[str, Any], prompt: list[int], truth: dict[tuple[int, ...], float]
 ) -> None:
-    llm = LLM(speculative_config=spec)
-    params = [
+    check(LLM(speculative_config=spec).generate([prompt] * NUM_SAMPLES, params()), truth)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_an_answer_of_the_same_seed_that_is_remembered_is_no_hint(
+    verifier: str, prompt: list[int], truth: dict[tuple[int, ...], float]
+) -> None:
+    """`suffix` drafts the earlier answer; were its coins thrown again, it would be accepted far too often."""
+    llm = LLM(speculative_config={"method": "suffix", "verifier": verifier}, seed=0)
+    rounds = [
+        [llm.generate([prompt], one)[0] for _ in range(2)] for one in params()[: NUM_SAMPLES // 4]
+    ]  # one by one: the second of each seed meets the first one's answer
+    drafted = sum(second.metrics.num_draft_tokens for _, second in rounds)
+    assert drafted > NUM_SAMPLES // 8
+    check([second for _, second in rounds], truth)
+
+
+def params() -> list[SamplingParams]:
+    return [
         SamplingParams(temperature=1, top_k=TOP_K, max_tokens=NUM_TOKENS + 1, ignore_eos=True, seed=seed)
         for seed in range(NUM_SAMPLES)
     ]
-    outputs = llm.generate([prompt] * NUM_SAMPLES, params)
+
+
+def check(outputs: list[RequestOutput], truth: dict[tuple[int, ...], float]) -> None:
+    """The first tokens of the answers follow `truth`."""
+    number = len(outputs)
     counts = Counter(tuple(output.outputs[0].token_ids[:NUM_TOKENS]) for output in outputs)
     assert set(counts) <= set(truth)
-    common = [path for path in truth if truth[path] * NUM_SAMPLES >= 5]
+    common = [path for path in truth if truth[path] * number >= 5]
     observed = [counts[path] for path in common]
-    expected = [truth[path] * NUM_SAMPLES for path in common]
-    rest = NUM_SAMPLES - sum(observed), NUM_SAMPLES - sum(expected)
+    expected = [truth[path] * number for path in common]
+    rest = number - sum(observed), number - sum(expected)
     if rest[1] > 1e-6:
         observed.append(rest[0])
         expected.append(rest[1])
-    assert len(common) > 8
+    assert len(common) > 4
     assert chisquare(observed, expected).pvalue > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.doctor import Finding, Verdict, canary, examine
 from slipstream.doctor.canary import Canary
@@ -56,7 +57,7 @@ def test_a_good_draft_has_no_fault() -> None:
 def test_an_untrained_head_is_found_out_by_the_canary(head: Path) -> None:
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["canary"]
-    assert "hardly made for this target" in found["canary"]
+    assert "trained too little, or for another target" in found["canary"]
 
 
 def test_another_vocabulary_ends_the_examination(tmp_path: Path) -> None:
@@ -149,3 +150,18 @@ def test_the_command(head: Path) -> None:
     assert result.exit_code == 2
     assert {row["check"]: row["verdict"] for row in json.loads(result.stdout)}["canary"] == "fault"
     assert "1 fault found" in result.stderr
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_shifted_layer_numbering_is_found_in_both_directions(shift: int, tmp_path: Path) -> None:
+    """A trained head, as SpecForge or TensorRT-LLM would number its layers."""
+    folder = tmp_path / "head"
+    shutil.copytree(EMBEDDED_EAGLE3, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    config = json.loads((folder / "config.json").read_text())
+    assert "conventions" not in faults(list(examine(EMBEDDED_TARGET, str(folder))))
+    layers = [layer + shift for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "hidden states [1, 3, 5]" in faults(list(examine(EMBEDDED_TARGET, str(folder))))["conventions"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.base import DraftContext
-from slipstream.draft.eagle import EagleDrafter, EagleOptions
+from slipstream.draft.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
 from slipstream.errors import ConfigError, ModelError
 from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
 from slipstream.heads.eagle_files import load_eagle, save_eagle
@@ -130,7 +130,7 @@ def test_drafting_computes_what_training_trained(kind: str, tmp_path: Path, monk
     depth = 1 if head.config.version == 1 else 4
     folder = save(head, tmp_path)
     spec = {
-        "method": "eagle3",
+        "method": "eagle" if kind == "eagle-1" else "eagle3",
         "model": folder,
         "num_speculative_tokens": depth,
         "tree_top_k": 1,
@@ -253,6 +253,20 @@ def test_an_embedding_of_its_own_is_read_and_the_targets_own_is_not_kept_twice(t
     own = load_eagle(str(tmp_path), target()).embedding
     assert own is not None
     assert torch.equal(own, table + 1)
+    other = table.clone()
+    other[777] += 0.015  # one row, and by little
+    save_file({**tensors, "embed_tokens.weight": other}, tmp_path / "model.safetensors")
+    drafter = make(str(tmp_path))
+    assert drafter.head.embedding is not None
+    without = make(save(random_head(), tmp_path / "plain"))
+    assert drafter.weight_bytes() - without.weight_bytes() == table.nbytes
+
+
+def test_a_method_takes_heads_of_its_version(tmp_path: Path) -> None:
+    made = make(save(random_head(), tmp_path))
+    Eagle3Drafter(made.options, made.context)
+    with pytest.raises(ConfigError, match="EAGLE-3 head; its method is eagle3"):
+        Eagle1Drafter(made.options, made.context)
 
 
 def test_int8_weights_are_a_quarter_and_guess_alike(tmp_path: Path) -> None:

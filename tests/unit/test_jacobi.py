@@ -57,6 +57,15 @@ def test_the_target_s_tokens_beyond_the_accepted_are_the_next_draft(num_accepted
     assert list(drafter.propose([text], [4])[0].token_ids) == expected
 
 
+def test_in_an_ensemble_others_guesses_are_committed_too() -> None:
+    drafter, text = make(), sequence([1, 2, 3])
+    proposal = drafter.propose([text], [4])[0]
+    text.token_ids += [40, 41, 42]  # none of them its own
+    logits = torch.nn.functional.one_hot(torch.tensor([90, 91, 92, 93, 94]), VOCAB).float()
+    drafter.observe([Observation(text, proposal, 0, logits, num_before=3)])
+    assert list(drafter.propose([text], [2])[0].token_ids) == [93, 94]  # said of the places behind 42
+
+
 def test_guesses_that_were_not_checked_keep_their_places() -> None:
     drafter, text = make(), sequence([1, 2, 3])
     step(drafter, text, 4, [100, 101, 102, 103, 104], 0)

@@ -83,13 +83,17 @@ def test_every_row_is_recycled_accepted_or_not_and_the_first_decides() -> None:
         assert len(drafter.propose([sequence([token])], [24])[0]) == 0
 
 
-def test_a_cut_block_teaches_what_is_certain() -> None:
-    """Draft 3 stops the answer: whether it or the target's own token came last, 2 or 1 was before the step."""
+def test_a_cut_block_and_others_guesses_do_not_shift_the_rows() -> None:
+    """Draft 3 stops the answer; then a step of an ensemble in which another member's guesses 6, 7 were accepted."""
     drafter = make(num_successors=1)
     done = sequence([1, 2, 3])
     done.finish_reason = FinishReason.STOP
-    drafter.observe([Observation(done, Proposal.chain([3, 4]), 1, logits([3], [4], [5]))])
-    assert [len(drafter.propose([sequence([token])], [1])[0]) for token in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    drafter.observe([Observation(done, Proposal.chain([3, 4]), 1, logits([3], [4], [5]), num_before=2)])
+    assert [len(drafter.propose([sequence([token])], [1])[0]) for token in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    text = sequence([1, 8, 6, 7, 9])
+    drafter.observe([Observation(text, Proposal(), 0, logits([6]), num_before=2)])
+    assert drafter.propose([sequence([8])], [1])[0].token_ids == (6,)
+    assert not len(drafter.propose([sequence([7])], [1])[0])
 
 
 def test_the_tree_follows_the_successors_of_its_own_tokens() -> None:

@@ -60,7 +60,7 @@ def commit() -> str | None:
 
 def without_folders(text: str) -> str:
     """`text` with no more than the last part of each absolute path in it: what is published tells no place."""
-    return re.sub(r"(^|[\s=:,\"'])/(?:[^/\s=:,\"']+/)+(?=[^/\s=:,\"'])", r"\1", text)
+    return re.sub(r"(^|[\s=:,\"'(\[{]|file://)/(?:[^/\s=:,\"']+/)+(?=[^/\s=:,\"'])", r"\1", text)
 
 
 def command(argv: Seq[str]) -> str:

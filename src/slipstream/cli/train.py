@@ -150,7 +150,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
             options: Values,
             evaluation: Values,
         ) -> None:
-            wanted = flags.cls(**own)
+            wanted = flags.cls(**_with_embedded(method, own))
             _train(
                 method,
                 lambda *made_of: make(wanted, *made_of),
@@ -164,6 +164,18 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
         return make
 
     return register
+
+
+def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
+    """`--init embedded` is the embedded target's own drafter of the kind."""
+    if own.get("init") != "embedded":
+        return own
+    from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+
+    known = {"draft": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
+    if method not in known:
+        raise ConfigError(f"no {method} is embedded; --init embedded is for {' and '.join(known)}")
+    return {**own, "init": known[method]}
 
 
 @_method(_DRAFT)

@@ -19,13 +19,14 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.inputs import encode_chat
 from slipstream.errors import RequestError
+from slipstream.heads.eagle import default_feature_layers
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.params import SamplingParams
 
 NUM_PROMPTS, MAX_TOKENS = 14, 32
 POOR = 0.15
 """Conditional acceptance at the first position under which a draft is hardly worth its name."""
-BETTER = 1.25
+BETTER = 1.1
 """How many times better a variation must do to be believed."""
 
 
@@ -71,9 +72,10 @@ def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, A
     )
     nested = config.get("eagle_config") or {}
     taps = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+    taps = taps or list(default_feature_layers(num_layers))
     for shift in (1, -1):
-        moved = [layer + shift for layer in taps or ()]
-        if moved and min(moved) >= 0 and max(moved) < num_layers:
+        moved = [layer + shift for layer in taps]
+        if min(moved) >= 0 and max(moved) <= num_layers:
             changed = {**config, "eagle_aux_hidden_state_layer_ids": moved}
             if nested:
                 changed["eagle_config"] = {**nested, "eagle_aux_hidden_state_layer_ids": moved}

@@ -136,7 +136,8 @@ def _canary(canary: Canary) -> Finding:
         return fault("canary", f"{text}; the drafter failed {canary.num_failures} times (--debug shows how)")
     if canary.first < POOR:
         return fault(
-            "canary", f"{text}; such a draft costs more than it gains: it was hardly made for this target"
+            "canary",
+            f"{text}; such a draft costs more than it gains: it was trained too little, or for another target",
         )
     return ok("canary", text)
 
@@ -144,9 +145,11 @@ def _canary(canary: Canary) -> Finding:
 def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]:
     """Would the head do better if its configuration meant something else?"""
     better: list[tuple[float, str]] = []
+    tried: list[str] = []
     for sentence, config in variations(Path(draft), target.model.num_layers):
         with with_config(Path(draft), config) as folder:
             other = sing(target, SpeculativeConfig("eagle3", options={"model": folder}))
+        tried.append(sentence)
         if other.first > max(BETTER * canary.first, canary.first + 0.05):
             better.append((other.first, sentence))
     if better:
@@ -157,4 +160,4 @@ def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]
             "configuration says what the head was not trained with; correct it",
         )
     else:
-        yield ok("conventions", "no other layer numbering or norm place does better")
+        yield ok("conventions", f"tried {'; '.join(tried)}: none does better")

@@ -48,8 +48,15 @@ class Observation:
     """[1 + n, vocab], the target's raw logits: row 0 follows the text as it was when `propose` was called, row i + 1
     follows node i, accepted or not. Valid during the call only."""
     num_before: int | None = None
-    """Tokens that the text had when `propose` was called, where what was committed since is not the `num_accepted`
-    draft tokens and the target's own: a member of an ensemble sees others' guesses accepted. None elsewhere."""
+    """Tokens that the text had when `propose` was called; None where that follows from `num_accepted`."""
+
+    @property
+    def length_before(self) -> int:
+        """The same, never None. In an ensemble others' guesses may have been committed beside the drafter's own, and a
+        stop may have cut what was accepted, so it cannot always be told from `num_accepted`."""
+        if self.num_before is not None:
+            return self.num_before
+        return len(self.sequence.token_ids) - self.num_accepted - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,13 @@ class Drafter(ABC):
     def __init__(self, options: Any, context: DraftContext) -> None:
         self.options = options
         self.context = context
+
+    def remembers(self) -> bool:
+        """True where what it proposes for a request may depend on other requests' texts or on what they accepted.
+
+        The classical verifiers then throw other coins for each request, so that a seed alone does not repeat a text.
+        """
+        return False
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.config import DTYPES, QUANTIZATIONS, SpeculativeConfig, check_types, reject_unknown
-from slipstream.core import ROOT, Proposal, Sequence
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.cached import Feed
 from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.growth import Growth, GrowthOptions
+from slipstream.draft.guard import Guard
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.self_model import self_model
 from slipstream.errors import ConfigError
@@ -77,6 +78,7 @@ class CascadeDrafter(DraftModelDrafter):
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
         super().__init__(_draft_model(options, context), context)
         self.inner = self._create_inner(options)
+        self._guard = Guard(self.inner, self._growths.vocab_size, self.inner.kinds)
         self._shadows: dict[int, _Shadow] = {}
 
     def _create_inner(self, options: CascadeOptions) -> Drafter:
@@ -124,12 +126,16 @@ class CascadeDrafter(DraftModelDrafter):
         if shadow := self._shadows.get(sequence.id):
             shadow.num_committed = min(shadow.num_committed, len(sequence.token_ids))
 
+    def remembers(self) -> bool:
+        """As the inner drafter does."""
+        return self.inner.remembers()
+
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
         if sequence.id in self._shadows:
             shadow = self._shadow(sequence)
             shadow.finish_reason = sequence.finish_reason
-            self.inner.release(shadow)
+            self._guard.release(shadow)
             del self._shadows[sequence.id]
 
     def reset(self) -> None:
@@ -162,7 +168,11 @@ class CascadeDrafter(DraftModelDrafter):
             # The pass yields one token without the inner drafter's help.
             missing = feed.growth.max_depth - len(feed.growth.nodes) - 1
             budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
-        proposals = self.inner.propose(shadows, budgets)
+        served = [place for place, shadow in enumerate(shadows) if self._guard.serves(shadow)]
+        asked = self._guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
+        proposals = [EMPTY_PROPOSAL] * len(shadows)
+        for place, proposal in zip(served, asked, strict=True):
+            proposals[place] = proposal
         own_rows = [feed.rows for feed in feeds]
         for feed, proposal in zip(feeds, proposals, strict=True):
             rows = feed.rows
@@ -182,7 +192,7 @@ class CascadeDrafter(DraftModelDrafter):
                 tokens = [node.token_id for node in feed.growth.nodes]
                 shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
                 seen.append(Observation(shadow, proposal, len(accepted), logits[begin:end]))
-        self.inner.observe(seen)
+        self._guard.observe(seen)
 
     def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:
         """Grow the chain by the draft model's own tokens for as long as the inner drafter foresaw them.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class EagleDrafter(CachedDrafter):
     """Drafts with an EAGLE head; chains, fixed trees and EAGLE-2's dynamic trees."""
 
     Options = EagleOptions
+    version: ClassVar[int | None] = None
+    """Of the heads that it takes; None takes both."""
     first_entry = 1  # the first token has no feature before it
     keeps_accepted = False
 
@@ -59,6 +62,11 @@ class EagleDrafter(CachedDrafter):
             raise ConfigError("eagle drafts from a target's features and needs the target")
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
+        if self.version is not None and self.head.config.version != self.version:
+            own = {1: "eagle", 3: "eagle3"}[self.head.config.version]
+            raise ConfigError(
+                f"{options.model!r} is an EAGLE-{self.head.config.version} head; its method is {own}"
+            )
         quantization = options.quantization or self.target.quantization
         check_quantization(quantization, self.target.device, self.target.dtype)
         if self.target.kernels != "torch" or quantization is not None:
@@ -84,7 +92,8 @@ class EagleDrafter(CachedDrafter):
         self._target_cache = cache
 
     def weight_bytes(self) -> int:
-        return packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
+        table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
+        return table + packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
 
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)
@@ -136,3 +145,15 @@ class EagleDrafter(CachedDrafter):
                 continue
             for node, state in zip(feed.nodes, states[begin:end], strict=True):
                 node.state = state
+
+
+class Eagle1Drafter(EagleDrafter):
+    """Drafts with an EAGLE-1 head; as chains, fixed trees and EAGLE-2's dynamic trees."""
+
+    version = 1
+
+
+class Eagle3Drafter(EagleDrafter):
+    """Drafts with an EAGLE-3 head; as chains, fixed trees and dynamic trees."""
+
+    version = 3

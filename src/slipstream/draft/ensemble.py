@@ -170,6 +170,10 @@ class EnsembleDrafter(Drafter):
         enough = [proposal for proposal in proposals.values() if self._is_enough(proposal)]
         return enough[0] if enough else max(proposals.values(), key=lambda proposal: max(proposal.depths))
 
+    def remembers(self) -> bool:
+        """As some member does."""
+        return any(member.drafter.remembers() for member in self.members)
+
     def kinds_made(self) -> frozenset[ProposalKind]:
         made = frozenset[ProposalKind]().union(*(member.drafter.kinds_made() for member in self.members))
         united = self.options.mode in UNITING and made != {ProposalKind.ONE_HOT}

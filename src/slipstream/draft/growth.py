@@ -330,7 +330,7 @@ class Growths:
             max_nodes=min(budget, self.shape.num_nodes),
             max_depth=min(budget, self.shape.depth),
             processor=self._processors[sequence.id],
-            noise=Noise(sequence.seed, len(sequence.token_ids), greedy),
+            noise=Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce),
             start=start,
         )
 

@@ -84,6 +84,9 @@ class HeadDrafter(Drafter):
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
         """Grow all trees to the end; `features` [growths, hidden] are the states behind the tokens computed last."""
 
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 

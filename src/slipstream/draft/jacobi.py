@@ -67,8 +67,10 @@ class JacobiDrafter(Drafter):
         for seen in observations:
             guesses = self._guesses.get(seen.sequence.id)
             if guesses is not None:
-                computed = top_tokens(seen.logits[seen.num_accepted + 1 :], 1).flatten().tolist()
-                self._guesses[seen.sequence.id] = computed + guesses[len(seen.proposal) + 1 :]
+                num_new = len(seen.sequence.token_ids) - seen.length_before
+                computed = top_tokens(seen.logits[num_new:], 1).flatten().tolist()
+                kept = guesses[max(len(seen.proposal) + 1, num_new) :]
+                self._guesses[seen.sequence.id] = computed + kept
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's guesses."""

@@ -84,6 +84,13 @@ class LayerSkipDrafter(Drafter):
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
         self._cache: KVCache | None = None
 
+    def remembers(self) -> bool:
+        """What drafts were accepted, where it searches."""
+        return self._layers is None
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 

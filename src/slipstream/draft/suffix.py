@@ -157,6 +157,10 @@ class SuffixDrafter(Drafter):
         if options.suffix_decoding_cache_file is not None:
             self.load(options.suffix_decoding_cache_file)
 
+    def remembers(self) -> bool:
+        """Past answers of the tenant."""
+        return True
+
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain or tree a sequence, or nothing where no match promises enough."""
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]

@@ -104,6 +104,10 @@ class TokenRecyclingDrafter(Drafter):
         """A tenant's table."""
         return Fit(weight_bytes=4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size))
 
+    def remembers(self) -> bool:
+        """Past answers of the tenant."""
+        return True
+
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence, or nothing where the last token's successors are unknown."""
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
@@ -173,10 +177,7 @@ class TokenRecyclingDrafter(Drafter):
 
 def _first_rows(seen: Observation) -> dict[int, int]:
     """Each token that was computed in the step to the first row of logits behind it."""
-    rows: dict[int, int] = {}
-    # A stop may have cut the accepted block, and then it cannot be told which token row 0 follows.
-    if not (seen.sequence.finished and seen.num_accepted):
-        rows[seen.sequence.token_ids[-2 - seen.num_accepted]] = 0
+    rows = {seen.sequence.token_ids[seen.length_before - 1]: 0}
     for node, token in enumerate(seen.proposal.token_ids):
         rows.setdefault(token, node + 1)
     return rows

@@ -53,7 +53,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.native import serial_operators
-from slipstream.sampling.noise import Noise
+from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.schedule.scheduler import Scheduler
@@ -143,6 +143,7 @@ class Engine:
         )
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
         self._request_seeds = request_seeds(config.seed)
+        self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
@@ -189,6 +190,9 @@ class Engine:
         sequences = make_sequences(
             request_id, token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
         )
+        if self.drafter.remembers():
+            for sequence in sequences:
+                sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None
         self._requests[request_id] = Request(request_id, text, sequences, time.perf_counter(), on_update)
@@ -255,7 +259,8 @@ class Engine:
                     for node in range(ROOT, len(proposal))
                 ]
                 log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
-            noise = Noise(sequence.seed, len(sequence.token_ids), greedy=sequence.params.temperature == 0)
+            greedy = sequence.params.temperature == 0
+            noise = Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce)
             judgements[sequence.id] = Judgement(log_probs, proposal, noise)
         verdicts = self.verifier.verify(list(judgements.values()))
         return dict(zip(judgements, verdicts, strict=True))
@@ -281,12 +286,15 @@ class Engine:
                 continue
             answer = self._answers[sequence.id]
             proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
+            length = len(sequence.token_ids)
             emitted = self._append(answer, verdict, proposal, rows)
             kept = verdict.accepted[:emitted]
             self.runner.commit(item, kept)
             _record_acceptance(sequence, proposal, kept, emitted)
             decoded.append((answer, emitted))
-            observations.append(Observation(sequence, proposal, len(kept), rows[-1 - len(proposal) :]))
+            observations.append(
+                Observation(sequence, proposal, len(kept), rows[-1 - len(proposal) :], length)
+            )
         self.drafting.observe(observations)
         if self.on_observe is not None:
             self.on_observe(observations)

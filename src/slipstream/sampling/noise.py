@@ -56,16 +56,18 @@ class Noise:
     they would no longer be independent of the text so far, and the output would be biased.
     """
 
-    def __init__(self, seed: int, root_position: int, greedy: bool = False) -> None:
+    def __init__(self, seed: int, root_position: int, greedy: bool = False, nonce: int = 0) -> None:
+        """`nonce` tells requests of one seed apart, in all streams but the target's; see `Sequence.nonce`."""
         self.seed = seed
         self.root_position = root_position
         self.greedy = greedy
+        self.nonce = nonce
 
     def key(self, position: int, stream: Stream = Stream.TARGET, index: int = 0) -> int:
         """The 64-bit key of `position`; `index` tells apart a position's uses, such as nodes."""
         if stream is Stream.TARGET:
             return _mix(self.seed, stream, position)
-        return _mix(self.seed, stream, self.root_position, position, index)
+        return _mix(self.seed, stream, self.root_position, position, index, self.nonce)
 
     def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         """`log_probs` [R, V] plus the target's noise at each row's position, float64; greedy: unchanged."""

@@ -1,8 +1,8 @@
 """The exact distribution of a real engine's answers: every random decision of every step, taken in turn.
 
 `slipstream.testing.enumeration` proves verifiers on table models. Here the real engine runs its real drafter on a real
-model, as often as there are ways to decide, so that wrong rows, a wrong draft distribution and noise that is used twice
-show as a gap, without any sampling error:
+model, as often as there are ways to decide, so that wrong rows and a wrong draft distribution show as a gap, without
+any sampling error, and a number that is asked for twice in a step raises:
 
     off = engine_distribution(LLM(), prompt, params)
     assert total_variation(engine_distribution(llm, prompt, params), off) < 1e-5
@@ -26,7 +26,7 @@ def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> D
     """Answer to probability, over all that can be drafted, accepted and chosen; caches are emptied before each run."""
 
     def run(script: Script) -> Text:
-        def branching(seed: int, root_position: int, greedy: bool = False) -> BranchingNoise:
+        def branching(seed: int, root_position: int, greedy: bool, nonce: int) -> BranchingNoise:
             return BranchingNoise(root_position, script)
 
         llm.reset_caches()

@@ -54,6 +54,8 @@ class Script:
         self._next = 0
         self.weight = 1.0
         """The probability of the decisions so far."""
+        self.used: set[tuple[int, Stream, int, int]] = set()
+        """What has been asked for in this run: root position, stream, position, index."""
 
     def pick(self, probs: Seq[float]) -> int:
         """One index, with the probability that stands there."""
@@ -67,6 +69,7 @@ class Script:
     def advance(self) -> bool:
         """Back to the beginning, with other decisions; False when all have been tried."""
         self._next, self.weight = 0, 1.0
+        self.used.clear()
         while self._branches and len(self._branches[-1]) == 1:
             self._branches.pop()
         if self._branches:
@@ -80,7 +83,6 @@ class BranchingNoise(Noise):
     def __init__(self, root_position: int, script: Script) -> None:
         super().__init__(seed=0, root_position=root_position)
         self._script = script
-        self._used: set[tuple[Stream, int, int]] = set()
 
     def choose(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         return torch.tensor(list(_LazyChoices(self, log_probs, positions)))
@@ -120,11 +122,12 @@ class BranchingNoise(Noise):
 
     def _use(self, stream: Stream, position: int, index: int) -> None:
         """Branching treats all decisions as independent; real noise would give the same number again."""
-        if (stream, position, index) in self._used:
+        use = (self.root_position, stream, position, index)
+        if use in self._script.used:
             raise ValueError(
                 f"{stream.name} noise of position {position}, index {index} is used twice in a step"
             )
-        self._used.add((stream, position, index))
+        self._script.used.add(use)
 
 
 class _LazyChoices(Seq[int]):

@@ -12,7 +12,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import encode_chat
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
@@ -101,6 +101,11 @@ class Evaluator:
     def _acceptance(self, engine: Engine, temperature: float) -> Acceptance:
         jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self._jobs]
         answers, _, _ = closed_loop(engine, jobs, self._options["max_num_seqs"])
+        if engine.drafting.num_failures:
+            raise ConfigError(
+                f"drafter {engine.speculative.method!r} failed while it was measured; "
+                "generate with it and --debug to see why"
+            )
         metrics = [answer.metrics for answer in answers]
         merged = RequestMetrics.merged(metrics)
         by_task = _ByTask()

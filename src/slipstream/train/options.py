@@ -145,7 +145,7 @@ class DistillOptions:
     """Which draft model learns, and from what."""
 
     init: str | None = None
-    """Checkpoint folder or hub id to begin with."""
+    """Checkpoint folder or hub id to begin with; `embedded` is the embedded draft."""
     shape: str | None = None
     """Begin with fresh weights of so many layers and so much width, as in 2x128; the family is the target's."""
     keep_layers: str | None = None
@@ -186,7 +186,8 @@ class EagleTrainOptions:
     """What the head looks like, and how it learns."""
 
     init: str | None = None
-    """Folder or hub id of a head of this kind for this target to go on from; its shape is then that head's."""
+    """Folder or hub id of a head of this kind for this target to go on from; its shape is then that head's.
+    `embedded` is the embedded target's own."""
     num_steps: int = 4
     """EAGLE-3: steps of the training-time test, each on the head's own output of the step before."""
     step_decay: float = 0.8

@@ -147,7 +147,7 @@ class Trainer:
         if progress.step == 0 and self.evaluate is not None:
             self._evaluate(progress)  # what there was to begin with
         clock = logged = saved = time.monotonic()
-        window = _Window()
+        window, factor = _Window(), 0.0
         while (fraction := self.processes.largest(progress.fraction(options))) < 1.0 and not self._ends(
             progress
         ):
@@ -176,7 +176,7 @@ class Trainer:
                 self._save_checkpoint(progress)
                 saved = now
         if window.num_steps:
-            self._log_training(progress, window, 0.0)
+            self._log_training(progress, window, factor)
         if progress.fraction(options) >= 1.0 and self.evaluate and progress.evaluated_step < progress.step:
             self._evaluate(progress)
         if main:
@@ -203,9 +203,14 @@ class Trainer:
             dtype = self.target.dtype
             with torch.autocast(self.target.device.type, dtype, enabled=dtype != torch.float32):
                 loss, metrics = self.student.loss(batch)
-            (loss / options.accumulation).backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:  # a batch may hold nothing to learn
+                (loss / options.accumulation).backward()  # type: ignore[no-untyped-call]
             window.add(float(loss.detach()), metrics, int((batch.documents >= 0).sum()))
-        weights = [weight for weight in self.student.module.parameters() if weight.grad is not None]
+        weights = [weight for weight in self.student.module.parameters() if weight.requires_grad]
+        if processes.count > 1:  # all must average the same weights, whatever their own rows could teach
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        weights = [weight for weight in weights if weight.grad is not None]
         processes.average([weight.grad for weight in weights if weight.grad is not None])
         nn.utils.clip_grad_norm_(weights, options.max_grad_norm)
         for optimizer in self._optimizers:
