@@ -50,7 +50,12 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "layer_skip", "skip_layers": [2, 3], **CHAIN},
     {"method": "layer_skip", "skip_layers": [4], **TREE},
     {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}, **CHAIN},
-    {"method": "cascade", "draft": {**DRAFT, "num_speculative_tokens": 1}, **CHAIN},
+    # Inner and outer drafts share their noise on purpose; only decisions that are taken once can be enumerated.
+    {
+        "method": "cascade",
+        "draft": {**DRAFT, "num_speculative_tokens": 1, "draft_sample_method": "greedy"},
+        **CHAIN,
+    },
     {"method": "medusa", "model": TRAINED, **CHAIN},
     {"method": "medusa", "model": TRAINED, **TREE},
     {"method": "hydra", "model": TRAINED, **CHAIN},

@@ -67,7 +67,8 @@ class Noise:
         """The 64-bit key of `position`; `index` tells apart a position's uses, such as nodes."""
         if stream is Stream.TARGET:
             return _mix(self.seed, stream, position)
-        return _mix(self.seed, stream, self.root_position, position, index, self.nonce)
+        own = (self.nonce,) if self.nonce else ()
+        return _mix(self.seed, stream, self.root_position, position, index, *own)
 
     def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         """`log_probs` [R, V] plus the target's noise at each row's position, float64; greedy: unchanged."""
