@@ -16,6 +16,7 @@ from slipstream.metrics.request import RequestMetrics
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.sampling.grammar import Grammar
     from slipstream.sampling.params import SamplingParams
 
 ROOT = -1
@@ -162,6 +163,8 @@ class Sequence:
     """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
     leader: Sequence | None = None
     """The first sequence of the same request; the others wait for its prompt, to reuse it."""
+    grammar: Grammar | None = None
+    """What the answer must keep to, as `params.structured` says; None where it is free."""
     from_draft: list[bool] = field(default_factory=list)
     """One an output token: True for an accepted draft token, False for the target's own."""
     num_computed: int = 0

@@ -229,6 +229,7 @@ class CascadeDrafter(DraftModelDrafter):
             params=params,
             seed=sequence.seed,
             tenant=sequence.tenant,
+            grammar=sequence.grammar,
         )
 
 

@@ -1,0 +1,112 @@
+"""From a request's structured output to a grammar over the target's tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import RequestError
+from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept, the ones used last."""
+MAX_ERROR_LENGTH = 300
+"""Characters of a compiler's message that are passed on."""
+
+
+class GrammarCompiler:
+    """Compiles constraints with llguidance. Costs nothing until the first one comes."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        """`tokenizer` and `end_token_ids` are the target's; `vocab_size` is the width of its logits."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+
+    def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
+        """The grammar of one answer that may end with `stop_token_ids`.
+
+        Raises `RequestError` where the constraint, or the tokenizer, is nothing that llguidance can follow.
+        """
+        matcher = self._compiled.get(structured)
+        if matcher is None:
+            matcher = self._compiled[structured] = self._matcher(structured)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(structured)
+        grammar = Grammar(matcher, self._end_token_ids, stop_token_ids, self._vocab_size)
+        if grammar.ended(()):
+            raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
+        return grammar
+
+    def _matcher(self, structured: StructuredOutput) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        vocabulary = self._read_tokenizer()
+        try:
+            source = _source(structured)
+            failed, messages = LLMatcher.validate_grammar_with_warnings(source, vocabulary)
+            matcher = LLMatcher(vocabulary, source)
+        except ValueError as error:
+            raise RequestError(_refusal(structured, str(error))) from None
+        if failed or matcher.is_error():
+            raise RequestError(_refusal(structured, messages[0] if failed else matcher.get_error()))
+        for message in messages:
+            logger.warning("%s: %s", kind(structured), message)
+        return matcher
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            from llguidance.hf import from_tokenizer
+
+            try:
+                self._vocabulary = from_tokenizer(
+                    self._tokenizer,
+                    n_vocab=max(self._vocab_size, len(self._tokenizer)),
+                    eos_token=self._end_token_ids or None,
+                )
+            except Exception as error:  # it may raise anything at a tokenizer that it does not know
+                raise RequestError(
+                    f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
+                ) from None
+        return self._vocabulary
+
+
+def kind(structured: StructuredOutput) -> str:
+    """Which constraint it is."""
+    return next(name for name in CONSTRAINTS if getattr(structured, name))
+
+
+def _source(structured: StructuredOutput) -> str:
+    """The constraint in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if structured.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.grammar is not None:
+        return LLMatcher.grammar_from_lark(structured.grammar)
+    schema = '{"type": "object"}' if structured.json_object else str(structured.json_schema)
+    overrides: Any = {"whitespace_flexible": False} if structured.compact else None
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _refusal(structured: StructuredOutput, message: str) -> str:
+    return f"{kind(structured)} cannot be followed: {_one_line(message)}"
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_ERROR_LENGTH else line[:MAX_ERROR_LENGTH] + "…"
