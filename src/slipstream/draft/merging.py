@@ -147,6 +147,18 @@ def depth_along(proposal: Proposal, token_ids: Seq[int]) -> int:
     return len(token_ids)
 
 
+def node_along(proposal: Proposal, token_ids: Seq[int]) -> int | None:
+    """The node that all of `token_ids`, one after the other, lead to from the top; None where one is missing."""
+    node = ROOT
+    for token in token_ids:
+        children = proposal.children.get(node, [])
+        below = next((child for child in children if proposal.token_ids[child] == token), None)
+        if below is None:
+            return None
+        node = below
+    return node
+
+
 def share_of(seen: Observation, proposal: Proposal, num_before: int | None) -> Observation:
     """What the author of `proposal` is to learn from what was checked, a tree that holds some of it and more.
 

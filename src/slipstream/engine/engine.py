@@ -398,7 +398,9 @@ class Engine:
             self.model.vocab_size,
             sequence.grammar,
         )
-        return Answer(sequence, processor, text, StopRules(sequence, text, self._eos_token_ids, self.max_model_len))
+        return Answer(
+            sequence, processor, text, StopRules(sequence, text, self._eos_token_ids, self.max_model_len)
+        )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """All tokens that end an answer."""

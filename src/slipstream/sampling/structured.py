@@ -47,7 +47,9 @@ class StructuredOutput:
             raise RequestError("json_schema false allows nothing; give a schema that something satisfies")
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise RequestError(f"structured output needs exactly one of {', '.join(CONSTRAINTS)}, got {found}")
+            raise RequestError(
+                f"structured output needs exactly one of {', '.join(CONSTRAINTS)}, got {found}"
+            )
         if self.compact and not given[0].startswith("json"):
             raise RequestError(f"compact is for json_schema and json_object, not for {given[0]}")
         for name in ("regex", "grammar"):
