@@ -31,7 +31,9 @@ class Letters:
     bos_token_id = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return [self.tokens.index(bytes([byte])) for byte in (text.encode() if isinstance(text, str) else text)]
+        return [
+            self.tokens.index(bytes([byte])) for byte in (text.encode() if isinstance(text, str) else text)
+        ]
 
 
 def letters_grammar(regex: str) -> Grammar:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from slipstream.draft.token_bytes import TokenBytes
 from slipstream.errors import RequestError
 from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
@@ -68,19 +69,57 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         if self._vocabulary is None:
-            from llguidance.hf import from_tokenizer
-
             try:
-                self._vocabulary = from_tokenizer(
-                    self._tokenizer,
-                    n_vocab=max(self._vocab_size, len(self._tokenizer)),
-                    eos_token=self._end_token_ids or None,
-                )
-            except Exception as error:  # it may raise anything at a tokenizer that it does not know
+                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
+            except Exception as error:  # a tokenizer that is not known may raise anything
                 raise RequestError(
                     f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
                 ) from None
         return self._vocabulary
+
+
+class _ByBytes:
+    """A tokenizer that llguidance does not read rightly, as it wants one: what each token says, how to say a text."""
+
+    bos_token_id = None
+
+    def __init__(self, said: TokenBytes, vocab_size: int, end_token_ids: list[int]) -> None:
+        self.tokens = [said.ordinary.get(token, b"") for token in range(vocab_size)]
+        self.special_token_ids = sorted({*said.special, *end_token_ids})
+        for token in self.special_token_ids:
+            self.tokens[token] = said.special.get(token, f"<|{token}|>").encode()
+        self.eos_token_id = end_token_ids[0]
+        self._token_of = said.by_bytes()
+        self._longest = max(map(len, self._token_of))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest token first. The tokenizer itself would put a space in front, as before every text."""
+        token_ids: list[int] = []
+        while text:
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            length = next((n for n in lengths if text[:n] in self._token_of), None)
+            if length is None:
+                raise ValueError(f"no token says {text[:1]!r}")
+            token_ids.append(self._token_of[text[:length]])
+            text = text[length:]
+        return token_ids
+
+
+def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
+    """The tokenizer as llguidance reads it, where that is what its tokens say; else by the bytes that they say."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance.hf import from_tokenizer
+
+    said = TokenBytes(tokenizer, "this model")
+    num_tokens = max(vocab_size, len(tokenizer))
+    vocabulary = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_token_ids or None)
+    # 0xFF, which is in no text, is how llguidance marks special tokens.
+    ordinary = {token: text for token, text in said.ordinary.items() if text and b"\xff" not in text}
+    if all(vocabulary.decode_bytes([token]) == text for token, text in ordinary.items()):
+        return vocabulary
+    ends = end_token_ids or [tokenizer.eos_token_id]
+    wrapper = TokenizerWrapper(_ByBytes(said, num_tokens, ends))
+    return LLTokenizer(wrapper, n_vocab=num_tokens, eos_token=ends)
 
 
 def kind(structured: StructuredOutput) -> str:
