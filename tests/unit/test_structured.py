@@ -296,6 +296,35 @@ def test_a_matcher_that_fails_ends_the_text(caplog: pytest.LogCaptureFixture) ->
     assert not grammar.ended([5])
 
 
+@pytest.mark.parametrize(
+    ("between", "spaced", "compact"),
+    [
+        ("", True, True),
+        (" ", True, False),
+        ("\n", True, False),
+        ("\n\t\t", True, False),
+        ("\n" + 40 * " ", True, False),
+        ("  ", False, False),
+        ("\n\n", False, False),
+        ("\n" + 41 * " ", False, False),
+    ],
+)
+def test_whitespace_in_json(
+    compiler: GrammarCompiler, tokenizer: Any, between: str, spaced: bool, compact: bool
+) -> None:
+    for allowed, is_compact in ((spaced, False), (compact, True)):
+        structured = StructuredOutput(json_schema={"type": "array"}, compact=is_compact)
+        grammar = compiler.compile(structured, [EOS])
+        assert bool(grammar.mask(encode(tokenizer, f"[1,{between}2"))) == allowed
+
+
+def test_a_schema_may_say_itself_what_whitespace_it_allows(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    schema = {"type": "array", "x-guidance": {"whitespace_pattern": "_"}}
+    grammar = compiler.compile(StructuredOutput(json_schema=schema), [EOS])
+    assert grammar.mask(encode(tokenizer, "[1,_2"))
+    assert not grammar.mask(encode(tokenizer, "[1, 2"))
+
+
 # ---- where an answer ends
 
 

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept, the ones used last."""
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
+"""What may stand between the tokens of JSON: a space, or a new line and its indentation. Where JSON's own rule holds, a
+model that has begun with blank lines may never come to an end of them."""
 MAX_ERROR_LENGTH = 300
 """Characters of a compiler's message that are passed on."""
 
@@ -138,8 +141,9 @@ def _source(structured: StructuredOutput) -> str:
     if structured.grammar is not None:
         return LLMatcher.grammar_from_lark(structured.grammar)
     schema = '{"type": "object"}' if structured.json_object else str(structured.json_schema)
-    overrides: Any = {"whitespace_flexible": False} if structured.compact else None
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    if structured.compact:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
 
 
 def _refusal(structured: StructuredOutput, message: str) -> str:

@@ -62,7 +62,7 @@ class SamplingParams:
     """Alternatives to report for each token; 0 reports the token alone, None nothing."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    structured: StructuredOutput | Mapping[str, Any] | None = None
+    structured: Mapping[str, Any] | StructuredOutput | None = None
     """What the answer must look like: a `StructuredOutput`, or its fields as an object. None leaves it free."""
 
     def __post_init__(self) -> None:

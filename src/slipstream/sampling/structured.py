@@ -36,7 +36,8 @@ class StructuredOutput:
     choice: Seq[str] | None = None
     """One of these texts."""
     compact: bool = False
-    """With `json_schema` or `json_object`: no whitespace between the tokens of JSON."""
+    """With `json_schema` or `json_object`: no whitespace between the tokens of JSON. Without it there may be one space,
+    or a new line and its indentation."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", "compact"):
