@@ -49,7 +49,8 @@ class Observation:
     follows node i, accepted or not. Valid during the call only."""
     num_before: int | None = None
     """Tokens that the text had when `propose` was called, where what was committed since is not the `num_accepted`
-    draft tokens and the target's own: a member of an ensemble sees others' guesses accepted. None elsewhere."""
+    draft tokens and the target's own: a member of an ensemble sees others' guesses accepted, and under a grammar forced
+    tokens are added to any proposal. None elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
