@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from tokenizer_families import FAMILIES
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -146,24 +146,39 @@ def test_what_cannot_be_compiled_is_refused_before_any_work(
     assert not plain.engine.has_unfinished
 
 
+class Matchers:
+    """Stands in for llguidance's class: notes what is made, and adds options."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.made: list[str] = []
+
+    def __call__(self, vocabulary: Any, source: str, **options: Any) -> LLMatcher:
+        self.made.append(source)
+        return LLMatcher(vocabulary, source, **options, **self.options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(LLMatcher, name)
+
+
 def test_compiled_grammars_are_kept_and_bounded(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-
-    def counting(vocabulary: Any, source: str) -> LLMatcher:
-        made.append(source)
-        return right(vocabulary, source)
-
-    right = LLMatcher
+    monkeypatch.setattr("llguidance.LLMatcher", matchers := Matchers())
     monkeypatch.setattr(grammars, "MAX_COMPILED", 2)
-    monkeypatch.setattr("llguidance.LLMatcher", Counting := type("M", (), {}))
-    for name in ("validate_grammar_with_warnings", "grammar_from_regex"):
-        setattr(Counting, name, staticmethod(getattr(right, name)))
-    Counting.__new__ = staticmethod(lambda cls, *args: counting(*args))  # type: ignore[attr-defined]
     for regex in ("a", "b", "a", "c", "a", "b"):  # b makes room for c
         compiler.compile(StructuredOutput(regex=regex), [EOS])
-    assert len(made) == 4
+    assert len(matchers.made) == 4
+
+
+def test_a_grammar_that_is_too_complex_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LLParserLimits(max_lexer_states=2, verbose_errors=False)
+    monkeypatch.setattr("llguidance.LLMatcher", Matchers(limits=limits))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="regex cannot be followed: lexer error: too many states"):
+            compiler.compile(StructuredOutput(regex="[a-z]+x|y"), [EOS])
 
 
 def test_without_a_constraint_nothing_is_prepared() -> None:
@@ -372,6 +387,21 @@ def test_answers_of_one_request_and_of_a_batch_do_not_meet(plain: LLM) -> None:
         assert [made.token_ids for made in left.outputs] == [made.token_ids for made in right.outputs]
     assert all(set(json.loads(made.text)) == {"given_name", "member"} for made in together[1].outputs)
     assert together[2].outputs[0].text in CONSTRAINTS["choice"]["choice"]
+
+
+def test_a_preempted_answer_comes_back_to_where_it_was(plain: LLM) -> None:
+    prompts = [f"{number} examples, each of them with its name:" for number in range(6)]
+    params = [
+        SamplingParams(structured=CONSTRAINTS["object"], temperature=1.0, seed=number, max_tokens=40)
+        for number in range(6)
+    ]
+    wanted = plain.generate(prompts, params)
+    room = 200 * plain.engine.model.kv_bytes_per_token
+    scarce = LLM(speculative_config={"method": "suffix"}, kv_cache_bytes=room, max_model_len=128)
+    outputs = scarce.generate(prompts, params)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [out.outputs[0].token_ids for out in outputs] == [out.outputs[0].token_ids for out in wanted]
+    assert scarce.engine.integrity() == []
 
 
 # ---- what is drafted

@@ -61,7 +61,8 @@ class GrammarCompiler:
         try:
             source = _source(structured)
             failed, messages = LLMatcher.validate_grammar_with_warnings(source, vocabulary)
-            matcher = LLMatcher(vocabulary, source)
+            matcher = LLMatcher(vocabulary, source, log_level=0)
+            matcher.compute_bitmask()  # what is too complex from the first token on fails here
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
         if failed or matcher.is_error():

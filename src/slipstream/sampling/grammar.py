@@ -122,7 +122,8 @@ class Grammar:
     def _failed(self, matcher: LLMatcher) -> bool:
         """True where a limit of llguidance is exceeded. The text can then not be followed further: nothing follows."""
         if matcher.is_error():
-            logger.warning("the grammar cannot be followed further: %s", matcher.get_error())
+            first_line = matcher.get_error().partition("\n")[0]
+            logger.warning("a grammar cannot be followed further, so its answer ends: %s", first_line)
             return True
         return False
 
