@@ -258,6 +258,13 @@ def test_stop_tokens_are_allowed_exactly_where_the_text_is_complete(
     assert not endless.ended(encode(tokenizer, "aa"))
 
 
+def test_a_long_text_is_met_at_once(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    grammar = compiler.compile(StructuredOutput(regex="[ab]+"), [EOS])
+    a = encode(tokenizer, "a")[0]
+    assert not grammar.ended([a] * 3000)
+    assert grammar.mask([a] * 3000) == grammar.mask([a])
+
+
 def test_rows_are_masked_and_none_is_nan(compiler: GrammarCompiler, tokenizer: Any) -> None:
     params = SamplingParams(structured={"regex": "ab*"}, temperature=0.7, top_p=0.9, presence_penalty=0.5)
     grammar = compiler.compile(params.structured, [EOS])  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ class Grammar:
         length = len(self._output)
         if output[:length] == self._output:
             taken = tuple(output[length:])
-            root = self._matcher(taken)
+            root = self._behind(taken)
             self._matchers = _below(taken, self._matchers)
             self._masks = _below(taken, self._masks)
         else:
@@ -94,6 +94,14 @@ class Grammar:
             self._matchers, self._masks = {}, {}
         self._matchers[()] = root
         self._output = output
+
+    def _behind(self, taken: tuple[int, ...]) -> LLMatcher | None:
+        """The matcher behind `_output` and `taken`, which may be long: what is not known is consumed in one go."""
+        known = min(len(taken), max(map(len, self._matchers)))
+        while taken[:known] not in self._matchers:
+            known -= 1
+        above = self._matchers[taken[:known]]
+        return above if above is None or known == len(taken) else self._advance(above, taken[known:])
 
     def _matcher(self, path: tuple[int, ...]) -> LLMatcher | None:
         if path not in self._matchers:
