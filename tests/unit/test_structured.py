@@ -398,12 +398,15 @@ def test_answers_of_one_request_and_of_a_batch_do_not_meet(plain: LLM) -> None:
 
 def test_a_preempted_answer_comes_back_to_where_it_was(plain: LLM) -> None:
     prompts = [f"{number} examples, each of them with its name:" for number in range(6)]
+    structured = {"regex": "([a-z]{2,5} [0-9]{1,2}, )+"}
     params = [
-        SamplingParams(structured=CONSTRAINTS["object"], temperature=1.0, seed=number, max_tokens=40)
+        SamplingParams(
+            structured=structured, temperature=1.0, seed=number, max_tokens=100, logit_bias={EOS: -100}
+        )
         for number in range(6)
     ]
     wanted = plain.generate(prompts, params)
-    room = 200 * plain.engine.model.kv_bytes_per_token
+    room = 300 * plain.engine.model.kv_bytes_per_token
     scarce = LLM(speculative_config={"method": "suffix"}, kv_cache_bytes=room, max_model_len=128)
     outputs = scarce.generate(prompts, params)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

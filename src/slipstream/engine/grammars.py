@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.errors import RequestError
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammar import Grammar, is_dead_end
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is too complex from the first token on fails here
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
-        if failed or matcher.is_error():
+        if failed or (matcher.is_error() and not is_dead_end(matcher)):
             raise RequestError(_refusal(structured, messages[0] if failed else matcher.get_error()))
         for message in messages:
             logger.warning("%s: %s", kind(structured), message)
@@ -152,5 +152,5 @@ def _refusal(structured: StructuredOutput, message: str) -> str:
 
 
 def _one_line(message: str) -> str:
-    line = " ".join(message.split())
+    line = " ".join(message.partition("<state>")[0].split())
     return line if len(line) <= MAX_ERROR_LENGTH else line[:MAX_ERROR_LENGTH] + "…"

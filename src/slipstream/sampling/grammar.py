@@ -128,12 +128,16 @@ class Grammar:
         return mask | self._stop_bits if accepts else mask
 
     def _failed(self, matcher: LLMatcher) -> bool:
-        """True where a limit of llguidance is exceeded. The text can then not be followed further: nothing follows."""
-        if matcher.is_error():
+        """True where nothing follows, or a limit of llguidance is exceeded and nothing more can be told."""
+        if matcher.is_error() and not is_dead_end(matcher):
             first_line = matcher.get_error().partition("\n")[0]
             logger.warning("a grammar cannot be followed further, so its answer ends: %s", first_line)
-            return True
-        return False
+        return bool(matcher.is_error())
+
+
+def is_dead_end(matcher: LLMatcher) -> bool:
+    """True where llguidance calls it an error that nothing can follow."""
+    return bool(matcher.get_error().startswith("NoExtension"))
 
 
 def _below(taken: tuple[int, ...], nodes: dict[tuple[int, ...], T]) -> dict[tuple[int, ...], T]:
