@@ -19,6 +19,7 @@ from slipstream.cli.main import app
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.registry import validate
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.structured import StructuredOutput
 
 FOLDER = Path(__file__).parent / "reference"
 
@@ -147,7 +148,7 @@ def _verbs(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 def config_page() -> str:
     """Every configuration class with its fields."""
     parts = [CONFIG_INTRODUCTION]
-    parts += [_class(cls) for cls in (EngineConfig, SamplingParams, SpeculativeConfig)]
+    parts += [_class(cls) for cls in (EngineConfig, SamplingParams, StructuredOutput, SpeculativeConfig)]
     parts.append(
         "## Options of the drafters\n\nThey stand beside `method` and `verifier` in `speculative_config`.\n"
     )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.errors import SlipstreamError
     from slipstream.sampling.params import SamplingParams
+    from slipstream.sampling.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOMES = {
     "SamplingParams": "slipstream.sampling.params",
     "SlipstreamError": "slipstream.errors",
     "SpeculativeConfig": "slipstream.config",
+    "StructuredOutput": "slipstream.sampling.structured",
     "Update": "slipstream.engine.outputs",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "SlipstreamError",
     "SpeculativeConfig",
+    "StructuredOutput",
     "Update",
 ]
 

@@ -16,6 +16,7 @@ from slipstream.metrics.request import RequestMetrics
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.sampling.grammar import Grammar
     from slipstream.sampling.params import SamplingParams
 
 ROOT = -1
@@ -165,6 +166,8 @@ class Sequence:
     seed, whose answer those coins made: thrown again, they would be known to the drafts, and the text biased."""
     leader: Sequence | None = None
     """The first sequence of the same request; the others wait for its prompt, to reuse it."""
+    grammar: Grammar | None = None
+    """What the answer must keep to, as `params.structured` says; None where it is free."""
     from_draft: list[bool] = field(default_factory=list)
     """One an output token: True for an accepted draft token, False for the target's own."""
     num_computed: int = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from slipstream.core import ROOT, ProposalKind
+from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import Target
 from slipstream.testing.table_model import CHAIN_3, SIBLINGS_2, TWO_LEVELS, UNBALANCED, TableModel, Text
@@ -18,6 +20,33 @@ BIASED = 1e-3
 
 MODEL = TableModel(vocab_size=3, seed=2)
 PROMPT = (0, 2)
+
+
+class Letters:
+    """A tokenizer of four tokens, the last of which ends a text."""
+
+    tokens = (b"a", b"b", b"ab", b"<end>")
+    special_token_ids = (3,)
+    eos_token_id = 3
+    bos_token_id = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [
+            self.tokens.index(bytes([byte])) for byte in (text.encode() if isinstance(text, str) else text)
+        ]
+
+
+def letters_grammar(regex: str) -> Grammar:
+    """What `Letters` may say: texts that match `regex`, and then the end."""
+    vocabulary = LLTokenizer(TokenizerWrapper(Letters()))
+    return Grammar(LLMatcher(vocabulary, LLMatcher.grammar_from_regex(regex)), [3], [3], vocab_size=4)
+
+
+def under_grammar(regex: str, params: SamplingParams | None = None) -> Target:
+    """A target that must keep to `regex`."""
+    model = TableModel(vocab_size=4, seed=2)
+    return Target(model, params or SamplingParams(), stop_token_ids=(3,), grammar=letters_grammar(regex))
+
 
 TARGETS: dict[str, Target] = {
     "plain": Target(MODEL),
@@ -41,6 +70,9 @@ TARGETS: dict[str, Target] = {
         stop_token_ids=(2,),
         bad_words=((0, 0), (0, 1), (1, 1)),
     ),
+    "grammar": under_grammar("b?(a|ab)b*a?"),
+    "grammar_forced": under_grammar("(ba|ab)(ba)*"),
+    "grammar_combined": under_grammar("a?b(ab|b)*", SamplingParams(top_k=2, presence_penalty=0.8)),
     "combined": Target(
         MODEL,
         SamplingParams(

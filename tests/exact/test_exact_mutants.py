@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from exact_cases import BIASED, EXACT, SHAPES, far
+from exact_cases import BIASED, EXACT, SHAPES, far, under_grammar
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import Target, exactness_gap
@@ -224,3 +225,39 @@ def test_verifier_that_reads_two_rows_of_one_position_is_not_judged() -> None:
     drafter = TableDrafter(MODEL.log_probs, (ROOT, ROOT), ProposalKind.ONE_HOT)
     with pytest.raises(NotImplementedError, match="share the noise"):
         exactness_gap(PLAIN, drafter, Peeking(), 2)
+
+
+# ---- grammars that are not applied to every row
+
+
+ROWS = {
+    "the bonus row": lambda path, paths: len(path) == max(map(len, paths)) > 0,
+    "rows at inner nodes": lambda path, paths: 0 < len(path) < max(map(len, paths)),
+    "every row but the root's": lambda path, paths: len(path) > 0,
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("verifier", ["coupled", "rejection", "block"])
+def test_grammar_not_applied_to(rows: str, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Grammar.allowed
+
+    def faulty(self: Grammar, output: Seq[int], paths: Seq[Seq[int]], width: int) -> torch.Tensor:
+        allowed = right(self, output, paths, width)
+        allowed[[ROWS[rows](path, paths) for path in paths]] = True
+        return allowed
+
+    target = under_grammar("b?(a|ab)b*a?")
+    drafter = sampled(target, "chain_2")
+    assert exactness_gap(target, drafter, create_verifier(verifier), 3) < EXACT
+    monkeypatch.setattr(Grammar, "allowed", faulty)
+    faulty_target = under_grammar("b?(a|ab)b*a?")
+    assert exactness_gap(faulty_target, drafter, create_verifier(verifier), 3) > BIASED
+
+
+def test_grammar_that_does_not_follow_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node gets the mask of the committed text."""
+    right = Grammar.mask
+    monkeypatch.setattr(Grammar, "mask", lambda self, output, path=(): right(self, output))
+    target = under_grammar("b?(a|ab)b*a?")
+    assert exactness_gap(target, sampled(target, "chain_2"), create_verifier("rejection"), 3) > BIASED

@@ -130,6 +130,35 @@ def test_penalties_along_the_paths_of_a_tree(spec: dict[str, Any], prompt: list[
     assert total_variation(engine_distribution(llm, prompt, params), without) < CLOSE
 
 
+UNDER_GRAMMAR = dataclasses.replace(
+    PARAMS, structured={"regex": "((one|two|three) ?){2,9}"}, ignore_eos=False, logit_bias={1: 2.0}
+)
+"""With forced tokens in some places and a choice in others."""
+CONSTRAINED = {
+    "ngram": {"method": "ngram", **CHAIN},
+    "draft-chain": {**DRAFT, **CHAIN},
+    "draft-tree": {**DRAFT, **TREE},
+    "draft-greedy": {**DRAFT, **CHAIN, "draft_sample_method": "greedy"},
+    "lookahead": {"method": "lookahead"},
+}
+
+
+@pytest.fixture(scope="module")
+def truth_under_grammar(prompt: list[int]) -> Distribution:
+    distribution = engine_distribution(LLM(), prompt, UNDER_GRAMMAR)
+    assert len(distribution) > 4
+    return distribution
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("drafter", CONSTRAINED)
+def test_the_distribution_under_a_grammar_stays(
+    drafter: str, verifier: str, prompt: list[int], truth_under_grammar: Distribution
+) -> None:
+    llm = LLM(speculative_config={**CONSTRAINED[drafter], "verifier": verifier})
+    assert total_variation(engine_distribution(llm, prompt, UNDER_GRAMMAR), truth_under_grammar) < CLOSE
+
+
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_a_drafter_that_says_something_untrue_is_found(
     verifier: str, prompt: list[int], truth: Distribution, monkeypatch: pytest.MonkeyPatch

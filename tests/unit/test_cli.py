@@ -27,6 +27,7 @@ from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.structured import StructuredOutput
 
 PROMPT = "Write a SQL query. How many losses does the team from Hawthorn have?"
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -207,6 +208,7 @@ SAMPLING_FLAGS = {
     "logprobs": (["--logprobs", "2"], 2),
     "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
     "skip_special_tokens": (["--no-skip-special-tokens"], False),
+    "structured": (["--structured", '{"regex": "[0-9]+"}'], StructuredOutput(regex="[0-9]+")),
 }
 
 
@@ -258,6 +260,36 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 # --- generate -------------------------------------------------------------------------------------------------
+
+
+def test_generate_under_a_schema_or_an_expression(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    for given in (str(file), json.dumps(schema)):
+        result = run("generate", PROMPT, *GREEDY, "--max-tokens", "60", "--json-schema", given)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout).keys() == {"ok"}
+    result = run("generate", PROMPT, *GREEDY, "--regex", "[0-9]{3}-[0-9]{4}")
+    assert re.fullmatch("[0-9]{3}-[0-9]{4}\n", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--regex", "("], "unclosed group"),
+        (["--regex", "a", "--json-schema", "{}"], "one constraint, got --json-schema and --regex"),
+        (["--json-schema", "no/such/file.json"], "no/such/file.json"),
+        (["--json-schema", "{"], "json_schema is not valid JSON"),
+        (["--structured", '{"regexp": "a"}'], "did you mean 'regex'"),
+    ],
+)
+def test_generate_refuses_bad_constraints_in_one_line(args: list[str], says: str) -> None:
+    result = run("generate", PROMPT, *GREEDY, *args)
+    assert result.exit_code != 0
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_generate_prints_the_answer_alone_on_standard_output() -> None:

@@ -115,12 +115,39 @@ def test_guesses_come_first_and_the_window_shrinks_by_whole_columns() -> None:
             if budget >= 2 * (i + 1):
                 assert guess in paths
         num_columns = len(drafter._windows[0].ends)
-        assert all(len(words(proposal, end)) >= 2 for end in drafter._windows[0].ends)
+        assert all(len(end) >= 2 and [*end] in paths for end in drafter._windows[0].ends)
         assert num_columns >= min(4, (budget - 2 * len(guesses)) // 2)
         for i, end in enumerate(drafter._windows[0].ends):
             tops = [column[0] for column in columns[: i + 1]]
-            assert words(proposal, end) == [*tops, *columns[i][1:]]
+            assert [*end] == [*tops, *columns[i][1:]]
         assert len(proposal) <= budget
+
+
+def test_a_column_that_was_cut_off_before_the_check_waits() -> None:
+    """An ensemble's budget and a grammar take nodes away and number the others anew."""
+    drafter = make(window_size=3, ngram_size=3, pool_from_prompt=False)
+    text = sequence([1, 2, 3])
+    step(drafter, text, 99, {})
+    proposal = drafter.propose([text], [99])[0]
+    before = [list(column) for column in drafter._windows[0].columns]
+    lost = drafter._windows[0].ends[1]
+    kept = [node for node in range(len(proposal)) if words(proposal, node)[: len(lost)] != [*lost]]
+    number = {ROOT: ROOT} | {node: i for i, node in enumerate(kept)}
+    part = Proposal(
+        tuple(proposal.token_ids[node] for node in kept),
+        tuple(number[proposal.parents[node]] for node in kept),
+    )
+    logits = torch.eye(VOCAB)[torch.arange(len(part) + 1) % VOCAB]  # row i says token i
+    text.token_ids.append(4)
+    drafter.observe([Observation(text, part, 0, logits)])
+    after = drafter._windows[0].columns
+    assert after[1] == before[1]
+    for i in (0, 2):
+        row = 1 + next(
+            node for node in range(len(part)) if words(part, node) == [*drafter._windows[0].ends[i]]
+        )
+        assert after[i][-1] == row % VOCAB
+        assert len(after[i]) != len(before[i]) or after[i] != before[i]
 
 
 def test_what_was_not_computed_waits() -> None:

@@ -104,7 +104,7 @@ class FlagSet:
         default = None if field.default in (None, (), dataclasses.MISSING) else str(field.default)
         option = typer.Option(
             *names,
-            help=f"{help_} {_SYNTAX[kind]}" if kind in _SYNTAX else help_,
+            help=" ".join(filter(None, [help_, _EXAMPLES.get(field.name) or _SYNTAX.get(kind)])),
             metavar=_METAVARS.get(kind),
             show_default=(default.lower() if kind is bool else default) if default else False,
             rich_help_panel=self.panel,
@@ -154,10 +154,16 @@ def parse_bytes(text: str) -> int:
 
 _SYNTAX = {
     "ids": "Separated by commas: 5,6.",
-    "json": """A JSON object: '{"5": 1.5, "6": -100}'.""",
+    "json": "A JSON object.",
     "strings": "May be repeated.",
 }
 """Added to the help of flags whose value is more than one word or number."""
+
+_EXAMPLES = {
+    "logit_bias": """A JSON object: '{"5": 1.5, "6": -100}'.""",
+    "structured": """In JSON: '{"regex": "[0-9]+"}'.""",
+}
+"""Said instead where an example helps."""
 
 _METAVARS = {"ids": "ID,ID,…", "json": "JSON", "bytes": "SIZE", "strings": "TEXT", bool: None}
 

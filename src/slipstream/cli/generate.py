@@ -34,7 +34,8 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.prompts import Job, prepare, read_jobs
 from slipstream.cli.report import as_json, print_summary, summarise
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import read_text
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +68,17 @@ def generate(
         bool, typer.Option("--compare", help="Also answer without speculation; report the ratio of speeds.")
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="With --compare: how often each prompt is timed.")] = 3,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema",
+            metavar="FILE|JSON",
+            help="The answer is JSON under this schema. For other constraints see --structured.",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")
+    ] = None,
     json: Json = False,
     *,
     speculation: Values,
@@ -78,7 +90,7 @@ def generate(
     Answers go to standard output; on a terminal, accepted draft tokens and the target's own have different colours.
     """
     jobs = read_jobs(prompt, file)
-    params = SamplingParams.from_mapping(sampling)
+    params = SamplingParams.from_mapping(sampling | _constraint(json_schema, regex, sampling))
     speculative = chosen_speculation(speculation, model)
     if compare and speculative.method == "off":
         raise ConfigError(
@@ -123,6 +135,18 @@ def generate(
         comparison.print(results(), short_speculation(llm), llm.engine.speculative.verifier)
         for label in labels(llm):
             results().print(f"note: {label}")
+
+
+def _constraint(json_schema: str | None, regex: str | None, sampling: Values) -> Values:
+    """What `--json-schema` and `--regex` stand for."""
+    given = {"--json-schema": json_schema, "--regex": regex, "--structured": sampling.get("structured")}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; leave one out")
+    if json_schema is not None:
+        is_json = json_schema.lstrip().startswith("{") or json_schema.strip() in ("true", "false")
+        return {"structured": {"json_schema": json_schema if is_json else read_text(Path(json_schema))}}
+    return {} if regex is None else {"structured": {"regex": regex}}
 
 
 @dataclass

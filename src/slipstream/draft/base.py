@@ -52,8 +52,9 @@ class Observation:
 
     @property
     def length_before(self) -> int:
-        """The same, never None. In an ensemble others' guesses may have been committed beside the drafter's own, and a
-        stop may have cut what was accepted, so it cannot always be told from `num_accepted`."""
+        """The same, never None. What was committed since need not be the `num_accepted` draft tokens and the target's
+        own: a member of an ensemble sees others' guesses accepted, a grammar's forced tokens are added to any proposal,
+        and a stop may have cut what was accepted."""
         if self.num_before is not None:
             return self.num_before
         return len(self.sequence.token_ids) - self.num_accepted - 1

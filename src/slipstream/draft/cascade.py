@@ -239,6 +239,7 @@ class CascadeDrafter(DraftModelDrafter):
             params=params,
             seed=sequence.seed,
             tenant=sequence.tenant,
+            grammar=sequence.grammar and sequence.grammar.copy(),  # it is asked about another text
         )
 
 

@@ -11,7 +11,7 @@ from slipstream.config import SpeculativeConfig, check_at_least, check_types, re
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
-from slipstream.draft.merging import TrackRecord, depth_along, merge, part_of
+from slipstream.draft.merging import TrackRecord, merge, share_of
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -251,8 +251,4 @@ class EnsembleDrafter(Drafter):
 def _own(number: int, seen: Observation, round_: _Round | None) -> Observation:
     """What one member is to learn from what was checked."""
     proposal = EMPTY_PROPOSAL if round_ is None else round_.proposals.get(number, EMPTY_PROPOSAL)
-    part, rows = part_of(seen.proposal, proposal)
-    length = seen.num_before if round_ is None else round_.length
-    accepted = [] if round_ is None else seen.sequence.token_ids[round_.length :][: seen.num_accepted]
-    logits = seen.logits if rows == list(range(len(seen.logits))) else seen.logits[rows]
-    return Observation(seen.sequence, part, depth_along(part, accepted), logits, length)
+    return share_of(seen, proposal, seen.num_before if round_ is None else round_.length)

@@ -343,4 +343,4 @@ class Growths:
 
     def _processor(self, sequence: Sequence, params: SamplingParams) -> LogitsProcessor:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        return LogitsProcessor(params, prompt, (), (), self.vocab_size)
+        return LogitsProcessor(params, prompt, (), (), self.vocab_size, sequence.grammar)

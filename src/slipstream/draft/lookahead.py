@@ -17,6 +17,7 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.jacobi import first_guess
+from slipstream.draft.merging import node_along
 from slipstream.draft.top_tokens import top_tokens
 
 MAX_KEYS = 1024
@@ -117,8 +118,8 @@ class Window:
     columns: list[list[int]]
     """Top down, oldest pass first; a young column has not all of its rows yet."""
     pool: NgramPool
-    ends: list[int] = field(default_factory=list)
-    """The node of each column's last token in the last proposal, as far as columns were in it."""
+    ends: list[tuple[int, ...]] = field(default_factory=list)
+    """The tokens down to each column's last one in the last proposal, as far as columns were in it."""
 
 
 class LookaheadDrafter(Drafter):
@@ -151,14 +152,16 @@ class LookaheadDrafter(Drafter):
         branches = Branches(min(budget, self.max_nodes()))
         for guess in window.pool.after(sequence.token_ids[-1]):
             branches.add(ROOT, guess)
-        window.ends = []
+        ends: list[int] = []
         first_row = ROOT
         for column in window.columns:
             if branches.num_free() < len(column):
                 break
             first_row = branches.add(first_row, column[:1])
-            window.ends.append(branches.add(first_row, column[1:]))
-        return branches.proposal()
+            ends.append(branches.add(first_row, column[1:]))
+        proposal = branches.proposal()
+        window.ends = [tuple(proposal.token_ids[node] for node in proposal.path(end)) for end in ends]
+        return proposal
 
     def _begin(self, sequence: Sequence) -> Window:
         options, token_ids = self.options, sequence.token_ids
@@ -182,9 +185,16 @@ class LookaheadDrafter(Drafter):
             window = self._windows.get(seen.sequence.id)
             if window is None or not len(seen.proposal):
                 continue
-            rows = [node + 1 for node in window.ends]
+            # What was cut off before it was checked, for want of room or by a grammar, waits.
+            nodes = [node_along(seen.proposal, tokens) for tokens in window.ends]
+            computed = [
+                (column, node)
+                for column, node in zip(window.columns, nodes, strict=False)
+                if node is not None
+            ]
+            rows = [node + 1 for _, node in computed]
             tokens = top_tokens(seen.logits[rows], 1).flatten().tolist()
-            for column, token in zip(window.columns, tokens, strict=False):
+            for (column, _), token in zip(computed, tokens, strict=True):
                 column.append(token)
                 if len(column) == self.options.ngram_size:
                     window.pool.add(column)

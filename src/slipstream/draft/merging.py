@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.draft.base import Observation
 
 FIRST_GUESS = 0.5
 """The chance that a best guess is right, before anything has been seen; each further sibling has half of it."""
@@ -144,3 +145,26 @@ def depth_along(proposal: Proposal, token_ids: Seq[int]) -> int:
             return depth
         node = below[0]
     return len(token_ids)
+
+
+def node_along(proposal: Proposal, token_ids: Seq[int]) -> int | None:
+    """The node that all of `token_ids`, one after the other, lead to from the top; None where one is missing."""
+    node = ROOT
+    for token in token_ids:
+        children = proposal.children.get(node, [])
+        below = next((child for child in children if proposal.token_ids[child] == token), None)
+        if below is None:
+            return None
+        node = below
+    return node
+
+
+def share_of(seen: Observation, proposal: Proposal, num_before: int | None) -> Observation:
+    """What the author of `proposal` is to learn from what was checked, a tree that holds some of it and more.
+
+    `num_before` is how many tokens the text had when it was proposed; None where nothing was.
+    """
+    part, rows = part_of(seen.proposal, proposal)
+    accepted = [] if num_before is None else seen.sequence.token_ids[num_before:][: seen.num_accepted]
+    logits = seen.logits if rows == list(range(len(seen.logits))) else seen.logits[rows]
+    return Observation(seen.sequence, part, depth_along(part, accepted), logits, num_before)

@@ -32,6 +32,7 @@ from slipstream.core import (
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.grammars import GrammarCompiler
 from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
 from slipstream.engine.logprobs import record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
@@ -56,6 +57,7 @@ from slipstream.models.native import serial_operators
 from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
+from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
@@ -142,6 +144,7 @@ class Engine:
             max_draft_tokens=self.drafter.max_nodes(),
         )
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
+        self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self._eos_token_ids)
         self._request_seeds = request_seeds(config.seed)
         self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
         self._ids = itertools.count()
@@ -185,13 +188,17 @@ class Engine:
         check_arguments(params, tenant, task, max_draft_tokens)
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
+        grammar = None
+        if isinstance(params.structured, StructuredOutput):
+            grammar = self._grammars.compile(params.structured, self._stop_token_ids(params))
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
         sequences = make_sequences(
             request_id, token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
         )
-        if self.drafter.remembers():
-            for sequence in sequences:
+        for sequence in sequences:
+            sequence.grammar = grammar and grammar.copy()
+            if self.drafter.remembers():
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None
@@ -390,15 +397,22 @@ class Engine:
         text = TextStream(
             self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
         )
-        eos = frozenset() if params.ignore_eos else self._eos_token_ids
         processor = LogitsProcessor(
             params,
             list(prompt),
-            sorted(eos | set(params.stop_token_ids)),
+            self._stop_token_ids(params),
             encode_bad_words(self.tokenizer, params.bad_words),
             self.model.vocab_size,
+            sequence.grammar,
         )
-        return Answer(sequence, processor, text, StopRules(sequence, text, eos, self.max_model_len))
+        return Answer(
+            sequence, processor, text, StopRules(sequence, text, self._eos_token_ids, self.max_model_len)
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """All tokens that end an answer."""
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        return eos | set(params.stop_token_ids)
 
     def _record_times(self, sequence: Sequence, times: _StepTimes) -> None:
         metrics = sequence.metrics

@@ -7,7 +7,7 @@ from slipstream.engine.text import TextStream
 
 
 class StopRules:
-    """End tokens, stop tokens, stop strings, `max_tokens` and the context limit of one sequence."""
+    """End tokens, stop tokens, stop strings, the grammar's end, `max_tokens` and the context limit of one sequence."""
 
     def __init__(
         self, sequence: Sequence, text: TextStream, eos_token_ids: frozenset[int], num_tokens_limit: int
@@ -33,6 +33,8 @@ class StopRules:
         stop = self._text.push(token_id, from_draft, check_stop)
         if stop is not None:
             return self._finish(FinishReason.STOP, stop)
+        if sequence.grammar is not None and sequence.grammar.ended(sequence.output_token_ids):
+            return self._finish(FinishReason.STOP)
         if sequence.num_output_tokens >= params.max_tokens:
             return self._finish(FinishReason.LENGTH)
         if len(sequence.token_ids) >= self._num_tokens_limit:

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from slipstream.config import reject_unknown
-from slipstream.errors import ConfigError, RequestError
-
-T = TypeVar("T")
+from slipstream.errors import RequestError
+from slipstream.sampling.keywords import strict_keywords
+from slipstream.sampling.structured import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-5
 """Below this a temperature other than 0 would overflow float32 logits; nobody means it."""
 
 
-def _strict_keywords(cls: type[T]) -> type[T]:
-    """Make the dataclass `cls` answer an unknown keyword with the nearest valid one, not a bare TypeError."""
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    init: Callable[..., None] = cls.__init__
-
-    @functools.wraps(init)
-    def checked(self: T, **values: Any) -> None:
-        try:
-            reject_unknown(values, names, "sampling parameter")
-        except ConfigError as error:
-            raise RequestError(str(error)) from None
-        init(self, **values)
-
-    cls.__init__ = checked  # type: ignore[assignment]
-    return cls
-
-
-@_strict_keywords
+@strict_keywords("sampling parameter")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the answers to one prompt are drawn and when they end.
@@ -82,6 +62,8 @@ class SamplingParams:
     """Alternatives to report for each token; 0 reports the token alone, None nothing."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: Mapping[str, Any] | StructuredOutput | None = None
+    """What the answer must look like: a `StructuredOutput`, or its fields as an object. None leaves it free."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("n", 1), ("top_k", -1), ("min_tokens", 0), ("max_tokens", 1)):
@@ -106,6 +88,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             self._set(name, _strings(name, getattr(self, name)))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            self._set("structured", StructuredOutput.from_mapping(self.structured))
         self._check_together()
 
     def _check_together(self) -> None:

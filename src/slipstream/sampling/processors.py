@@ -2,7 +2,7 @@
 
 The order is fixed, and documented because it matters:
 
-1. masks: allowed tokens, bad words, `logit_bias`, then no stop token before `min_tokens`;
+1. masks: allowed tokens, grammar, bad words, `logit_bias`, then no stop token before `min_tokens`;
 2. penalties: repetition, frequency, presence;
 3. temperature;
 4. filters: top-k, then top-p of what is left, then min-p.
@@ -26,10 +26,14 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.sampling.grammar import Grammar
 
 NUM_NUCLEUS_CANDIDATES = 1024
 """Sorting a vocabulary is slow on a CPU: top-p ranks this many tokens first, all only if they fall short."""
@@ -39,8 +43,9 @@ class LogitsProcessor:
     """Everything that `SamplingParams` does to the logits of one request. Stateless after it is built.
 
     `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored; `bad_words` are
-    the tokenised bad words; `vocab_size` is the width of the logits. Works on any device without a host
-    synchronisation, except that on a CPU top-p decides by the data how much to sort.
+    the tokenised bad words; `vocab_size` is the width of the logits; `grammar` is what `structured` came to for
+    this answer. Works on any device without a host synchronisation, except that on a CPU top-p decides by the data how
+    much to sort.
     """
 
     def __init__(
@@ -50,11 +55,13 @@ class LogitsProcessor:
         stop_token_ids: Iterable[int],
         bad_words: Iterable[Seq[int]],
         vocab_size: int,
+        grammar: Grammar | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
         words = {tuple(word) for word in bad_words if len(word)}
         self._params = params
         self._vocab_size = vocab_size
+        self._grammar = grammar
         self._stop = sorted(set(stop_token_ids))
         self._bad_tokens = sorted(word[0] for word in words if len(word) == 1)
         self._bad_phrases = sorted(word for word in words if len(word) > 1)
@@ -71,9 +78,8 @@ class LogitsProcessor:
     @cached_property
     def _masks(self) -> bool:
         waits = self._params.min_tokens > 0 and bool(self._stop)
-        return (
-            self._params.allowed_token_ids is not None or bool(self._bad_tokens or self._bad_phrases) or waits
-        )
+        chosen = self._params.allowed_token_ids is not None or self._grammar is not None
+        return chosen or bool(self._bad_tokens or self._bad_phrases) or waits
 
     @cached_property
     def _biases(self) -> bool:
@@ -122,6 +128,9 @@ class LogitsProcessor:
                 forbidden[self._tensor("allowed", list(allowed), scores.device)] = False
                 self._tensors["forbidden", scores.device] = forbidden
             scores.masked_fill_(forbidden, -math.inf)
+        if self._grammar is not None:
+            follows = self._grammar.allowed(output, paths, scores.shape[-1]).to(scores.device)  # [R, V]
+            scores.masked_fill_(~follows, -math.inf)
         if self._bad_tokens:
             scores[:, self._tensor("bad tokens", self._bad_tokens, scores.device)] = -math.inf
         cells = [

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.core import Proposal
+from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -175,10 +176,16 @@ class Target:
     prompt: Text = ()
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[Text, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._processor = LogitsProcessor(
-            self.params, self.prompt, self.stop_token_ids, self.bad_words, self.model.vocab_size
+            self.params,
+            self.prompt,
+            self.stop_token_ids,
+            self.bad_words,
+            self.model.vocab_size,
+            self.grammar,
         )
         self._cache: dict[tuple[Text, tuple[Text, ...]], torch.Tensor] = {}
 
