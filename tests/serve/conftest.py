@@ -1,32 +1,19 @@
-"""One server for most tests: the embedded pair with a drafter, and a plain engine to compare with."""
+"""Engines and servers around the embedded pair."""
 
 from __future__ import annotations
 
-import json
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from serve_cases import DRAFT, MESSAGES, MODEL, MakeApp
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine
-from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.inputs import encode_chat
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.lifecycle import Server
-
-MODEL = "pair"
-DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
-QUESTION = "Write a SQL query. How many losses does the team from Hawthorn have?"
-MESSAGES = [{"role": "user", "content": QUESTION}]
-
-MakeApp = Callable[..., FastAPI]
 
 
 @pytest.fixture(scope="session")
@@ -69,47 +56,11 @@ def client(make_app: MakeApp) -> Iterator[TestClient]:
         yield client
 
 
-def events(text: str) -> list[dict[str, Any]]:
-    """The payloads of a stream, which must be framed exactly as OpenAI frames it."""
-    parts = text.split("\n\n")
-    assert parts[-1] == ""
-    assert all(part.startswith("data: ") and "\n" not in part for part in parts[:-1])
-    assert parts[-2] == "data: [DONE]"
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
-
-
-def counters(client: TestClient) -> dict[str, float]:
-    """Sample name, with its labels but the model's, to value."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(client.get("/metrics").text):
-        for sample in family.samples:
-            labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
-            name = sample.name + ("" if not labels else json.dumps(labels, sort_keys=True))
-            found[name] = sample.value
-    return found
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll, and fail when it does not come true."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.005)
-
-
-@contextmanager
-def running(app: FastAPI) -> Iterator[tuple[str, Server]]:
-    """A real server in a thread: its address, and itself."""
-    bound = socket.create_server(("127.0.0.1", 0))
-    server = Server(app)
-    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+@pytest.fixture(scope="session")
+def shared() -> Iterator[TestClient]:
+    """A server with an engine of its own, for tests that leave it as it was."""
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    engine = AsyncEngine(engine=llm.engine)
+    with TestClient(create_app(engine, ServeConfig(), MODEL)) as client:
+        yield client
+    assert llm.engine.integrity() == []
