@@ -93,6 +93,8 @@ BAD = [
     ("chat", {"speculation": {"method": "eagle3"}}, "speculation.method", "'draft_model' or 'off'"),
     ("chat", {"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
     ("chat", {"speculation": {"enable": True}}, "speculation.enable", "did you mean enabled?"),
+    ("chat", {"task": "x" * 129}, "task", "at most 128"),
+    ("text", {"user": "x" * 513}, "user", "at most 512"),
     ("chat", {"speculation": True}, "speculation", "speculation"),
 ]
 

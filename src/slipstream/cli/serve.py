@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.flags import FlagSet, Values, with_flags
-from slipstream.cli.options import ENGINE, SPECULATION, Model, announce_engine, chosen_speculation
+from slipstream.cli.options import ENGINE, SPECULATION, announce_engine, chosen_speculation
 from slipstream.cli.settings import merged
 from slipstream.serve.config import ServeConfig
 
@@ -18,7 +18,10 @@ SERVER = FlagSet(ServeConfig, "Server")
 
 @with_flags(server=SERVER, speculation=SPECULATION, engine=ENGINE)
 def serve(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(

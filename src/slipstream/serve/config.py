@@ -22,7 +22,7 @@ class ServeConfig:
     port: int = 8000
     """0 takes a free one, which the log names."""
     served_model_name: str | None = None
-    """The model's name for clients; what was given as `--model` unless set."""
+    """The model's name for clients; MODEL as it was given unless set."""
     api_key: Seq[str] = field(default=(), repr=False)
     """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics and
     /version. Without one everybody is served."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from slipstream.serve.errors import ApiError, unavailable
 
@@ -16,10 +17,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect:  # nobody will read this; the log will
+        raise ApiError(400, "the client left before its body was complete", code="client_left") from None
     return bytes(body)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.serve.errors import ApiError
 
@@ -75,9 +75,9 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
     """The tenant: nothing is shared between users."""
-    task: str | None = None
+    task: Annotated[str, Field(max_length=128)] | None = None
     """A name for the kind of request; drafters and metrics go by it."""
     speculation: Speculation | None = None
     response_format: dict[str, Any] | None = None
