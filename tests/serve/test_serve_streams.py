@@ -201,3 +201,18 @@ def test_server_counters_are_what_was_streamed(client: TestClient, chat_prompt: 
     )
     assert drafts > 0
     assert drafts + accepted <= tokens + 6  # a block that a stop cuts has no token of the target's own
+
+
+def test_logprobs_of_parts_of_characters(client: TestClient, plain: LLM) -> None:
+    """Their text is a replacement character, their bytes are their own."""
+    tokens = plain.engine.tokenizer("日本語", add_special_tokens=False).input_ids
+    body = {
+        **{"messages": MESSAGES, "max_tokens": 12, "temperature": 2.0, "seed": 5, "ignore_eos": True},
+        **{"allowed_token_ids": tokens, "logprobs": True, "return_token_ids": True},
+    }
+    [choice] = client.post("/v1/chat/completions", json=body).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == len(choice["token_ids"]) == 12
+    assert "\ufffd" in "".join(entry["token"] for entry in entries)
+    said = plain.engine.tokenizer.decode(choice["token_ids"])
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace") == said
