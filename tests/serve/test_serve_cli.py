@@ -119,6 +119,7 @@ def test_a_drafter_that_is_given_replaces_the_one_below(file: Path) -> None:
         ("a.toml", 'max_body_bytes = "big"', "not a size"),
         ("a.toml", 'per_request_metrics = "maybe"', "true or false"),
         ("a.toml", 'port = "http"', "must be a number"),
+        ("a.toml", "model = 5", "folder or hub id"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -158,10 +159,12 @@ def test_help_is_complete_and_names_the_environment() -> None:
         (["--log-level", "loud"], "unknown log_level"),
         (["--spec", "ngarm"], "did you mean 'ngram'?"),
         (["--host", "256.1.1.1"], "cannot listen"),
+        (["--config", "{folder}/spec.toml"], "speculation spec must be"),
     ],
 )
-def test_refusals(flags: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["serve", *flags])
+def test_refusals(tmp_path: Path, flags: list[str], says: str) -> None:
+    (tmp_path / "spec.toml").write_text("spec = 5")
+    result = CliRunner().invoke(app, ["serve", *(flag.format(folder=tmp_path) for flag in flags)])
     assert result.exit_code == 2
     assert says in result.output
 

@@ -37,7 +37,10 @@ def merged(
         below = flags.read({key: written[key] for key in mine & written.keys()}, str(file))
         above = flags.read(_from_environment(mine, environment), "the environment")
         result[name] = _over(_over(below, above), given)
-    return model or environment.get(PREFIX + "MODEL") or written.get("model"), result
+    model = model or environment.get(PREFIX + "MODEL") or written.get("model")
+    if not isinstance(model, str | None):
+        raise ConfigError(f"model in {file} must be a folder or hub id, got {model!r}")
+    return model, result
 
 
 def read_file(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -55,13 +56,17 @@ def encode_chat(
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {message!r}')
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
+    if reserved:  # else a request could bring a template of its own, which is a program
+        raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
     try:
         return list(
             tokenizer.apply_chat_template(
                 list(messages),
-                **{**(template_options or {}), "add_generation_prompt": True},
+                add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
+                **(template_options or {}),
             )
         )
     except Exception as error:  # a template may raise anything

@@ -102,6 +102,11 @@ class Answer(ABC):
         return {"metrics": request_metrics(self.outputs, self._num_speculative_tokens)}
 
 
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for what is impossible."""
+    return max(logprob, -9999.0)
+
+
 def prompt_logprobs(
     tokens: Tokens, entries: Seq[TokenLogprob | None] | None
 ) -> list[dict[str, Any] | None] | None:
@@ -119,6 +124,6 @@ def _by_token(tokens: Tokens, entry: TokenLogprob) -> dict[str, Any]:
         if token_id != entry.token_id
     ]
     return {
-        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": tokens.text_of(token_id)}
+        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokens.text_of(token_id)}
         for token_id, logprob, rank in ranked
     }

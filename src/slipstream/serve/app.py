@@ -43,6 +43,9 @@ from slipstream.serve.stream import SEED_HEADER, Reply
 
 B = TypeVar("B", bound=Body)
 
+STATE_TIMEOUT_S = 2.0
+"""How long a scrape waits for a step to end; after that, queue and cache are as they were at the last one."""
+
 
 def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> FastAPI:
     """The ASGI application around a running engine; its `state.service` is what the routes use.
@@ -218,6 +221,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        with suppress(EngineStoppedError):  # the counters still tell what was
-            await service.engine.ask(service.metrics.read_engine)
+        with suppress(EngineStoppedError, TimeoutError):  # the counters still tell what was
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                await service.engine.ask(service.metrics.read_engine)
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.core import TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.serve.answer import Answer, prompt_logprobs
+from slipstream.serve.answer import Answer, finite, prompt_logprobs
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
 from slipstream.serve.tokens import Tokens
@@ -80,4 +80,4 @@ def chat_logprobs(tokens: Tokens, entries: Seq[TokenLogprob] | None) -> dict[str
 
 
 def _entry(tokens: Tokens, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": tokens.text_of(token_id), "logprob": logprob, "bytes": tokens.bytes_of(token_id)}
+    return {"token": tokens.text_of(token_id), "logprob": finite(logprob), "bytes": tokens.bytes_of(token_id)}

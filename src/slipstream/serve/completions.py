@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.core import TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.serve.answer import Answer, prompt_logprobs
+from slipstream.serve.answer import Answer, finite, prompt_logprobs
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
 from slipstream.serve.tokens import Tokens
@@ -70,9 +70,9 @@ def completion_logprobs(
         offset += len(text)
     lists = {
         "tokens": texts,
-        "token_logprobs": [entry.logprob for entry in entries],
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
         "top_logprobs": [
-            {tokens.text_of(token_id): logprob for token_id, logprob in entry.top} for entry in entries
+            {tokens.text_of(token_id): finite(logprob) for token_id, logprob in entry.top} for entry in entries
         ],
         "text_offset": offsets,
     }

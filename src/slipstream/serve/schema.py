@@ -58,7 +58,7 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -69,7 +69,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Field(max_length=256)] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

@@ -43,7 +43,7 @@ class Service:
         self.tokens = Tokens(
             inner.tokenizer,
             inner.model.vocab_size,
-            min(inner.max_model_len, (config.max_prompt_tokens or inner.max_model_len) + 1),
+            config.max_prompt_tokens or inner.max_model_len - 1,  # one is left to answer with
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
         self.metrics = Metrics(self.model_name, self.method, config.max_task_labels, config.metrics_alias)

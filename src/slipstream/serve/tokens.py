@@ -20,10 +20,10 @@ T = TypeVar("T")
 class Tokens:
     """The tokenizer, used from one thread of its own: long prompts hold up no stream."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._max_prompt_tokens = max_prompt_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-tokenizer")
         try:
             said = TokenBytes(tokenizer, "the served model")
@@ -87,10 +87,9 @@ class Tokens:
                 400, f"{param} has no tokens; give at least one", param=param, code="invalid_value"
             )
         self._check_known(token_ids, param)
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) > self._max_prompt_tokens:
             message = (
-                f"{param} has {len(token_ids)} tokens, but prompt and answer together may have "
-                f"{self._max_model_len}; shorten it"
+                f"{param} has {len(token_ids)} tokens, and at most {self._max_prompt_tokens} fit; shorten it"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return token_ids
