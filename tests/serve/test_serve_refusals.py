@@ -96,7 +96,12 @@ BAD = [
     ("chat", {"task": "x" * 129}, "task", "at most 128"),
     ("chat", {"stop": ["x"] * 65}, "stop", "at most 64"),
     ("chat", {"bad_words": ["x"] * 257}, "bad_words", "at most 256"),
-    ("chat", {"chat_template_kwargs": {"chat_template": "x"}}, "messages", "'chat_template' is not a variable"),
+    (
+        "chat",
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        "messages",
+        "'chat_template' is not a variable",
+    ),
     ("chat", {"chat_template_kwargs": {"tokenize": False}}, "messages", "'tokenize' is not a variable"),
     ("text", {"user": "x" * 513}, "user", "at most 512"),
     ("chat", {"speculation": True}, "speculation", "speculation"),

@@ -72,7 +72,8 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": [finite(entry.logprob) for entry in entries],
         "top_logprobs": [
-            {tokens.text_of(token_id): finite(logprob) for token_id, logprob in entry.top} for entry in entries
+            {tokens.text_of(token_id): finite(logprob) for token_id, logprob in entry.top}
+            for entry in entries
         ],
         "text_offset": offsets,
     }
