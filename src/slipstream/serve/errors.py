@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from slipstream.errors import EngineStoppedError, RequestError
 
@@ -43,9 +42,8 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """As a whole HTTP response. ASCII, because the message may quote what cannot be encoded."""
-        content = json.dumps(self.body(), ensure_ascii=True)
-        return Response(content, self.status, self.headers, media_type="application/json")
+        """As a whole HTTP response."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def unavailable(message: str, retry_after_s: int = 1) -> ApiError:

@@ -132,7 +132,11 @@ class DetokenizeBody(Body):
 
 B = TypeVar("B", bound=Body)
 
-_PROMPT = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+_SHAPES = {
+    "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "stop must be a string, or a list of at most 64 strings",
+}
+"""What is said of parameters that may have several types."""
 
 
 def parse(cls: type[B], raw: bytes) -> B:
@@ -172,7 +176,7 @@ def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    message = _PROMPT if param.split(".")[0] == "prompt" else f"{param}: {first['msg']}"
+    message = _SHAPES.get(param.split(".")[0], f"{param}: {first['msg']}")
     return ApiError(400, message, param=param, code="invalid_type")
 
 
