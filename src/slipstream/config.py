@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -70,7 +70,10 @@ def check_types(options: Any, what: str) -> None:
         if get_origin(hint) not in (None, Union, UnionType):
             allowed = [get_origin(hint)]
         accepted = type(value) in allowed or (float in allowed and type(value) is int)
-        if not accepted and not (isinstance(value, Mapping) and Mapping in allowed):
+        is_many = (isinstance(value, Mapping) and Mapping in allowed) or (
+            isinstance(value, (list, tuple)) and Sequence in allowed
+        )
+        if not accepted and not is_many:
             names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise ConfigError(f"{what} {name} must be {names}, got {value!r}")
 

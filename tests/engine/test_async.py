@@ -169,6 +169,26 @@ def test_a_cancelled_wait_for_idleness_harms_nobody(make_llm: MakeLLM, prompts: 
     asyncio.run(main())
 
 
+def test_questions_are_answered_between_two_steps(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm()
+
+    async def main(engine: AsyncEngine) -> None:
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        async for update in engine.stream(prompts[0], params):
+            if update.output is None:
+                assert await engine.ask(lambda inner: inner.integrity()) == []
+                assert await engine.ask(lambda inner: inner.has_unfinished) in (True, False)
+        with pytest.raises(ZeroDivisionError):
+            await engine.ask(lambda inner: 1 / 0)
+        assert not engine.has_stopped
+        await asyncio.to_thread(engine.close)
+        assert engine.has_stopped
+        with pytest.raises(EngineStoppedError):
+            await engine.ask(lambda inner: inner.has_unfinished)
+
+    asyncio.run(main(AsyncEngine(engine=llm.engine)))
+
+
 async def outcome(engine: AsyncEngine, prompt: list[int]) -> str:
     """What becomes of one request; a request that hangs is a failure."""
     try:

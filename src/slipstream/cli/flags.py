@@ -97,6 +97,14 @@ class FlagSet:
                 given[field.name] = _convert(field.name, _kind(field.name, hints[field.name]), value)
         return given
 
+    def read(self, values: Mapping[str, Any], source: str) -> Values:
+        """Values of a file or of the environment, which has only texts, as `collect` would give them.
+
+        Raises `ConfigError`, which names the `source`, for a text that is no such value.
+        """
+        hints = typing.get_type_hints(self.cls)
+        return {name: _read(name, _kind(name, hints[name]), value, source) for name, value in values.items()}
+
     def _parameter(self, field: dataclasses.Field[Any], hint: Any, help_: str) -> inspect.Parameter:
         kind = _kind(field.name, hint)
         name = "--" + field.name.replace("_", "-")
@@ -194,6 +202,38 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     if kind == "json":
         return parse_json(value, flag)
     return value
+
+
+_SWITCHES = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def _read(name: str, kind: Any, value: Any, source: str) -> Any:
+    """A setting from outside: texts are read as on the command line, lists with commas between their parts."""
+    if isinstance(value, Mapping) and kind is str:
+        return json.dumps(value)  # an object where the command line takes JSON
+    if not isinstance(value, str):
+        return value
+    if kind == "strings":
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if kind is bool:
+        if value.lower() not in _SWITCHES:
+            raise ConfigError(f"{name} in {source} must be true or false, got {value!r}")
+        return _SWITCHES[value.lower()]
+    if kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(f"{name} in {source} must be a number, got {value!r}") from None
+    return _convert(name, kind, value)
 
 
 def parse_json(text: str, what: str) -> Any:

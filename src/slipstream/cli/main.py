@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, doctor, generate, info, train, tree
+from slipstream.cli import bench, chat, doctor, generate, info, serve, train, tree
 from slipstream.errors import SlipstreamError
 
 
@@ -61,6 +61,7 @@ class _Group(TyperGroup):
 app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False)
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(info.info)
 app.command()(bench.bench)
 app.command()(tree.tree)

@@ -16,6 +16,7 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
     from slipstream.engine.llm import LLM
 
 SPECULATION = FlagSet(SpeculationFlags, "Speculation")
@@ -46,18 +47,28 @@ def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> L
 
 def announce(llm: LLM) -> None:
     """What the engine will hold in memory, and any label its results must carry, to standard error."""
+    announce_engine(llm.engine)
+
+
+def announce_engine(engine: Engine) -> None:
+    """The same for an engine alone."""
     console = notes()
-    console.print(f"memory: {llm.engine.memory_plan}", markup=False)
-    for label in labels(llm):
+    console.print(f"memory: {engine.memory_plan}", markup=False)
+    for label in engine_labels(engine):
         console.print(f"note: {label}")
 
 
 def labels(llm: LLM) -> list[str]:
     """What must be said beside every result of this engine."""
+    return engine_labels(llm.engine)
+
+
+def engine_labels(engine: Engine) -> list[str]:
+    """The same for an engine alone."""
     found = []
-    if llm.engine.model.cost_expanded:
+    if engine.model.cost_expanded:
         found.append("the target is cost-expanded: a smaller model's text at a larger model's cost")
-    if is_cost_expanded(llm.engine.drafter):
+    if is_cost_expanded(engine.drafter):
         found.append("the draft is cost-expanded: a smaller model's text at a larger model's cost")
     return found
 

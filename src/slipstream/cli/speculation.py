@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.config import SpeculativeConfig
+from slipstream.config import SpeculativeConfig, check_types
 from slipstream.errors import ConfigError
 
 _EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
@@ -31,6 +31,9 @@ class SpeculationFlags:
     """The most draft tokens on a path, whatever the drafter."""
     verifier: str | None = None
     """coupled (the same text as without speculation), rejection or block (the same distribution)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "speculation")
 
 
 def speculative_config(flags: SpeculationFlags, model: str | None) -> SpeculativeConfig:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
@@ -22,6 +22,8 @@ from slipstream.engine.inputs import Prompt, encode_chat
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import ConfigError, EngineStoppedError
 from slipstream.sampling.params import SamplingParams
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -161,8 +163,35 @@ class AsyncEngine:
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
-        while await asyncio.wrap_future(self._ask(lambda: self.engine.has_unfinished)):
+        while await self.ask(lambda engine: engine.has_unfinished):
             await asyncio.sleep(0.005)
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """What `question` makes of the engine between two steps, when its books are closed.
+
+        Raises `EngineStoppedError` when the engine has stopped, and what `question` raises.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits any more
+            try:
+                answer.set_result(question(self.engine))
+            except Exception as error:
+                answer.set_exception(error)
+
+        def fail(error: EngineStoppedError) -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+
+        self._post(run, fail)
+        return await asyncio.wrap_future(answer)
+
+    @property
+    def has_stopped(self) -> bool:
+        """True once the engine was closed, or failed: it serves nobody any more."""
+        return self._stopped is not None
 
     def close(self) -> None:
         """Stop the thread; requests under way end with `EngineStoppedError`. May be called again."""
@@ -187,21 +216,6 @@ class AsyncEngine:
             if self._stopped is not None:
                 raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
             self._calls.put(_Call(run, fail))
-
-    def _ask(self, question: Callable[[], bool]) -> Future[bool]:
-        """The answer to `question`, asked between two steps."""
-        answer: Future[bool] = Future()
-
-        def run() -> None:
-            if answer.set_running_or_notify_cancel():  # else nobody waits any more
-                answer.set_result(question())
-
-        def fail(error: EngineStoppedError) -> None:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(error)
-
-        self._post(run, fail)
-        return answer
 
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
         """Engine's thread: end a request, but only the one that `stream` belongs to when that is given."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -228,6 +228,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Run one step for everyone who is scheduled; returns what it added to their answers."""
+        started_s = time.perf_counter()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self.drafting.release(sequence)
@@ -243,9 +244,10 @@ class Engine:
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
         report = None if self.on_step is None else _report(plan, proposals, times)
         updates = self._commit(plan, proposals, verdicts, logits, times)
+        step_s = time.perf_counter() - started_s
         deliver(updates, callbacks)
         if self.on_step is not None and report is not None:
-            self.on_step(report)
+            self.on_step(replace(report, other_s=step_s - report.draft_s - report.verify_s))
         return updates
 
     def _verify(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -38,8 +40,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len
     return token_ids
 
 
-def encode_chat(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's answer."""
+def encode_chat(
+    tokenizer: Any, messages: Seq[dict[str, Any]], template_options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer.
+
+    `template_options` are variables of the model's own template, such as `enable_thinking`.
+    """
     if not tokenizer.chat_template:
         raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
     if not isinstance(messages, Seq) or isinstance(messages, str):
@@ -49,10 +56,17 @@ def encode_chat(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[int]:
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {message!r}')
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
+    if reserved:  # else a request could bring a template of its own, which is a program
+        raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
     try:
         return list(
             tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **(template_options or {}),
             )
         )
     except Exception as error:  # a template may raise anything

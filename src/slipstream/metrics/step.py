@@ -20,6 +20,8 @@ class StepReport:
     draft_s: float
     verify_s: float
     """The target pass and the verdicts."""
+    other_s: float = 0.0
+    """The rest of the step: planning, stop rules, text, what the drafter learns."""
 
     @property
     def only_decodes(self) -> bool:

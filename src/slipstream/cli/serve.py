@@ -1,0 +1,64 @@
+"""`slipstream serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.flags import FlagSet, Values, with_flags
+from slipstream.cli.options import ENGINE, SPECULATION, announce_engine, chosen_speculation
+from slipstream.cli.settings import merged
+from slipstream.serve.config import ServeConfig
+
+SERVER = FlagSet(ServeConfig, "Server")
+
+
+@with_flags(server=SERVER, speculation=SPECULATION, engine=ENGINE)
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML or YAML file of settings, named as the flags are, with underscores: port = 8000."
+        ),
+    ] = None,
+    *,
+    server: Values,
+    speculation: Values,
+    engine: Values,
+) -> None:
+    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models and metrics.
+
+    Every flag can also be set as an environment variable, --max-num-seqs as SLIPSTREAM_MAX_NUM_SEQS, and in the
+    file of --config. A flag goes before the environment, the environment before the file.
+    """
+    sets = {"server": (SERVER, server), "speculation": (SPECULATION, speculation), "engine": (ENGINE, engine)}
+    model, settings = merged(model, sets, config, os.environ)
+    server_config = ServeConfig(**settings["server"])
+    speculative = chosen_speculation(settings["speculation"], model)
+
+    from slipstream.serve.lifecycle import bind
+
+    bound = bind(server_config.host, server_config.port)  # before the model is loaded: it may be taken
+
+    from slipstream.engine.async_engine import AsyncEngine
+    from slipstream.engine.factory import make_engine
+    from slipstream.serve import logs
+    from slipstream.serve.app import create_app
+    from slipstream.serve.lifecycle import Server
+
+    made = make_engine(model, speculative, settings["engine"])
+    announce_engine(made)
+    logs.configure(server_config)
+    async_engine = AsyncEngine(engine=made)
+    try:
+        app = create_app(async_engine, server_config, model or "embedded-pair")
+        Server(app).run(sockets=[bound])
+    finally:
+        async_engine.close()

@@ -1,0 +1,227 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from slipstream import __version__
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.errors import EngineStoppedError
+from slipstream.serve import errors
+from slipstream.serve.auth import KeyGuard
+from slipstream.serve.chat import ChatAnswer
+from slipstream.serve.completions import CompletionAnswer
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.constraints import check_constraints
+from slipstream.serve.errors import ApiError
+from slipstream.serve.job import Job
+from slipstream.serve.limits import read_body
+from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
+from slipstream.serve.sampling import check_unsupported, max_draft_tokens, sampling_params
+from slipstream.serve.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse,
+)
+from slipstream.serve.service import Service
+from slipstream.serve.stream import SEED_HEADER, Reply
+
+B = TypeVar("B", bound=Body)
+
+STATE_TIMEOUT_S = 2.0
+"""How long a scrape waits for a step to end; after that, queue and cache are as they were at the last one."""
+
+
+def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> FastAPI:
+    """The ASGI application around a running engine; its `state.service` is what the routes use.
+
+    `model_name` is how clients name the model unless the configuration says otherwise. The engine is closed when
+    the application shuts down. Raises `ConfigError` for limits that the model cannot have.
+    """
+    service = Service(engine, config, model_name)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        middleware=_middleware(service),
+    )
+    app.state.service = service
+    errors.install(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _middleware(service: Service) -> list[Middleware]:
+    """From the outside in."""
+    layers = [Middleware(RequestLog, metrics=service.metrics)]
+    if service.config.cors_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(service.config.cors_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[ID_HEADER, SEED_HEADER],
+            )
+        )
+    return [*layers, Middleware(KeyGuard, keys=service.config.api_key)]
+
+
+def _body(cls: type[Body]) -> dict[str, Any]:
+    """How `/openapi.json` shows a body that the route reads by itself."""
+    schema = {"application/json": {"schema": cls.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": schema}}
+
+
+def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """Reads and checks a body of `cls`."""
+
+    async def read(request: Request) -> B:
+        body = parse(cls, await read_body(request, service.config.max_body_bytes))
+        service.check_model(getattr(body, "model", None))
+        service.admission.check_open()
+        return body
+
+    return read
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    read_completion = _reader(service, CompletionBody)
+    read_chat = _reader(service, ChatBody)
+
+    @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await read_completion(request)
+        _check(body)
+        prompts = await service.tokens.prompts(body.prompt)
+        job = _job(service, request, body, prompts, "cmpl", body.prompt)
+        return Reply(service, CompletionAnswer(job, service))
+
+    @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_chat(request)
+        _check(body)
+        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs)
+        asked = [message.model_dump(exclude_unset=True) for message in body.messages]
+        job = _job(service, request, body, [prompt], "chatcmpl", asked)
+        return Reply(service, ChatAnswer(job, service))
+
+
+def _check(body: GenerationBody) -> None:
+    check_unsupported(body)
+    check_constraints(body)
+
+
+def _job(
+    service: Service, request: Request, body: GenerationBody, prompts: list[list[int]], kind: str, asked: Any
+) -> Job:
+    """What the engine is to do; raises `ApiError` 400 for what it cannot."""
+    facts = request.scope[FACTS]
+    if service.config.log_prompts:
+        facts["asked"] = asked
+    options = body.stream_options
+    return Job(
+        id=f"{kind}-{uuid.uuid4().hex}",
+        prompts=prompts,
+        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits),
+        tenant=body.user or "",
+        task=body.task or "",
+        max_draft_tokens=max_draft_tokens(body.speculation, service.method),
+        stream=bool(body.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        facts=facts,
+    )
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    read_text = _reader(service, TokenizeBody)
+    read_tokens = _reader(service, DetokenizeBody)
+
+    @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_text(request)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(
+                400, "give a prompt or messages, one of them", param="prompt", code="invalid_value"
+            )
+        if body.messages is not None:
+            tokens = await service.tokens.encode_chat(body.messages, body.chat_template_kwargs)
+        else:
+            tokens = await service.tokens.encode(body.prompt or "", body.add_special_tokens is not False)
+        limit = service.limits.max_model_len
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await read_tokens(request)
+        return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model = {
+            "id": service.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "slipstream",
+            "root": service.model_root,
+            "parent": None,
+            "max_model_len": service.limits.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine can work."""
+        if service.engine.has_stopped:
+            raise errors.unavailable("the engine has stopped")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 while new requests are taken in."""
+        if not service.is_ready:
+            raise errors.unavailable("the server takes no new requests")
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        with suppress(EngineStoppedError, TimeoutError):  # the counters still tell what was
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                await service.engine.ask(service.metrics.read_engine)
+        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,82 @@
+"""What the server is told: where it listens, whom it serves, and how much at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields
+
+from slipstream.config import check_at_least, check_types, reject_unknown
+from slipstream.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("json", "text")
+METRICS_ALIASES = ("vllm",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How the server behaves. Sizes are in bytes, lengths in tokens, times in seconds."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface of the machine."""
+    port: int = 8000
+    """0 takes a free one, which the log names."""
+    served_model_name: str | None = None
+    """The model's name for clients; MODEL as it was given unless set."""
+    api_key: Seq[str] = field(default=(), repr=False)
+    """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics and
+    /version. Without one everybody is served."""
+    cors_origins: Seq[str] = ()
+    """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
+    max_body_bytes: int = 4 * 2**20
+    """The largest request body."""
+    max_prompt_tokens: int | None = None
+    """The longest prompt; the model's context is a limit anyway."""
+    max_output_tokens: int | None = None
+    """The most tokens an answer may be asked for, and its length where a chat asks for none."""
+    max_waiting: int = 256
+    """Answers that may wait for their turn; a request that would make it more is refused with 429."""
+    max_logprobs: int = 20
+    """The most alternatives a token that a request may ask for."""
+    request_timeout_s: float = 600.0
+    """From a request's arrival to the end of its answer."""
+    grace_period_s: float = 30.0
+    """After SIGTERM, for answers under way to end; then they are broken off with an error."""
+    per_request_metrics: bool = False
+    """Put a request's own acceptance and times into its response, as `metrics`."""
+    metrics_alias: str | None = None
+    """`vllm`: show the metrics that vLLM has too under its names as well."""
+    max_task_labels: int = 32
+    """Tasks that get metrics of their own; later ones share the label `other`."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+    log_format: str = "json"
+    """json, one object a line, or text."""
+    log_prompts: bool = False
+    """Write what was asked into the log. Off, no text of a request or answer is ever logged."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "serve")
+        for name in ("max_body_bytes", "max_prompt_tokens", "max_output_tokens"):
+            if getattr(self, name) is not None:
+                check_at_least("serve", 1, **{name: getattr(self, name)})
+        for name in ("max_waiting", "max_logprobs", "max_task_labels"):
+            check_at_least("serve", 0, **{name: getattr(self, name)})
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
+        if not self.request_timeout_s > 0:
+            raise ConfigError(f"serve request_timeout_s must be above 0, got {self.request_timeout_s}")
+        if not self.grace_period_s >= 0:
+            raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
+        reject_unknown([self.log_level], LOG_LEVELS, "log_level")
+        reject_unknown([self.log_format], LOG_FORMATS, "log_format")
+        if self.metrics_alias is not None:
+            reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
+        for name in ("api_key", "cors_origins"):
+            values = getattr(self, name)
+            if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
+                raise ConfigError(f"serve {name} holds words without spaces around them, none empty")
+            object.__setattr__(self, name, tuple(values))
+
+
+SERVE_FIELDS = tuple(field.name for field in fields(ServeConfig))

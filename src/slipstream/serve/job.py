@@ -1,0 +1,33 @@
+"""What one HTTP request asks of the engine, checked and tokenised."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: every prompt gets `params.n` answers."""
+
+    id: str
+    """As the client sees it."""
+    prompts: list[list[int]]
+    params: SamplingParams
+    tenant: str = ""
+    task: str = ""
+    max_draft_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the log will say about the request."""
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.n

@@ -1,0 +1,86 @@
+"""A server's life: it listens, it serves, and on a signal it ends what it began before it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from slipstream.errors import ConfigError
+from slipstream.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+_LAST_WRITES_S = 5
+"""For responses that were broken off to reach their clients."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound and does not yet listen; raises `ConfigError` when the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Drains on SIGTERM and SIGINT.
+
+    From the first signal on nothing new is taken in, /ready answers 503, and answers under way go on. The server
+    leaves when they have ended, or after `grace_period_s`, when they are broken off with an error. A second signal
+    breaks them off at once.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_LAST_WRITES_S,
+                lifespan="on",
+            )
+        )
+        self._service: Service = app.state.service
+        self._deadline_s: float | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal comes; returns when everything is over."""
+        for bound in sockets or []:
+            host, port = bound.getsockname()[:2]
+            logger.info("listening", extra={"facts": {"host": host, "port": port}})
+        super().run(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one begins the drain, the second one ends it."""
+        grace_s = self._service.config.grace_period_s
+        self._deadline_s = time.monotonic() + (grace_s if self._deadline_s is None else 0.0)
+        self._service.admission.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every tenth of a second: True when it is time to go."""
+        if await super().on_tick(counter):
+            return True
+        if self._deadline_s is None:
+            return False
+        if self._service.admission.num_answers == 0:
+            return True
+        if time.monotonic() < self._deadline_s:
+            return False
+        num_answers = self._service.admission.num_answers
+        logger.warning("answers are broken off", extra={"facts": {"num_answers": num_answers}})
+        await asyncio.to_thread(self._service.engine.close)
+        return True

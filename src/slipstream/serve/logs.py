@@ -1,0 +1,110 @@
+"""Structured logs: one JSON object a line, and one line a request. Texts of users are not in them unless asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.serve.auth import is_guarded
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.metrics import Metrics
+
+logger = logging.getLogger("slipstream.serve.access")
+
+ID_HEADER = "X-Request-Id"
+FACTS = "slipstream.facts"
+"""Where in an ASGI scope a route leaves what the log shall say."""
+CLIENT_LEFT = 499
+"""The status under which a request is logged whose client did not wait for a response, as in nginx."""
+
+_SANE_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, logger, message, and whatever a record has under `facts`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """The same for a person."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        return " ".join([super().format(record), *(f"{key}={value}" for key, value in facts.items())])
+
+
+def configure(config: ServeConfig) -> None:
+    """Send this process's logs to standard error in the configured form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=config.log_level.upper(), force=True)
+
+
+class RequestLog:
+    """Gives every request an id, and writes a line when it is over."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.perf_counter()
+        given = Headers(scope=scope).get(ID_HEADER.lower(), "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        facts: dict[str, Any] = {"request_id": request_id}
+        scope[FACTS] = facts
+        status = CLIENT_LEFT
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._write(scope, status, time.perf_counter() - started_s)
+
+    def _write(self, scope: Scope, status: int, duration_s: float) -> None:
+        guarded = is_guarded(scope["path"])
+        if guarded:
+            self._metrics.on_response(status)
+        line = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_ms": round(1000 * duration_s, 3),
+        }
+        level = logging.INFO if guarded else logging.DEBUG  # probes and scrapes would drown the rest
+        logger.log(level, "request", extra={"facts": line | scope[FACTS]})

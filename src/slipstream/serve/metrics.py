@@ -1,0 +1,272 @@
+"""Every metric of the server, from the engine's own figures of steps and requests.
+
+Prometheus text with the prefix `slipstream_`; what vLLM has too bears its name behind the prefix, and can be shown
+under vLLM's own names as well. Counters of tokens and drafts count in the engine's step, so they hold for answers
+that are broken off too.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from slipstream.core import FinishReason
+from slipstream.draft.base import Observation
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import Update
+from slipstream.metrics.step import StepReport
+
+PREFIX = "slipstream_"
+VLLM_PREFIX = "vllm:"
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+_AS_VLLM = frozenset(
+    {
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *("spec_decode_num_accepted_tokens_per_pos", "num_requests_running", "num_requests_waiting"),
+        *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        *("prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds"),
+        *("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+        *("request_time_per_output_token_seconds", "iteration_tokens_total"),
+    }
+)
+"""Metrics that mean what vLLM's of the same name mean."""
+
+
+class Metrics:
+    """One server's registry. Counting is safe from the engine's thread and the event loop alike."""
+
+    def __init__(self, model_name: str, method: str, max_tasks: int, alias: str | None) -> None:
+        self._method = method
+        self._max_tasks = max_tasks
+        self._tasks: set[str] = set()
+        self._registry = registry = CollectorRegistry()
+        self._exposed = CollectorRegistry()
+        self._exposed.register(_Labelled(registry, {"model_name": model_name}, with_vllm=alias == "vllm"))
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, help_, labels, registry=registry)
+
+        def histogram(name: str, help_: str, buckets: Seq[float]) -> Histogram:
+            return Histogram(PREFIX + name, help_, buckets=buckets, registry=registry)
+
+        def gauge(name: str, help_: str) -> Gauge:
+            return Gauge(PREFIX + name, help_, registry=registry)
+
+        spec = "spec_decode_"
+        self._drafts = counter(spec + "num_drafts", "Steps of a sequence that checked a draft.")
+        self._drafted = counter(spec + "num_draft_tokens", "Draft tokens that were checked.")
+        self._accepted = counter(spec + "num_accepted_tokens", "Draft tokens that were accepted and emitted.")
+        self._wasted = counter(spec + "num_wasted_tokens", "Draft tokens that were checked in vain.")
+        self._drafted_at = counter(
+            spec + "num_draft_tokens_per_pos", "Drafts that reached this depth, from 0.", "position"
+        )
+        self._accepted_at = counter(
+            spec + "num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, from 0.", "position"
+        )
+        self._length = histogram(
+            spec + "accepted_length", "Draft tokens accepted by a step that drafted.", _LENGTHS
+        )
+        by_task = ("task", "method")
+        self._task_steps = counter("task_steps", "Target passes that yielded tokens, by task.", *by_task)
+        self._task_drafted = counter(
+            "task_draft_tokens", "Draft tokens that were checked, by task.", *by_task
+        )
+        self._task_accepted = counter("task_accepted_tokens", "Accepted draft tokens, by task.", *by_task)
+        self._task_output = counter("task_generation_tokens", "Output tokens, by task.", *by_task)
+
+        self._draft_s = counter("draft_seconds", "Time of drafting.")
+        self._verify_s = counter("verify_seconds", "Time of target passes and verdicts, prompts included.")
+        self._other_s = counter("other_seconds", "Time of the rest of the steps.")
+        self._steps = counter("engine_steps", "Steps of the engine, each over all that run.")
+        self._rows = histogram("iteration_tokens_total", "Tokens computed by a step, without drafts.", _ROWS)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that began.")
+        self._output_tokens = counter("generation_tokens", "Output tokens.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
+        self._preemptions = counter("num_preemptions", "Places given up for want of cache.")
+        self._ends = counter("request_success", "Answers that ended, by reason.", "finished_reason")
+        for reason in FinishReason:
+            self._ends.labels(str(reason))
+        self._responses = counter("http_responses", "HTTP responses of guarded paths, by status.", "status")
+
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between tokens; a chunk's gap is shared by its tokens.", _GAP_S
+        )
+        self._icl = histogram("inter_chunk_latency_seconds", "Between steps that yielded tokens.", _GAP_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST_S)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "(Latency - first token) / (tokens - 1).", _GAP_S
+        )
+
+        self._running = gauge("num_requests_running", "Answers that have a place in the steps.")
+        self._waiting = gauge("num_requests_waiting", "Answers that wait for a place.")
+        self._kv_usage = gauge(
+            "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all."
+        )
+
+    # --- in the engine's thread ---------------------------------------------------------------------------------
+
+    def on_step(self, step: StepReport) -> None:
+        """Count a step's time."""
+        self._steps.inc()
+        self._draft_s.inc(step.draft_s)
+        self._verify_s.inc(step.verify_s)
+        self._other_s.inc(max(step.other_s, 0.0))
+        self._rows.observe(step.num_rows)
+
+    def on_observe(self, observations: Seq[Observation]) -> None:
+        """Count what a step drafted, accepted and emitted."""
+        for seen in observations:
+            sequence, accepted = seen.sequence, seen.num_accepted
+            # The last token is the target's own, unless a stop rule cut the answer among accepted ones.
+            emitted = accepted + (not sequence.from_draft[-1])
+            self._output_tokens.inc(emitted)
+            if sequence.num_output_tokens == emitted and sequence.index == 0:
+                self._prompt_tokens.inc(sequence.num_prompt_tokens)
+                self._queries.inc(sequence.num_prompt_tokens)
+                self._hits.inc(sequence.metrics.num_cached_tokens)
+            labels = (self._task_label(sequence.task), self._method)
+            self._task_steps.labels(*labels).inc()
+            self._task_output.labels(*labels).inc(emitted)
+            drafted = len(seen.proposal)
+            if not drafted:
+                continue
+            self._drafts.inc()
+            self._drafted.inc(drafted)
+            self._accepted.inc(accepted)
+            self._wasted.inc(drafted - accepted)
+            self._length.observe(accepted)
+            self._task_drafted.labels(*labels).inc(drafted)
+            self._task_accepted.labels(*labels).inc(accepted)
+            for position in range(max(seen.proposal.depths)):
+                self._drafted_at.labels(position).inc()
+                self._accepted_at.labels(position).inc(position < accepted)
+
+    def _task_label(self, task: str) -> str:
+        """The task's own name for the first few tasks, so that clients cannot make labels without end."""
+        if not task:
+            return "none"
+        if task not in self._tasks:
+            if len(self._tasks) >= self._max_tasks:
+                return "other"
+            self._tasks.add(task)
+        return task
+
+    # --- in the event loop --------------------------------------------------------------------------------------
+
+    def watch(self, num_answers: int) -> Watch:
+        """Times one request from its updates."""
+        return Watch(self, num_answers)
+
+    def on_chunk(self, gap_s: float, num_tokens: int) -> None:
+        """Time the tokens of an update that was not an answer's first."""
+        self._icl.observe(gap_s)
+        for _ in range(num_tokens):
+            self._itl.observe(gap_s / num_tokens)
+
+    def on_end(self, update: Update) -> None:
+        """Count an answer's end, and the request's times when it was the last one."""
+        self._ends.labels(str(update.finish_reason)).inc()
+        if update.output is None:
+            return
+        metrics = update.output.metrics
+        self._ttft.observe(metrics.time_to_first_token_s)
+        self._e2e.observe(metrics.total_s)
+        self._queue.observe(metrics.queue_s)
+        self._preemptions.inc(metrics.num_preemptions)
+        for answer in update.output.outputs:
+            if answer.metrics.num_output_tokens > 1:
+                rest_s = answer.metrics.total_s - answer.metrics.time_to_first_token_s
+                self._tpot.observe(rest_s / (answer.metrics.num_output_tokens - 1))
+
+    def on_abort(self, num_answers: int) -> None:
+        """Count answers that nobody waited for."""
+        self._ends.labels(str(FinishReason.ABORT)).inc(num_answers)
+
+    def on_response(self, status: int) -> None:
+        """Count a response of a guarded path."""
+        self._responses.labels(status).inc()
+
+    def read_engine(self, engine: Engine) -> None:
+        """Set the gauges; to be called between two steps."""
+        accounting = engine.runner.cache.accounting
+        self._running.set(len(engine.scheduler.running))
+        self._waiting.set(len(engine.scheduler.waiting))
+        self._kv_usage.set(accounting.num_held / accounting.num_slots)
+
+    def exposition(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self._exposed)
+
+
+class Watch:
+    """One request's clock."""
+
+    def __init__(self, metrics: Metrics, num_answers: int) -> None:
+        self._metrics = metrics
+        self._unfinished = num_answers
+        self._last_s: dict[tuple[int, int], float] = {}
+
+    def add(self, prompt: int, update: Update) -> None:
+        """Time an update, and count the end of an answer."""
+        if update.token_ids:
+            now_s = time.perf_counter()
+            last_s = self._last_s.get((prompt, update.index))
+            if last_s is not None:
+                self._metrics.on_chunk(now_s - last_s, len(update.token_ids))
+            self._last_s[prompt, update.index] = now_s
+        if update.finish_reason is not None:
+            self._unfinished -= 1
+            self._metrics.on_end(update)
+
+    def close(self) -> None:
+        """The request is over; answers that did not end were broken off."""
+        if self._unfinished:
+            self._metrics.on_abort(self._unfinished)
+
+
+class _Labelled(Collector):
+    """A registry's metrics with constant labels, and those that vLLM has under its names too."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], with_vllm: bool) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._with_vllm = with_vllm
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield self._renamed(metric, PREFIX)
+            if self._with_vllm and metric.name.removeprefix(PREFIX) in _AS_VLLM:
+                yield self._renamed(metric, VLLM_PREFIX)
+
+    def _renamed(self, metric: Metric, prefix: str) -> Metric:
+        renamed = copy.copy(metric)
+        renamed.name = prefix + metric.name.removeprefix(PREFIX)
+        renamed.samples = [
+            Sample(
+                prefix + sample.name.removeprefix(PREFIX),
+                {**self._labels, **sample.labels},
+                sample.value,
+                sample.timestamp,
+                sample.exemplar,
+            )
+            for sample in metric.samples
+            if not sample.name.endswith("_created")
+        ]
+        return renamed

@@ -1,0 +1,140 @@
+"""From a request's body to what the engine is asked. The only place where that happens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import RequestError
+from slipstream.sampling.noise import draw_seed
+from slipstream.sampling.params import SamplingParams
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import ApiError
+from slipstream.serve.schema import ChatBody, CompletionBody, GenerationBody, Speculation
+
+COMPLETION_TOKENS = 16
+"""The length of a completion that asks for none, as at OpenAI's. A chat may fill the context."""
+
+_SAME_NAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens"),
+)
+"""Parameters that mean the same in a body and in `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the server allow."""
+
+    max_model_len: int
+    vocab_size: int
+    config: ServeConfig
+
+
+def check_unsupported(body: GenerationBody) -> None:
+    """Raise `ApiError` 400 for what can be told to be wrong before any work."""
+    if body.best_of is not None:
+        message = "best_of is not supported: ask for n answers with logprobs and choose among them"
+        raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is for streams; set stream to true or leave it out"
+        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs cannot be streamed; set stream to false"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+    if isinstance(body, CompletionBody):
+        for name in ("echo", "suffix"):
+            if getattr(body, name):
+                message = f"{name} is not supported by this server"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        message = "top_logprobs needs logprobs to be true"
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+
+
+def sampling_params(body: GenerationBody, prompt_lengths: Seq[int], limits: Limits) -> SamplingParams:
+    """The engine's parameters for all prompts of a request; raises `ApiError` 400 for what cannot be had.
+
+    `prompt_lengths` are in tokens. A seed is drawn where none is given, so that the client can be told.
+    """
+    values: dict[str, Any] = {
+        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
+    }
+    values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
+    values["logprobs"] = _logprobs(body)
+    values["seed"] = draw_seed() if body.seed is None else body.seed
+    for name in ("logprobs", "prompt_logprobs"):
+        if (values.get(name) or 0) > limits.config.max_logprobs:
+            message = f"{name} must be at most {limits.config.max_logprobs}, got {values[name]}"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    try:
+        params = SamplingParams.from_mapping(values)
+        params.check_vocabulary(limits.vocab_size)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=_parameter(str(error)), code="invalid_value") from None
+    return params
+
+
+def max_draft_tokens(speculation: Speculation | None, method: str) -> int | None:
+    """The request's own bound on draft tokens a step: 0 is off, None the engine's choice.
+
+    `method` is the drafter that the engine runs with; raises `ApiError` 400 where another is asked for.
+    """
+    if speculation is None:
+        return None
+    if speculation.max_tokens is not None and speculation.max_tokens < 0:
+        message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
+        raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")
+    if speculation.method not in (None, "off", method):
+        choice = "'off'" if method == "off" else f"{method!r} or 'off'"
+        message = f"this server does not draft by {speculation.method!r}; speculation.method may be {choice}"
+        raise ApiError(400, message, param="speculation.method", code="invalid_value")
+    if speculation.enabled is False or speculation.method == "off":
+        return 0
+    return speculation.max_tokens
+
+
+def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:
+    """How long an answer may be: as asked, if that fits, else what is left of the context."""
+    asked = body.max_tokens
+    name = "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        if asked not in (None, body.max_completion_tokens):
+            message = "max_tokens and max_completion_tokens say different things; give one of them"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        asked, name = body.max_completion_tokens, "max_completion_tokens"
+    room = limits.max_model_len - longest_prompt
+    most = limits.config.max_output_tokens
+    if asked is None:
+        default = room if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        default = max(default, body.min_tokens or 0)
+        return max(1, min(default, room, most or room))
+    if asked < 1:
+        raise ApiError(400, f"{name} must be at least 1, got {asked}", param=name, code="invalid_value")
+    if most is not None and asked > most:
+        message = f"{name} must be at most {most} on this server, got {asked}"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if asked > room:
+        message = (
+            f"the prompt has {longest_prompt} tokens and {name} is {asked}, but prompt and answer together "
+            f"may have {limits.max_model_len}; shorten one of them"
+        )
+        raise ApiError(400, message, param=name, code="context_length_exceeded")
+    return asked
+
+
+def _logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to report for each token; None reports nothing."""
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    return body.logprobs
+
+
+def _parameter(message: str) -> str | None:
+    """The parameter that a message of `SamplingParams` begins with, if it does."""
+    found = re.match(r"(?:each of |an? )?(\w+)", message)
+    return found[1] if found and found[1] in (*_SAME_NAME, "seed", "max_tokens", "logprobs") else None

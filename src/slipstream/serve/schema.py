@@ -1,0 +1,192 @@
+"""What clients may send, as Pydantic models. Strict: a misspelt name is refused, not ignored.
+
+`null` means the same as leaving a field out. Values are checked where they are used: `serve.sampling`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slipstream.serve.errors import ApiError
+
+IGNORED = frozenset(
+    {
+        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls"),
+    }
+)
+"""Parameters of OpenAI's that change nothing about the text, or nothing without tools."""
+
+
+class Body(BaseModel):
+    """Exact types, known names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Running counts in every chunk, as in vLLM."""
+    include_obfuscation: bool | None = None
+    """Known, and without effect: chunks are never padded."""
+
+
+class Speculation(Body):
+    """How this request speculates; the text is the same in any case."""
+
+    enabled: bool | None = None
+    max_tokens: int | None = None
+    """The most draft tokens a step."""
+    method: str | None = None
+
+
+class GenerationBody(Body):
+    """What `/v1/completions` and `/v1/chat/completions` have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str], Field(max_length=256)] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    """The tenant: nothing is shared between users."""
+    task: Annotated[str, Field(max_length=128)] | None = None
+    """A name for the kind of request; drafters and metrics go by it."""
+    speculation: Speculation | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class Message(BaseModel):
+    """One message; what else a chat template may read is passed on to it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    """For a text; on unless false."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+B = TypeVar("B", bound=Body)
+
+_SHAPES = {
+    "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "stop must be a string, or a list of at most 64 strings",
+}
+"""What is said of parameters that may have several types."""
+
+
+def parse(cls: type[B], raw: bytes) -> B:
+    """The body as `cls`; raises `ApiError` 400 that names the parameter."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if b"\\ud" in raw.lower():
+        _reject_lone_surrogates(value)
+    try:
+        return cls.model_validate({key: item for key, item in value.items() if key not in IGNORED})
+    except ValidationError as error:
+        raise _refusal(cls, error) from None
+
+
+def _reject_lone_surrogates(value: Any) -> None:
+    """JSON can spell half a character; no tokenizer can read one."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "the body has half of a surrogate pair, which is no character"
+        raise ApiError(400, message, code="invalid_json") from None
+
+
+def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
+    """The first thing that is wrong, in words."""
+    first = error.errors(include_url=False)[0]
+    path = [part for part in first["loc"] if not _names_a_type(part)]
+    param = ".".join(map(str, path))
+    if first["type"] == "extra_forbidden":
+        names = _known_names(cls, path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
+    message = _SHAPES.get(param.split(".")[0], f"{param}: {first['msg']}")
+    return ApiError(400, message, param=param, code="invalid_type")
+
+
+def _names_a_type(part: int | str) -> bool:
+    """Pydantic puts the alternative of a union that it tried into the path."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _known_names(cls: type[BaseModel], path: list[int | str]) -> list[str]:
+    """The names that a nested object knows."""
+    nested: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "speculation": Speculation}
+    known = nested.get(str(path[0]), cls) if path else cls
+    return list(known.model_fields)

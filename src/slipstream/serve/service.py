@@ -1,0 +1,122 @@
+"""The engine as the routes see it: admitted, timed, counted, and stopped when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.outputs import Update
+from slipstream.errors import ConfigError
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import ApiError
+from slipstream.serve.job import Job
+from slipstream.serve.limits import Admission
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.sampling import Limits
+from slipstream.serve.tokens import Tokens
+
+PromptUpdate = tuple[int, Update]
+"""Which prompt of the request, and what was added to one of its answers."""
+
+
+class Service:
+    """An engine with what a server keeps beside it. Used from one event loop; the engine steps in its own thread."""
+
+    def __init__(self, engine: AsyncEngine, config: ServeConfig, model_name: str) -> None:
+        inner = engine.engine
+        self.engine = engine
+        self.config = config
+        self.model_name = config.served_model_name or model_name
+        self.model_root = inner.config.model
+        self.method = inner.speculative.method
+        self.num_speculative_tokens: int | None = getattr(
+            inner.drafter.options, "num_speculative_tokens", None
+        )
+        self.limits = Limits(inner.max_model_len, inner.model.vocab_size, config)
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens >= inner.max_model_len:
+            raise ConfigError(
+                f"serve max_prompt_tokens must be below the context of {inner.max_model_len} tokens, "
+                f"got {config.max_prompt_tokens}"
+            )
+        self.tokens = Tokens(
+            inner.tokenizer,
+            inner.model.vocab_size,
+            config.max_prompt_tokens or inner.max_model_len - 1,  # one is left to answer with
+        )
+        self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
+        self.metrics = Metrics(self.model_name, self.method, config.max_task_labels, config.metrics_alias)
+        inner.on_step = self.metrics.on_step
+        inner.on_observe = self.metrics.on_observe
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.admission.draining and not self.engine.has_stopped
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ApiError` 404 unless `name` is what is served; None is whatever that is."""
+        if name not in (None, self.model_name):
+            message = f"the model {name!r} is not served here; {self.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    @asynccontextmanager
+    async def answering(self, job: Job) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
+        """The job's updates, while its places are held; leaving it stops what is still under way.
+
+        Raises `ApiError` when there is no place, and from the iterator what the engine raises, or `ApiError` 504
+        when the request's time is over.
+        """
+        with self.admission.admit(job.num_answers):
+            async with aclosing(self._updates(job)) as updates:
+                yield updates
+
+    async def _updates(self, job: Job) -> AsyncGenerator[PromptUpdate, None]:
+        """The updates of all prompts as they come."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self.config.request_timeout_s
+        arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
+        readers = [
+            asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
+        ]
+        watch = self.metrics.watch(job.num_answers)
+        unfinished = len(readers)
+        try:
+            while unfinished:
+                try:
+                    async with asyncio.timeout_at(deadline_s):
+                        item = await arrived.get()
+                except TimeoutError:
+                    limit = f"{self.config.request_timeout_s:g} s"
+                    raise ApiError(
+                        504,
+                        f"the answer was not complete within {limit}",
+                        kind="server_error",
+                        code="timeout",
+                    ) from None
+                if isinstance(item, Exception):
+                    raise item
+                number, update = item
+                unfinished -= update.output is not None
+                watch.add(number, update)
+                yield item
+        finally:
+            for reader in readers:
+                reader.cancel()
+            watch.close()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, job: Job, number: int, arrived: asyncio.Queue[PromptUpdate | Exception]) -> None:
+        """Hand on the updates of one prompt; being cancelled aborts it in the engine."""
+        try:
+            async for update in self.engine.stream(
+                job.prompts[number],
+                job.params,
+                request_id=f"{job.id}-{number}",
+                tenant=job.tenant,
+                task=job.task,
+                max_draft_tokens=job.max_draft_tokens,
+            ):
+                arrived.put_nowait((number, update))
+        except Exception as error:
+            arrived.put_nowait(error)

@@ -1,0 +1,109 @@
+"""The response to a generation request: an answer in one piece, or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.serve.answer import Answer
+from slipstream.serve.errors import ApiError, as_api_error
+from slipstream.serve.service import Service
+
+SEED_HEADER = "X-Slipstream-Seed"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class Reply(Response):
+    """Runs its request when it is sent, and watches the client meanwhile: one that leaves ends the work.
+
+    No status is sent before the engine has taken the request and made its first tokens, so that whatever goes wrong
+    until then is an error with its own status. Later failures of a stream are an event in the shape of an error,
+    without `[DONE]`.
+    """
+
+    def __init__(self, service: Service, answer: Answer) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._service = service
+        self._answer = answer
+        self._extra = {SEED_HEADER: str(answer.job.params.seed)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        leaving = asyncio.create_task(_client_leaves(receive))
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._answer.job.facts["client_left"] = True
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            self._note()
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._answer.job.stream:
+            await self._send_events(send)
+            return
+        async with self._service.answering(self._answer.job) as updates:
+            async for prompt, update in updates:
+                self._answer.add(prompt, update)
+        await JSONResponse(self._answer.whole(), headers=self._extra)(scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        begun = False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                headers = {**self._extra, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                self.init_headers(headers)
+                del self.headers["content-length"]
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async with self._service.answering(self._answer.job) as updates:
+                async for prompt, update in updates:
+                    self._answer.add(prompt, update)
+                    data = b"".join(event(chunk) for chunk in self._answer.chunks(prompt, update))
+                    if data:
+                        await write(data)
+            closing = self._answer.closing_chunk()
+            await write((b"" if closing is None else event(closing)) + DONE, more=False)
+        except Exception as error:
+            if not begun:
+                raise
+            failure: ApiError = as_api_error(error)
+            self._answer.job.facts["error"] = failure.message
+            await write(event(failure.body()), more=False)
+
+    def _note(self) -> None:
+        """Tell the log what became of the request."""
+        job = self._answer.job
+        facts = job.facts
+        facts |= {
+            "prompt_tokens": sum(map(len, job.prompts)),
+            "output_tokens": self._answer.num_output_tokens,
+            "finish_reasons": [
+                str(answer.finish_reason) for output in self._answer.outputs for answer in output.outputs
+            ],
+            "task": job.task,
+        }
+
+
+async def _client_leaves(receive: Receive) -> None:
+    """Returns when the client has gone; the body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

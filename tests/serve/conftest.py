@@ -1,0 +1,66 @@
+"""Engines and servers around the embedded pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from serve_cases import DRAFT, MESSAGES, MODEL, MakeApp
+from starlette.testclient import TestClient
+
+from slipstream import LLM, AsyncEngine
+from slipstream.engine.inputs import encode_chat
+from slipstream.serve.app import create_app
+from slipstream.serve.config import ServeConfig
+
+
+@pytest.fixture(scope="session")
+def plain() -> LLM:
+    """Speculation off: what every text must be equal to."""
+    return LLM(kv_cache_bytes=32 * 2**20)
+
+
+@pytest.fixture(scope="session")
+def chat_prompt(plain: LLM) -> list[int]:
+    return encode_chat(plain.engine.tokenizer, MESSAGES)
+
+
+@pytest.fixture(scope="session")
+def drafting() -> LLM:
+    """The engine behind the servers. Nothing may be left in it."""
+    return LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+
+
+@pytest.fixture
+def make_app(drafting: LLM) -> Iterator[MakeApp]:
+    """Applications around `drafting`, one after the other; the engine must be idle and whole when each ends."""
+    made: list[AsyncEngine] = []
+
+    def make(**config: Any) -> FastAPI:
+        drafting.reset_caches()
+        made.append(AsyncEngine(engine=drafting.engine))
+        return create_app(made[-1], ServeConfig(**config), MODEL)
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert not engine.engine.has_unfinished
+        assert engine.engine.integrity() == []
+
+
+@pytest.fixture
+def client(make_app: MakeApp) -> Iterator[TestClient]:
+    with TestClient(make_app()) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[TestClient]:
+    """A server with an engine of its own, for tests that leave it as it was."""
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    engine = AsyncEngine(engine=llm.engine)
+    with TestClient(create_app(engine, ServeConfig(), MODEL)) as client:
+        yield client
+    assert llm.engine.integrity() == []

@@ -1,0 +1,69 @@
+"""What the server's tests have in common."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.serve.lifecycle import Server
+
+MODEL = "pair"
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+QUESTION = "Write a SQL query. How many losses does the team from Hawthorn have?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+MakeApp = Callable[..., FastAPI]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The payloads of a stream, which must be framed exactly as OpenAI frames it."""
+    parts = text.split("\n\n")
+    assert parts[-1] == ""
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts[:-1])
+    assert parts[-2] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def counters(client: TestClient) -> dict[str, float]:
+    """Sample name, with its labels but the model's, to value."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            name = sample.name + ("" if not labels else json.dumps(labels, sort_keys=True))
+            found[name] = sample.value
+    return found
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Poll, and fail when it does not come true."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+
+
+@contextmanager
+def running(app: FastAPI) -> Iterator[tuple[str, Server]]:
+    """A real server in a thread: its address, and itself."""
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = Server(app)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

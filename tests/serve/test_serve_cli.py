@@ -1,0 +1,219 @@
+"""`slipstream serve`: flags, environment, file, and a process from start to SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app
+from slipstream.cli.options import ENGINE, SPECULATION
+from slipstream.cli.serve import SERVER
+from slipstream.cli.settings import merged
+from slipstream.errors import ConfigError, SlipstreamError
+
+TOML = """
+model = "from-file"
+port = 1
+max_num_seqs = 2
+max_body_bytes = "1MiB"
+api_key = ["one", "two"]
+per_request_metrics = true
+
+[speculative_config]
+method = "ngram"
+num_speculative_tokens = 3
+"""
+YAML = """
+model: from-file
+port: 1
+max_num_seqs: 2
+max_body_bytes: 1MiB
+api_key: [one, two]
+per_request_metrics: true
+speculative_config: {method: ngram, num_speculative_tokens: 3}
+"""
+
+
+def settings(
+    file: Path | None = None,
+    environment: dict[str, str] | None = None,
+    model: str | None = None,
+    **flags: Any,
+) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """What `serve` makes of its three sources."""
+    sets = {"server": SERVER, "speculation": SPECULATION, "engine": ENGINE}
+    given = {
+        name: (flag_set, {f.name: flags[f.name] for f in flag_set.fields() if f.name in flags})
+        for name, flag_set in sets.items()
+    }
+    return merged(model, given, file, environment or {})
+
+
+@pytest.fixture(params=["toml", "yaml"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"serve.{request.param}"
+    path.write_text(TOML if request.param == "toml" else YAML)
+    return path
+
+
+def test_a_file(file: Path) -> None:
+    model, values = settings(file)
+    assert model == "from-file"
+    assert values["server"] == {
+        "port": 1,
+        "max_body_bytes": 2**20,
+        "api_key": ["one", "two"],
+        "per_request_metrics": True,
+    }
+    assert values["engine"] == {"max_num_seqs": 2}
+    assert json.loads(values["speculation"]["speculative_config"])["num_speculative_tokens"] == 3
+
+
+def test_the_environment_goes_before_the_file_and_flags_before_both(file: Path) -> None:
+    environment = {
+        "SLIPSTREAM_PORT": "2",
+        "SLIPSTREAM_API_KEY": "three, four",
+        "SLIPSTREAM_PER_REQUEST_METRICS": "off",
+        "SLIPSTREAM_MAX_BODY_BYTES": "2KB",
+        "SLIPSTREAM_REQUEST_TIMEOUT_S": "1.5",
+        "SLIPSTREAM_MODEL": "from-environment",
+        "SLIPSTREAM_CACHE": "/somewhere",
+    }
+    model, values = settings(file, environment, port=3)
+    assert model == "from-environment"
+    assert values["server"] == {
+        "port": 3,
+        "max_body_bytes": 2000,
+        "api_key": ["three", "four"],
+        "per_request_metrics": False,
+        "request_timeout_s": 1.5,
+    }
+    assert settings(file, environment, model="flag")[0] == "flag"
+
+
+def test_a_drafter_that_is_given_replaces_the_one_below(file: Path) -> None:
+    assert settings(file, spec="off")[1]["speculation"] == {"spec": "off"}
+    assert settings(file, {"SLIPSTREAM_DRAFT": "d"})[1]["speculation"] == {"draft": "d"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.toml", "prot = 1", "did you mean 'port'?"),
+        ("a.toml", "port = ", "not valid TOML"),
+        ("a.yaml", "port: [", "not valid YAML"),
+        ("a.yaml", "- port", "names and values"),
+        ("a.json", "{}", "neither .toml nor .yaml"),
+        ("a.toml", 'max_body_bytes = "big"', "not a size"),
+        ("a.toml", 'per_request_metrics = "maybe"', "true or false"),
+        ("a.toml", 'port = "http"', "must be a number"),
+        ("a.toml", "model = 5", "folder or hub id"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(SlipstreamError) as caught:
+        settings(path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        settings(tmp_path / "nothing.toml")
+
+
+def test_help_is_complete_and_names_the_environment() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    for flag in (
+        "--port",
+        "--api-key",
+        "--max-waiting",
+        "--config",
+        "--spec",
+        "--max-num-seqs",
+        "--metrics-alias",
+    ):
+        assert flag in text
+    assert "SLIPSTREAM_MAX_NUM_SEQS" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "70000"], "0 to 65535"),
+        (["--log-level", "loud"], "unknown log_level"),
+        (["--spec", "ngarm"], "did you mean 'ngram'?"),
+        (["--host", "256.1.1.1"], "cannot listen"),
+        (["--config", "{folder}/spec.toml"], "speculation spec must be"),
+    ],
+)
+def test_refusals(tmp_path: Path, flags: list[str], says: str) -> None:
+    (tmp_path / "spec.toml").write_text("spec = 5")
+    result = CliRunner().invoke(app, ["serve", *(flag.format(folder=tmp_path) for flag in flags)])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert "cannot listen" in result.output
+    assert "memory:" not in result.output
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        started = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "slipstream.cli.main", "serve", "--port", "0", "--threads", "1"),
+                *("--kv-cache-bytes", "32MiB", "--max-num-seqs", "2"),
+            ],
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        for _ in range(600):
+            found = re.search(r'"port": (\d+)', log.read_text())
+            if found or started.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert found, log.read_text()
+        yield started, f"http://127.0.0.1:{found[1]}", log
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], str, Path]) -> None:
+    started, url, log = process
+    body = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}
+    with httpx2.Client(timeout=60) as client:
+        assert client.get(f"{url}/v1/models").json()["data"][0]["id"] == "embedded-pair"
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            started.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert started.wait(timeout=20) == 0
+    logged = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    [request] = [line for line in logged if line.get("path") == "/v1/completions"]
+    assert request["output_tokens"] == 800
+    assert "memory:" in log.read_text()

@@ -1,0 +1,215 @@
+"""Requests that end early, wait, time out or are drained: nothing runs on, nothing is held, nobody is left waiting."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import httpx2
+import pytest
+from serve_cases import MODEL, QUESTION, MakeApp, counters, running, wait_until
+from starlette.testclient import TestClient
+
+from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.serve.app import create_app
+from slipstream.serve.config import ServeConfig
+
+LONG = {"model": MODEL, "prompt": QUESTION, "max_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes every step of the engine last longer."""
+
+    def make(seconds: float) -> None:
+        step = drafting.engine.step
+
+        def slow_step() -> Any:
+            time.sleep(seconds)
+            return step()
+
+        monkeypatch.setattr(drafting.engine, "step", slow_step)
+
+    return make
+
+
+def is_idle(engine: Engine) -> bool:
+    """Nothing runs and no slot of the cache is held."""
+    return not engine.has_unfinished and engine.runner.cache.accounting.num_held == 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_request_at_once(
+    make_app: MakeApp, drafting: LLM, slow: Callable[[float], None], stream: bool
+) -> None:
+    slow(0.02)  # the whole answer would take 40 s or more with speculation
+    app = make_app()
+    with running(app) as (url, _):
+        with _abandoned(url, stream):
+            wait_until(lambda: drafting.engine.has_unfinished)
+        wait_until(lambda: is_idle(drafting.engine), 2.0)
+        assert app.state.service.admission.num_answers == 0
+        text = httpx2.get(f"{url}/metrics").text
+        assert f'request_success_total{{finished_reason="abort",model_name="{MODEL}"}} 2.0' in text
+
+
+def _abandoned(url: str, stream: bool) -> closing[socket.socket]:
+    """A request on a socket that is closed in the middle of its stream, or before its answer has come."""
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(head.encode() + body)
+    if stream:
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    return closing(connection)
+
+
+def test_a_full_queue_is_said_and_remembered_by_nobody(
+    make_app: MakeApp, slow: Callable[[float], None]
+) -> None:
+    slow(0.01)
+    app = make_app(max_waiting=1)  # beside the four that run
+    with running(app) as (url, _), ThreadPoolExecutor(8) as pool:
+        body = {**LONG, "max_tokens": 150}
+        jobs = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
+        answers = [job.result() for job in jobs]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 3
+        for answer in refused:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert answer.json()["error"]["code"] == "queue_full"
+        assert httpx2.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+
+
+def test_a_request_that_takes_too_long(
+    make_app: MakeApp, drafting: LLM, slow: Callable[[float], None]
+) -> None:
+    slow(0.05)
+    with TestClient(make_app(request_timeout_s=0.3)) as client:
+        late = client.post("/v1/completions", json=LONG)
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "timeout"
+        wait_until(lambda: is_idle(drafting.engine))
+        text = client.post("/v1/completions", json={**LONG, "stream": True}).text
+        parts = text.strip().split("\n\n")
+        assert json.loads(parts[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert "[DONE]" not in text
+        assert len(parts) > 1
+        wait_until(lambda: is_idle(drafting.engine))
+        before = counters(client)
+        assert before['slipstream_request_success_total{"finished_reason": "abort"}'] == 2
+
+
+def test_a_stream_that_has_not_begun_fails_with_a_status(
+    make_app: MakeApp, drafting: LLM, slow: Callable[[float], None]
+) -> None:
+    slow(0.5)
+    with TestClient(make_app(request_timeout_s=0.1)) as client:
+        late = client.post("/v1/completions", json={**LONG, "stream": True})
+        assert late.status_code == 504
+        assert late.headers["content-type"] == "application/json"
+
+
+def test_an_engine_that_fails_is_unhealthy_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = LLM(kv_cache_bytes=32 * 2**20)  # it is broken for good
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(own.engine.runner, "forward", fail)
+    with TestClient(create_app(AsyncEngine(engine=own.engine), ServeConfig(), MODEL)) as client:
+        assert client.get("/health").status_code == 200
+        for stream in (True, False):
+            answer = client.post("/v1/completions", json={**LONG, "stream": stream})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["type"] == "server_error"
+        for path in ("/health", "/ready"):
+            assert client.get(path).status_code == 503
+        assert client.get("/metrics").status_code == 200
+
+
+def test_drain_finishes_what_runs_and_takes_nothing_new(
+    make_app: MakeApp, slow: Callable[[float], None]
+) -> None:
+    slow(0.01)
+    app = make_app(grace_period_s=30)
+    with running(app) as (url, server), ThreadPoolExecutor(1) as pool:
+        job = pool.submit(
+            httpx2.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 200, "stream": True}, timeout=60
+        )
+        wait_until(lambda: app.state.service.admission.num_answers == 1)
+        assert httpx2.get(f"{url}/ready").status_code == 200
+        server.handle_exit(signal.SIGTERM, None)
+        assert httpx2.get(f"{url}/ready").status_code == 503
+        assert httpx2.get(f"{url}/health").status_code == 200
+        late = httpx2.post(f"{url}/v1/completions", json=LONG)
+        assert late.status_code == 503
+        assert "shutting down" in late.json()["error"]["message"]
+        assert "retry-after" in late.headers
+        answer = job.result()
+        assert answer.text.endswith("data: [DONE]\n\n")
+        wait_until(lambda: _refuses(url))
+
+
+def test_drain_breaks_off_what_does_not_end(make_app: MakeApp, slow: Callable[[float], None]) -> None:
+    slow(0.02)
+    app = make_app(grace_period_s=0.3)
+    with running(app) as (url, server), ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(httpx2.post, f"{url}/v1/completions", json={**LONG, "stream": stream}, timeout=60)
+            for stream in (True, False)
+        ]
+        wait_until(lambda: app.state.service.admission.num_answers == 2)
+        began_s = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        streamed, whole = (job.result() for job in jobs)
+        assert time.monotonic() - began_s < 3
+        last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "unavailable"
+        assert whole.status_code == 503
+        wait_until(lambda: _refuses(url))
+
+
+def _refuses(url: str) -> bool:
+    try:
+        httpx2.get(f"{url}/health", timeout=1)
+    except httpx2.HTTPError:
+        return True
+    return False
+
+
+def test_the_event_loop_never_waits_for_the_engine(make_app: MakeApp, slow: Callable[[float], None]) -> None:
+    slow(0.4)
+    with running(make_app()) as (url, _), ThreadPoolExecutor(1) as pool:
+        job = pool.submit(httpx2.post, f"{url}/v1/completions", json={**LONG, "max_tokens": 4}, timeout=60)
+        time.sleep(0.1)
+        for _ in range(3):
+            began_s = time.monotonic()
+            assert httpx2.get(f"{url}/health").status_code == 200
+            assert time.monotonic() - began_s < 0.3
+        assert job.result().status_code == 200
+
+
+def test_many_clients_at_once_each_get_their_own_text(make_app: MakeApp, plain: LLM) -> None:
+    prompts = [f"SELECT column{number} FROM" for number in range(12)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    expected = [output.outputs[0].text for output in plain.generate(prompts, params)]
+    with running(make_app()) as (url, _), ThreadPoolExecutor(12) as pool:
+
+        def ask(prompt: str) -> str:
+            body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+            text: str = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0][
+                "text"
+            ]
+            return text
+
+        assert list(pool.map(ask, prompts)) == expected

@@ -1,0 +1,299 @@
+"""Every refusal has OpenAI's shape and its own status, and comes before any 200."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from serve_cases import MESSAGES, MODEL, MakeApp
+from starlette.testclient import TestClient
+
+from slipstream.errors import ConfigError
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.schema import IGNORED
+
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
+TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
+PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    """The error, whose shape is checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "\n" not in body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+BAD = [
+    ("chat", {"temperature": -1}, "temperature", "of at least 0"),
+    ("chat", {"temperature": "warm"}, "temperature", "valid number"),
+    ("chat", {"temperature": "0.5"}, "temperature", "valid number"),
+    ("chat", {"temprature": 0.5}, "temprature", "did you mean temperature?"),
+    ("chat", {"top_p": 0}, "top_p", "above 0"),
+    ("chat", {"top_k": -2}, "top_k", "at least -1"),
+    ("chat", {"min_p": 2}, "min_p", "within [0, 1]"),
+    ("chat", {"seed": -1}, "seed", "at least 0"),
+    ("chat", {"n": 0}, "n", "at least 1"),
+    ("chat", {"n": 10000}, "n", "at once"),
+    ("chat", {"best_of": 2}, "best_of", "not supported"),
+    ("chat", {"max_tokens": 0}, "max_tokens", "at least 1"),
+    ("chat", {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ("chat", {"max_completion_tokens": 5}, "max_tokens", "different things"),
+    ("chat", {"max_tokens": 100000}, "max_tokens", "shorten"),
+    ("chat", {"min_tokens": 9}, "min_tokens", "at most max_tokens"),
+    ("chat", {"presence_penalty": 3}, "presence_penalty", "within [-2, 2]"),
+    ("chat", {"frequency_penalty": -3}, "frequency_penalty", "within [-2, 2]"),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ("chat", {"logit_bias": {"999999": 1}}, "logit_bias", "token id 999999"),
+    ("chat", {"logit_bias": {"5": 101}}, "logit_bias", "within [-100, 100]"),
+    ("chat", {"logit_bias": {"five": 1}}, "logit_bias", "five"),
+    ("chat", {"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    ("chat", {"stop": [""]}, "stop", "not empty"),
+    ("chat", {"stop_token_ids": [4096]}, "stop_token_ids", "token id 4096"),
+    ("chat", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, "logprobs", "at most 20"),
+    ("text", {"logprobs": 21}, "logprobs", "at most 20"),
+    ("text", {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+    ("text", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
+    ("text", {"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
+    (
+        "text",
+        {"stream": True, "stream_options": {"include_usag": True}},
+        "stream_options.include_usag",
+        "did you mean include_usage?",
+    ),
+    ("text", {"echo": True}, "echo", "not supported"),
+    ("text", {"suffix": "end"}, "suffix", "not supported"),
+    ("text", {"prompt": []}, "prompt", "empty"),
+    ("text", {"prompt": [4096]}, "prompt", "0 to 4095"),
+    ("text", {"prompt": [-1]}, "prompt", "0 to 4095"),
+    ("text", {"prompt": [1, "a"]}, "prompt", "list of token ids"),
+    ("text", {"prompt": 5}, "prompt", "must be a string"),
+    ("text", {"prompt": "word " * 3000}, "prompt", "shorten it"),
+    ("chat", {"messages": []}, "messages", "empty"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages", "message"),
+    ("chat", {"messages": [{"content": "hi"}]}, "messages.0.role", "missing"),
+    ("chat", {"messages": "hi"}, "messages", "list"),
+    ("chat", {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "shorten it"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content",
+        "text only",
+    ),
+    ("chat", {"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ("chat", {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ("text", {"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+    ("chat", {"speculation": {"method": "eagle3"}}, "speculation.method", "'draft_model' or 'off'"),
+    ("chat", {"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
+    ("chat", {"speculation": {"enable": True}}, "speculation.enable", "did you mean enabled?"),
+    ("chat", {"task": "x" * 129}, "task", "at most 128"),
+    ("chat", {"stop": ["x"] * 65}, "stop", "at most 64"),
+    ("chat", {"bad_words": ["x"] * 257}, "bad_words", "at most 256"),
+    (
+        "chat",
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        "messages",
+        "'chat_template' is not a variable",
+    ),
+    ("chat", {"chat_template_kwargs": {"tokenize": False}}, "messages", "'tokenize' is not a variable"),
+    ("text", {"user": "x" * 513}, "user", "at most 512"),
+    ("chat", {"speculation": True}, "speculation", "speculation"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("kind", "extra", "param", "says"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_values(
+    shared: TestClient, kind: str, extra: dict[str, Any], param: str, says: str, stream: bool
+) -> None:
+    body = {**(CHAT if kind == "chat" else TEXT), **extra}
+    if stream and not {"stream_options", "prompt_logprobs"} & extra.keys():
+        body["stream"] = True
+    error = error_of(shared.post(PATHS[kind], json=body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert says in error["message"]
+    assert error["code"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"messages": ', "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b"null", "JSON object"),
+        (b"\xff\xfe{", "not valid JSON"),
+        (b"[" * 100000, "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "a", "stop": "\\uDC00"}', "surrogate"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+        (b'{"prompt": "a", "temperature": 1e999}', "finite"),
+        (b'{"prompt": "a", "seed": 99999999999999999999}', "at most"),
+        (b"{}", "prompt is missing"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_bodies(shared: TestClient, raw: bytes, says: str) -> None:
+    assert says in error_of(shared.post("/v1/completions", content=raw), 400)["message"]
+
+
+def test_pairs_of_surrogates_are_characters(shared: TestClient) -> None:
+    raw = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 2}'
+    assert shared.post("/v1/completions", content=raw).status_code == 200
+
+
+def test_codes_tell_a_context_overrun_from_a_bad_value(shared: TestClient) -> None:
+    long = {"prompt": "word " * 3000}
+    for extra in (long, {"max_tokens": 100000}):
+        error = error_of(shared.post("/v1/completions", json={**TEXT, **extra}), 400)
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_routes(shared: TestClient) -> None:
+    assert error_of(shared.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(shared.get("/"), 404)["type"] == "invalid_request_error"
+    response = shared.get("/v1/chat/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+    error_of(shared.post("/v1/models", json={}), 405)
+    for path in ("/docs", "/redoc"):
+        error_of(shared.get(path), 404)
+
+
+def test_unknown_models(shared: TestClient) -> None:
+    for path, body in [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", TEXT),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [5]}),
+    ]:
+        error = error_of(shared.post(path, json={**body, "model": "gpt-4"}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert MODEL in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/tokenize", {}, "one of them"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "one of them"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [4096]}, "0 to 4095"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("/detokenize", {}, "missing"),
+    ],
+)
+def test_tokens(shared: TestClient, path: str, body: dict[str, Any], says: str) -> None:
+    assert says in error_of(shared.post(path, json=body), 400)["message"]
+
+
+def test_parameters_that_change_nothing_are_let_through(shared: TestClient) -> None:
+    values = {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True}
+    body = {**CHAT, **dict.fromkeys(IGNORED, "auto"), **values, "tool_choice": "none", "tools": []}
+    assert shared.post("/v1/chat/completions", json=body).status_code == 200
+    nulls = dict.fromkeys(
+        ("temperature", "stop", "tools", "response_format", "speculation", "best_of", "user")
+    )
+    assert shared.post("/v1/chat/completions", json={**CHAT, **nulls}).status_code == 200
+
+
+def test_large_bodies(make_app: MakeApp) -> None:
+    with TestClient(make_app(max_body_bytes=1000)) as client:
+        body = json.dumps({**TEXT, "prompt": "a" * 2000}).encode()
+        assert error_of(client.post("/v1/completions", content=body), 413)["code"] == "request_too_large"
+        pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # no length is announced
+        assert error_of(client.post("/v1/completions", content=pieces), 413)
+        assert client.post("/v1/completions", json=TEXT).status_code == 200
+
+
+def test_token_limits(make_app: MakeApp) -> None:
+    with TestClient(make_app(max_prompt_tokens=20, max_output_tokens=6)) as client:
+        error = error_of(client.post("/v1/completions", json={**TEXT, "prompt": [5] * 21}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert client.post("/v1/completions", json={**TEXT, "prompt": [5] * 20}).status_code == 200
+        assert (
+            "at most 6"
+            in error_of(client.post("/v1/completions", json={**TEXT, "max_tokens": 7}), 400)["message"]
+        )
+        body = {
+            **CHAT,
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": None,
+            "ignore_eos": True,
+        }
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 6
+    with pytest.raises(ConfigError, match="below the context"):
+        make_app(max_prompt_tokens=100000)
+
+
+def test_keys(make_app: MakeApp) -> None:
+    with TestClient(make_app(api_key=["first", "second"])) as client:
+        for headers in (
+            {},
+            {"Authorization": "Bearer third"},
+            {"Authorization": "Basic first"},
+            {"Authorization": "Bearer"},
+        ):
+            for path in ("/v1/models", "/v1/nothing", "/tokenize", "/detokenize", "/v1/chat/completions"):
+                response = client.request("GET", path, headers=headers)
+                error = error_of(response, 401)
+                assert error["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert "first" not in response.text
+        for key in ("first", "second"):
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert client.get(path).status_code == 200
+        assert "first" not in repr(ServeConfig(api_key=["first"]))
+
+
+def test_scripts_of_other_origins_are_let_in_only_where_configured(make_app: MakeApp) -> None:
+    origin = {"Origin": "https://example.org"}
+    preflight = {**origin, "Access-Control-Request-Method": "POST"}
+    with TestClient(make_app()) as client:
+        assert "access-control-allow-origin" not in client.get("/v1/models", headers=origin).headers
+        error_of(client.options("/v1/chat/completions", headers=preflight), 405)
+    with TestClient(make_app(cors_origins=["https://example.org"], api_key=["k"])) as client:
+        allowed = client.options("/v1/chat/completions", headers=preflight)
+        assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_a_fault_of_ours_says_nothing_of_itself(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    monkeypatch.setattr(app.state.service.tokens, "prompts", lambda prompt: 1 / 0)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        error = error_of(client.post("/v1/completions", json=TEXT), 500)
+    assert error["type"] == "server_error"
+    assert "division" not in error["message"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"port": 70000}, "0 to 65535"),
+        ({"port": "80"}, "port must be int"),
+        ({"max_body_bytes": 0}, "at least 1"),
+        ({"request_timeout_s": 0}, "above 0"),
+        ({"grace_period_s": -1}, "at least 0"),
+        ({"log_level": "loud"}, "unknown log_level"),
+        ({"log_format": "xml"}, "unknown log_format"),
+        ({"metrics_alias": "vlm"}, "did you mean 'vllm'?"),
+        ({"api_key": ["a", ""]}, "none empty"),
+        ({"max_waiting": -1}, "at least 0"),
+    ],
+)
+def test_bad_configurations(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
+        ServeConfig(**values)

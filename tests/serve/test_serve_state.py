@@ -1,0 +1,195 @@
+"""What a server says of itself: models, tokens, health, metrics, logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve_cases import MESSAGES, MODEL, QUESTION, MakeApp, counters, events
+from starlette.testclient import TestClient
+
+import slipstream
+from slipstream import LLM
+from slipstream.bench.counters import parse_counters
+from slipstream.serve.logs import JsonFormatter, TextFormatter
+
+GREEDY = {"prompt": QUESTION, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+
+
+def test_models(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == (MODEL, "model", "slipstream")
+    assert model["root"].endswith("target")
+
+
+def test_a_name_of_its_own(make_app: MakeApp) -> None:
+    with TestClient(make_app(served_model_name="my-model")) as client:
+        answer = client.post("/v1/completions", json={"model": "my-model", "prompt": "a", "max_tokens": 1})
+        assert answer.json()["model"] == "my-model"
+        assert client.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 404
+
+
+def test_states(client: TestClient) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json() == {"status": "ready"}
+    assert client.get("/version").json() == {"version": slipstream.__version__}
+    assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
+
+
+def test_tokens_there_and_back(client: TestClient, plain: LLM) -> None:
+    text = "Grüße, 日本語 and <|end|>"
+    answer = client.post(
+        "/tokenize", json={"model": MODEL, "prompt": text, "add_special_tokens": False}
+    ).json()
+    assert answer["tokens"] == plain.engine.tokenizer(text, add_special_tokens=False).input_ids
+    assert answer["count"] == len(answer["tokens"])
+    with_special = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert with_special == plain.engine.tokenizer(text).input_ids
+    assert client.post("/detokenize", json={"model": MODEL, "tokens": answer["tokens"]}).json() == {
+        "prompt": text
+    }
+
+
+def test_metrics_are_the_engines_own(make_app: MakeApp, plain: LLM) -> None:
+    """Against the requests' own figures, which the engine counts apart."""
+    with TestClient(make_app(per_request_metrics=True)) as client:
+        figures = [
+            client.post("/v1/completions", json={**GREEDY, "task": task}).json()["metrics"]
+            for task in ("sql", "", "sql")
+        ]
+        after = counters(client)
+    own = [one["speculative_decoding"] for one in figures]
+    spec = "slipstream_spec_decode_"
+    drafted = sum(one["num_draft_tokens"] for one in own)
+    accepted = sum(one["num_accepted_draft_tokens"] for one in own)
+    num_drafts = sum(one["num_spec_steps"] for one in own)
+    assert after[spec + "num_drafts_total"] == num_drafts
+    assert after[spec + "num_draft_tokens_total"] == drafted
+    assert after[spec + "num_accepted_tokens_total"] == accepted > 0
+    assert after[spec + "num_wasted_tokens_total"] == drafted - accepted
+    at = [
+        after[spec + "num_accepted_tokens_per_pos_total" + json.dumps({"position": str(i)})] for i in range(4)
+    ]
+    assert sum(at) == accepted
+    assert at == sorted(at, reverse=True)
+    assert after[spec + "num_draft_tokens_per_pos_total" + json.dumps({"position": "0"})] == num_drafts
+    assert after[spec + "accepted_length_count"] == num_drafts
+    assert after[spec + "accepted_length_sum"] == accepted
+    by_task = json.dumps({"method": "draft_model", "task": "sql"}, sort_keys=True)
+    assert after["slipstream_task_generation_tokens_total" + by_task] == 120
+    assert after["slipstream_task_draft_tokens_total" + by_task] == sum(
+        own[i]["num_draft_tokens"] for i in (0, 2)
+    )
+    assert after["slipstream_generation_tokens_total"] == 180
+    assert after['slipstream_request_success_total{"finished_reason": "length"}'] == 3
+    assert after["slipstream_num_requests_running"] == after["slipstream_num_requests_waiting"] == 0
+    assert after["slipstream_kv_cache_usage_perc"] == 0
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert after[f"slipstream_{name}_seconds_count"] == 3
+    assert (
+        after["slipstream_inter_chunk_latency_seconds_count"]
+        == sum(one["num_target_passes"] for one in figures) - 3
+    )
+    for name in ("draft", "verify"):
+        assert after[f"slipstream_{name}_seconds_total"] == pytest.approx(
+            sum(one[f"{name}_s"] for one in figures)
+        )
+    assert after["slipstream_other_seconds_total"] > 0
+    assert after["slipstream_prefix_cache_hits_total"] > 0
+    assert after["slipstream_engine_steps_total"] == sum(one["num_target_passes"] for one in figures)
+
+
+def test_figures_of_a_request(make_app: MakeApp) -> None:
+    with TestClient(make_app(per_request_metrics=True)) as client:
+        whole = client.post("/v1/completions", json={**GREEDY, "seed": 6}).json()["metrics"]
+        ends = []
+        for usage in (True, False):
+            body = {**GREEDY, "stream": True, "stream_options": {"include_usage": usage}}
+            chunks = events(client.post("/v1/completions", json=body).text)
+            assert all("metrics" not in chunk for chunk in chunks[:-1])
+            ends.append(chunks[-1]["metrics"])
+    spec = whole["speculative_decoding"]
+    assert whole["seeds"] == [6]
+    assert spec["num_spec_tokens"] == 4
+    assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"]
+    assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"]
+    assert spec["draft_acceptance_rate"] == spec["num_accepted_draft_tokens"] / spec["num_draft_tokens"]
+    assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+    parts = [whole[name] for name in ("queue_s", "draft_s", "verify_s", "other_s")]
+    assert sum(parts) == pytest.approx(whole["total_s"])
+    for end in ends:
+        assert end["speculative_decoding"] == spec
+
+
+def test_metrics_under_vllms_names(make_app: MakeApp) -> None:
+    with TestClient(make_app(metrics_alias="vllm")) as client:
+        client.post("/v1/completions", json=GREEDY)
+        text = client.get("/metrics").text
+    names = {family.name for family in text_string_to_metric_families(text)}
+    for name in (
+        "spec_decode_num_drafts",
+        "generation_tokens",
+        "num_requests_running",
+        "kv_cache_usage_perc",
+    ):
+        assert {f"vllm:{name}", f"slipstream_{name}"} <= names
+    assert "vllm:draft_seconds" not in names
+    assert "vllm:spec_decode_num_accepted_tokens_per_pos_total{" in text
+    ours, theirs = parse_counters(text, MODEL), parse_counters(text.replace("slipstream_", "x_"), MODEL)
+    assert ours is not None
+    assert ours == theirs
+    assert ours.num_output_tokens == 60
+
+
+def test_tasks_cannot_make_labels_without_end(make_app: MakeApp) -> None:
+    with TestClient(make_app(max_task_labels=2)) as client:
+        for task in ("a", "b", "c", "d", "a", ""):
+            client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "task": task})
+        text = client.get("/metrics").text
+    tasks = {line.split('task="')[1].split('"')[0] for line in text.splitlines() if 'task="' in line}
+    assert tasks == {"a", "b", "other", "none"}
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    records = [record for record in caplog.records if record.name == "slipstream.serve.access"]
+    return [json.loads(JsonFormatter().format(record)) for record in records]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["silent", "with prompts"])
+def test_logs_hold_prompts_only_where_asked(
+    make_app: MakeApp, caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with TestClient(make_app(log_prompts=asked)) as client:
+        for stream in (False, True):
+            body = {"messages": MESSAGES, "max_tokens": 5, "stream": stream, "ignore_eos": True}
+            answer = client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-7"})
+            assert answer.headers["x-request-id"] == "mine-7"
+        client.post("/v1/completions", json={"prompt": QUESTION, "temperature": "x"})
+        assert client.get("/health", headers={"X-Request-Id": "bad id"}).headers["x-request-id"] != "bad id"
+    lines = access_lines(caplog)
+    assert [line["status"] for line in lines] == [200, 200, 400, 200]
+    assert [line["request_id"] for line in lines[:2]] == ["mine-7"] * 2
+    for line in lines[:2]:
+        assert line["output_tokens"] == 5
+        assert line["finish_reasons"] == ["length"]
+        assert line["duration_ms"] > 0
+        assert ("asked" in line) == asked
+    written = "\n".join(JsonFormatter().format(r) + TextFormatter().format(r) for r in caplog.records)
+    assert ("Hawthorn" in written) == asked
+
+
+def test_exceptions_are_logged_in_one_line() -> None:
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "it %s", ("failed",), (ValueError, error, None))
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == "it failed"
+    assert "ValueError: no" in json.loads(line)["exception"]
