@@ -96,10 +96,19 @@ class SpeculativeConfig:
     method: str = "off"
     verifier: str = "coupled"
     options: Mapping[str, Any] = field(default_factory=dict)
+    probe_share: float | None = None
+    """Share of the engine's time that may go into finding out what speculation gains: short stretches without it, and
+    with `auto` tries of what is not chosen. 0 is never; None is 0.005 with `auto` and never otherwise."""
+    draft_timeout_s: float = 30.0
+    """A drafter that takes longer than this for a call is retired; answers go on without drafts."""
 
     def __post_init__(self) -> None:
         check_types(self, "speculative_config")
         reject_unknown([self.verifier], VERIFIERS, "verifier")
+        if self.probe_share is not None and not 0 <= self.probe_share <= 0.5:
+            raise ConfigError(f"probe_share must be between 0 and 0.5, got {self.probe_share}")
+        if not self.draft_timeout_s > 0:
+            raise ConfigError(f"draft_timeout_s must be above 0, got {self.draft_timeout_s}")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
@@ -110,8 +119,9 @@ class SpeculativeConfig:
             )
         if "method" not in mapping:
             raise ConfigError(f'speculative_config needs "method"; got keys {list(mapping)}')
-        options = {key: value for key, value in mapping.items() if key not in ("method", "verifier")}
-        return cls(mapping["method"], mapping.get("verifier", "coupled"), options)
+        own = {each.name for each in dataclasses.fields(cls)} - {"options"}
+        options = {key: value for key, value in mapping.items() if key not in own}
+        return cls(**{key: mapping[key] for key in own & set(mapping)}, options=options)
 
     @classmethod
     def from_text(cls, text: str) -> SpeculativeConfig:

@@ -161,6 +161,8 @@ class Sequence:
     """The caller's own name for the kind of request; a drafter may go by it."""
     max_draft_tokens: int | None = None
     """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
+    draft_method: str | None = None
+    """The only drafter of `auto` that the caller wants; None leaves it to the engine."""
     nonce: int = 0
     """Mixed into the classical verifiers' coins. A drafter that remembers earlier requests may have met one of the same
     seed, whose answer those coins made: thrown again, they would be known to the drafts, and the text biased."""

@@ -12,14 +12,19 @@ from slipstream.errors import ConfigError
 _EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 """What the embedded target's own drafters are, by method."""
 
+AUTO_DEPTH = 6
+"""The deepest chain that `--spec auto` chooses."""
+
 
 @dataclass(frozen=True)
 class SpeculationFlags:
-    """How speculation is asked for; at most one of the first three."""
+    """How speculation is asked for; at most one of the first three, but for --spec auto with a --draft."""
 
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, or
-    NAME:MODEL. `draft` and `eagle3` alone are the embedded target's own.
+    NAME:MODEL. `auto` chooses step by step what pays, nothing included: from suffix and a draft model (--draft, or the
+    embedded target's own), without one from suffix and, on a CPU, the target itself in int8. `draft` and `eagle3` alone
+    are the embedded target's own.
     Without any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
     """Folder or hub id of a draft model; short for --spec draft:PATH."""
@@ -45,8 +50,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
     if flags.num_speculative_tokens is not None:
         if config.method == "off":
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
-        options = {**config.options, "num_speculative_tokens": flags.num_speculative_tokens}
-        config = replace(config, options=options)
+        config = replace(config, options=_limited(config, flags.num_speculative_tokens))
     if flags.verifier is not None:
         config = replace(config, verifier=flags.verifier)
     from slipstream.draft.registry import validate
@@ -62,6 +66,8 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         "--speculative-config": flags.speculative_config,
     }
     given = [name for name, value in ways.items() if value is not None]
+    if flags.spec == "auto" and flags.speculative_config is None:
+        return _auto(flags.draft or (EMBEDDED_DRAFT if embedded else None))
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} say the same in two ways; give one of them")
     if flags.speculative_config is not None:
@@ -78,12 +84,32 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     return SpeculativeConfig.from_short(spec)
 
 
+def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    limit = {"num_speculative_tokens": num_speculative_tokens}
+    if config.method == "auto":
+        if not isinstance(drafters := config.options.get("drafters"), list):
+            raise ConfigError(
+                "--num-speculative-tokens needs a drafter; auto without a draft chooses by itself"
+            )
+        return {**config.options, "drafters": [{**one, **limit} for one in drafters]}
+    return {**config.options, **limit}
+
+
+def _auto(draft: str | None) -> SpeculativeConfig:
+    """What `--spec auto` chooses from: suffix and the draft model, or the usual where there is none."""
+    if draft is None:
+        return SpeculativeConfig("auto")
+    own = {"method": "draft_model", "model": draft, "num_speculative_tokens": AUTO_DEPTH}
+    return SpeculativeConfig("auto", options={"drafters": [{"method": "suffix"}, own]})
+
+
 def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
     """`draft` is short for `draft_model`; the embedded target's own drafter is the `model` where none is named. So it
-    is inside an ensemble or a cascade."""
-    if config.method == "ensemble" and isinstance(members := config.options.get("members"), list):
-        named = [_named(member, embedded) for member in members]
-        return replace(config, options={**config.options, "members": named})
+    is inside an ensemble, a cascade or auto."""
+    for method, key in (("ensemble", "members"), ("auto", "drafters")):
+        if config.method == method and isinstance(members := config.options.get(key), list):
+            named = [_named(member, embedded) for member in members]
+            return replace(config, options={**config.options, key: named})
     if config.method == "cascade":
         inner = {key: _named(value, embedded) for key, value in config.options.items() if key == "draft"}
         return replace(config, options={**config.options, **inner})

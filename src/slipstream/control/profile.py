@@ -149,11 +149,9 @@ class CostProfile:
         """
         if rows < 1 or context < 0:
             raise ValueError(f"a pass has at least one row and no negative context, got {rows} and {context}")
-        column = [
-            _interpolate(self.contexts, series, max(context, self.contexts[0])) for series in self._grid
-        ]
+        column = [interpolate(self.contexts, series, max(context, self.contexts[0])) for series in self._grid]
         column = list(itertools.accumulate(column, max))  # extrapolated lines may cross
-        return _interpolate(self.row_counts, column, rows)
+        return interpolate(self.row_counts, column, rows)
 
     def verify_cost(self, rows: float, context: float) -> float:
         """v: time of a pass of `rows` rows over that of one row."""
@@ -206,7 +204,7 @@ def isotonic(values: Seq[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def _interpolate(points: Seq[int], values: Seq[float], at: float) -> float:
+def interpolate(points: Seq[int], values: Seq[float], at: float) -> float:
     """Linear between the points and beyond the last one; exact at each of them."""
     if len(points) == 1:
         return values[0]

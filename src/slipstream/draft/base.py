@@ -33,6 +33,8 @@ class DraftContext:
     """Name of the verifier that will judge the proposals."""
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
+    draft_timeout_s: float = 30.0
+    """How long a call of a drafter may take before it is retired for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class Drafter(ABC):
     """Frozen dataclass of the keys that `speculative_config` may hold for this drafter."""
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
     """The proposal kinds that this drafter may return."""
+    looks_up: ClassVar[bool] = False
+    """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
+    to see whether it would have been right."""
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -130,6 +135,11 @@ class Drafter(ABC):
     @abstractmethod
     def max_nodes(self) -> int:
         """The most nodes that one proposal can have; the engine never asks for more."""
+
+    def chain_length(self) -> int | None:
+        """The longest proposal, for a drafter that answers a budget of n with n tokens in a row, each at the cost of
+        one more level. None for trees, lookups and all that take the same time whatever the budget."""
+        return None
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Learn the verdicts of a step; sequences for which nothing was proposed are among them."""

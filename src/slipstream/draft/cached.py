@@ -96,6 +96,9 @@ class CachedDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 
+    def chain_length(self) -> int | None:
+        return self.shape.depth if self.shape.is_chain else None
+
     def kv_bytes_per_token(self) -> int:
         return bytes_per_token(self._shapes, self._dtype)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.group import DrafterGroup
 from slipstream.draft.merging import TrackRecord, merge, share_of
-from slipstream.draft.registry import create_drafter, validate
+from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
-from slipstream.kv.cache import KVCache
 
 MODES = ("merge", "first", "vote", "route")
 UNITING = ("merge", "vote")
@@ -86,7 +85,7 @@ class _Round:
     """By member; those that were not asked, or had nothing, are absent."""
 
 
-class EnsembleDrafter(Drafter):
+class EnsembleDrafter(DrafterGroup):
     """Asks other drafters and unites or chooses among their proposals.
 
     A member that raises or breaks its contract is retired for that sequence; the others go on. Each member is told
@@ -94,32 +93,20 @@ class EnsembleDrafter(Drafter):
     """
 
     Options = EnsembleOptions
-    kinds = frozenset(ProposalKind)
 
     def __init__(self, options: EnsembleOptions, context: DraftContext) -> None:
-        super().__init__(options, context)
-        coupled = context.verifier == "coupled"
-        judged = self.kinds if coupled else self.kinds - {ProposalKind.COUPLED}
-        self.members: list[Guard] = []
-        for config in options.configs():
-            drafter = create_drafter(replace(config, verifier=context.verifier), context)
-            drawn = drafter.kinds_made() - {ProposalKind.ONE_HOT}
-            if drawn and not coupled and options.mode in UNITING:
+        super().__init__(options, context, options.configs())
+        for name, member in zip(self.names, self.members, strict=True):
+            drawn = member.drafter.kinds_made() - {ProposalKind.ONE_HOT}
+            if drawn and context.verifier != "coupled" and options.mode in UNITING:
                 raise ConfigError(
                     f"verifier {context.verifier!r} cannot judge drawn guesses of several drafters in one tree; for "
-                    f"{config.method} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
+                    f"{name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
                 )
-            self.members.append(Guard(drafter, context.vocab_size, judged))
-        self._names = [config.method for config in options.configs()]
         self._routes = {task: options.number(member) for task, member in (options.routes or {}).items()}
         self._default = options.number(options.default_route)
         self._rounds: dict[int, _Round] = {}
         self._records: dict[int, TrackRecord] = {}
-
-    @property
-    def num_failures(self) -> int:
-        """How often members have been retired for a sequence."""
-        return sum(member.num_failures for member in self.members)
 
     # --- proposing --------------------------------------------------------------------------------------------
 
@@ -170,19 +157,15 @@ class EnsembleDrafter(Drafter):
         enough = [proposal for proposal in proposals.values() if self._is_enough(proposal)]
         return enough[0] if enough else max(proposals.values(), key=lambda proposal: max(proposal.depths))
 
-    def remembers(self) -> bool:
-        """As some member does."""
-        return any(member.drafter.remembers() for member in self.members)
-
     def kinds_made(self) -> frozenset[ProposalKind]:
-        made = frozenset[ProposalKind]().union(*(member.drafter.kinds_made() for member in self.members))
+        made = super().kinds_made()
         united = self.options.mode in UNITING and made != {ProposalKind.ONE_HOT}
         return frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED}) if united else made
 
     def max_nodes(self) -> int:
         """`num_draft_nodes`, or the largest member's."""
-        largest = max(member.drafter.max_nodes() for member in self.members)
-        return min(self.options.num_draft_nodes or largest, sum(m.drafter.max_nodes() for m in self.members))
+        members = sum(member.drafter.max_nodes() for member in self.members)
+        return min(self.options.num_draft_nodes or super().max_nodes(), members)
 
     # --- learning ---------------------------------------------------------------------------------------------
 
@@ -199,53 +182,13 @@ class EnsembleDrafter(Drafter):
                 [_own(number, seen, round_) for seen, round_ in zip(observations, rounds, strict=True)]
             )
 
-    # --- the rest of the contract -----------------------------------------------------------------------------
-
     def release(self, sequence: Sequence) -> None:
         self._rounds.pop(sequence.id, None)
         self._records.pop(sequence.id, None)
-        for member in self.members:
-            member.release(sequence)
-
-    def reset(self) -> None:
-        for member in self.members:
-            member.drafter.reset()
-
-    def kv_bytes_per_token(self) -> int:
-        return sum(member.drafter.kv_bytes_per_token() for member in self.members)
-
-    def feature_layers(self) -> Seq[int]:
-        """Every layer that some member reads, once."""
-        layers = (layer for member in self.members for layer in member.drafter.feature_layers())
-        return tuple(dict.fromkeys(layers))
-
-    def attach(self, cache: KVCache) -> None:
-        """Give each member the cache with the features that it asked for, in its own order."""
-        layers = tuple(self.feature_layers())
-        width = cache.pool.features.shape[1] // max(len(layers), 1)
-        for member in self.members:
-            own = tuple(member.drafter.feature_layers())
-            starts = [layers.index(layer) * width for layer in own]
-            columns = [column for start in starts for column in range(start, start + width)]
-            member.drafter.attach(cache if own == layers else cache.view(columns))
-
-    def allocate(self, num_tokens: int) -> None:
-        for member in self.members:
-            member.drafter.allocate(num_tokens)
-
-    def memory_bytes(self) -> int:
-        return sum(member.drafter.memory_bytes() for member in self.members)
+        super().release(sequence)
 
     def num_held(self) -> int:
-        held = [max(member.drafter.num_held(), member.num_retired) for member in self.members]
-        return max(*held, len(self._rounds), len(self._records))
-
-    def integrity(self) -> list[str]:
-        return [
-            f"{name}: {fault}"
-            for name, member in zip(self._names, self.members, strict=True)
-            for fault in member.drafter.integrity()
-        ]
+        return max(super().num_held(), len(self._rounds), len(self._records))
 
 
 def _own(number: int, seen: Observation, round_: _Round | None) -> Observation:

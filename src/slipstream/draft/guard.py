@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeVar
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.worker import CallTimeout, Worker
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 16
+"""In a row, without a proposal between them: then the drafter is retired for good."""
+
+T = TypeVar("T")
 
 
 class Guard:
     """Guards a drafter: one that raises or breaks its contract is retired for the sequences it failed, no more.
 
-    Failures are counted in `num_failures` and logged once.
+    One that does nothing but fail, or takes longer than `timeout_s` for a call, is retired for good: `retired` says
+    why. Failures are counted in `num_failures` and logged once. Drafters that are not Slipstream's own are called in a
+    thread of their own, so that one that never returns harms nobody.
     """
 
-    def __init__(self, drafter: Drafter, vocab_size: int, kinds: frozenset[ProposalKind]) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        kinds: frozenset[ProposalKind],
+        timeout_s: float = 30.0,
+    ) -> None:
         """`kinds` are the proposal kinds that the verifier can judge."""
         self.drafter = drafter
         self.num_failures = 0
+        self.retired = ""
+        """Why the drafter is never asked again; empty while it is."""
         self._vocab_size = vocab_size
         self._kinds = kinds
+        self._timeout_s = timeout_s
         self._retired: set[int] = set()
+        self._failures_in_a_row = 0
+        self._worker = None if _is_ours(drafter) else Worker()
 
     @property
     def num_retired(self) -> int:
@@ -31,48 +53,74 @@ class Guard:
         return len(self._retired)
 
     def serves(self, sequence: Sequence) -> bool:
-        """False once the drafter has failed the sequence."""
-        return sequence.id not in self._retired
+        """False once the drafter has failed the sequence, or is retired for good."""
+        return not self.retired and sequence.id not in self._retired
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One proposal a sequence that it `serves`, within its budget; the empty one where the drafter fails."""
         if not sequences:
             return []
         try:
-            return self._ask(sequences, budgets)
-        except Exception:  # a batch hides who is to blame: ask again one by one
-            return [self._ask_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
+            proposals = self._ask(sequences, budgets)
+        except Exception as error:  # a batch hides who is to blame: ask again one by one
+            self._note_timeout(error)
+            proposals = [self._ask_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
+        return proposals
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts of the sequences that it still serves."""
         served = [seen for seen in observations if self.serves(seen.sequence)]
+        if not served:
+            return
         try:
-            self.drafter.observe(served)
+            self._call(lambda: self.drafter.observe(served))
         except Exception as error:
+            self._note_timeout(error)
             for seen in served:
                 self._retire(seen.sequence, error)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
-        try:
-            self.drafter.release(sequence)
-        except Exception as error:
-            self._retire(sequence, error)
+        if not self.retired:
+            try:
+                self._call(lambda: self.drafter.release(sequence))
+            except Exception as error:
+                self._note_timeout(error)
+                self._retire(sequence, error)
         if sequence.finished:
             self._retired.discard(sequence.id)
 
+    def num_held(self) -> int:
+        """Sequences for which the drafter keeps state; what a retired one keeps is lost with it."""
+        return 0 if self.retired else self.drafter.num_held()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """In the drafter's own thread if it has one; raises `CallTimeout` where that takes too long."""
+        if self._worker is not None:
+            result: T = self._worker.call(function, self._timeout_s)
+            return result
+        started_s = time.monotonic()
+        result = function()
+        if (took_s := time.monotonic() - started_s) > self._timeout_s:
+            raise CallTimeout(f"an answer after {took_s:.1f} s, later than {self._timeout_s:g} s")
+        return result
+
     def _ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        proposals = self.drafter.propose(sequences, budgets)
+        proposals = self._call(lambda: self.drafter.propose(sequences, budgets))
         if len(proposals) != len(sequences):
             raise ValueError(f"{len(proposals)} proposals for {len(sequences)} sequences")
         for proposal, budget in zip(proposals, budgets, strict=True):
             self._check(proposal, budget)
+        self._failures_in_a_row = 0
         return proposals
 
     def _ask_alone(self, sequence: Sequence, budget: int) -> Proposal:
+        if self.retired:
+            return EMPTY_PROPOSAL
         try:
             return self._ask([sequence], [budget])[0]
         except Exception as error:
+            self._note_timeout(error)
             self._retire(sequence, error)
             return EMPTY_PROPOSAL
 
@@ -87,10 +135,31 @@ class Guard:
         if len(proposal) and proposal.kind not in self._kinds:
             raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
 
+    def _note_timeout(self, error: Exception) -> None:
+        """A drafter that hung once would hang everyone again."""
+        if isinstance(error, CallTimeout):
+            self.num_failures += 1
+            self._retire_for_good(f"a call ended with {error}")
+
     def _retire(self, sequence: Sequence, error: Exception) -> None:
         if self.num_failures == 0:
             name = type(self.drafter).__name__
             logger.warning("drafter %s failed and is retired for the sequences it fails: %r", name, error)
             logger.debug("the drafter's failure", exc_info=error)
+        if self.retired:
+            return
         self.num_failures += 1
         self._retired.add(sequence.id)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES:
+            self._retire_for_good(f"it failed {MAX_FAILURES} times in a row, last with {error!r}")
+
+    def _retire_for_good(self, why: str) -> None:
+        if not self.retired:
+            self.retired = why
+            self._retired.clear()
+            logger.warning("drafter %s is retired for good: %s", type(self.drafter).__name__, why)
+
+
+def _is_ours(drafter: Drafter) -> bool:
+    return type(drafter).__module__.split(".")[0] == __name__.split(".")[0]

@@ -94,6 +94,9 @@ class LayerSkipDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 
+    def chain_length(self) -> int | None:
+        return self.shape.depth if self.shape.is_chain else None
+
     def attach(self, cache: KVCache) -> None:
         self._cache = cache
 

@@ -37,6 +37,7 @@ _BUILT_IN = {
     "token_recycling": "slipstream.draft.token_recycling:TokenRecyclingDrafter",
     "lookahead": "slipstream.draft.lookahead:LookaheadDrafter",
     "jacobi": "slipstream.draft.jacobi:JacobiDrafter",
+    "auto": "slipstream.draft.auto:AutoDrafter",
     "ensemble": "slipstream.draft.ensemble:EnsembleDrafter",
     "layer_skip": "slipstream.draft.layer_skip:LayerSkipDrafter",
     "cascade": "slipstream.draft.cascade:CascadeDrafter",

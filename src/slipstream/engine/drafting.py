@@ -1,23 +1,70 @@
-"""Who is drafted for in a step, and what becomes of the drafts of answers that must keep to a grammar."""
+"""Who is drafted for in a step, by whom and how deep, and what becomes of drafts under a grammar."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
+from slipstream.control.controller import Asked, Call, Choice, Controller, Outcome, StepFacts
+from slipstream.control.plan import NOBODY
+from slipstream.control.report import ControlReport
+from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
+from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
-from slipstream.draft.merging import share_of
+from slipstream.draft.merging import depth_along, share_of
+from slipstream.metrics.step import StepReport
+
+SCORED_EVERY = 4
+"""Steps between two looks at what a lookup would have guessed."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the controller decided for the step under way, and what came of it."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """Sequence id to choice, for those that decode."""
+    num_others: int = 0
+    calls: list[Call] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unchecked:
+    """What a lookup would have guessed, until the text has grown past it."""
+
+    sequence: Sequence
+    member: int
+    proposal: Proposal
+    length: int
 
 
 class Drafting(Guard):
-    """The engine's guarded drafter. An answer that it fails still comes, decoded without its drafts."""
+    """The engine's guarded drafter and its controller. An answer that it fails still comes, decoded without drafts."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int, kinds: frozenset[ProposalKind]) -> None:
-        super().__init__(drafter, vocab_size, kinds)
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        kinds: frozenset[ProposalKind],
+        timeout_s: float,
+        controller: Controller | None = None,
+    ) -> None:
+        """Without a controller everybody is drafted for as far as the scheduler allows."""
+        super().__init__(drafter, vocab_size, kinds, timeout_s)
+        self.controller = controller
+        self._group = drafter if isinstance(drafter, AutoDrafter) else None
+        self._step = _Step()
+        self._unchecked: _Unchecked | None = None
+        self._turn = 0
         self._changed: dict[int, tuple[Proposal, int]] = {}
         """Sequence id to the drafter's own proposal, where another one is checked, and the text's length then."""
+
+    # --- before the pass --------------------------------------------------------------------------------------
 
     def propose(self, scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
         """Sequence id to proposal; sequences without one are absent.
@@ -26,28 +73,109 @@ class Drafting(Guard):
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
         the grammar's forced tokens too, and no guesses that the grammar refuses.
         """
-        asked = [
-            item
-            for item in scheduled
-            if (item.max_draft_tokens > 0 or not item.decodes)
-            and item.sequence.max_draft_tokens != 0
-            and self.serves(item.sequence)
-        ]
-        answers = self.ask([item.sequence for item in asked], [item.max_draft_tokens for item in asked])
-        proposals = {item.sequence.id: answer for item, answer in zip(asked, answers, strict=True)}
-        for item in scheduled:
-            if item.sequence.grammar is not None and item.max_draft_tokens > 0:
-                proposals[item.sequence.id] = self._under_grammar(item, proposals)
+        if self.controller is None:
+            asked = [
+                (item.sequence, item.max_draft_tokens)
+                for item in scheduled
+                if (item.max_draft_tokens > 0 or not item.decodes) and self._may_draft(item.sequence)
+            ]
+        else:
+            asked = self._controlled(self.controller, scheduled)
+        started_s = time.perf_counter()
+        answers = self.ask([sequence for sequence, _ in asked], [budget for _, budget in asked])
+        self._note_calls(asked, time.perf_counter() - started_s)
+        proposals = {sequence.id: answer for (sequence, _), answer in zip(asked, answers, strict=True)}
+        if self.controller is None or not self.controller.in_probe:
+            for item in scheduled:
+                if item.sequence.grammar is not None and item.max_draft_tokens > 0:
+                    proposals[item.sequence.id] = self._under_grammar(item, proposals)
         return {key: proposal for key, proposal in proposals.items() if len(proposal)}
 
-    def observe(self, observations: Seq[Observation]) -> None:
-        """Tell the drafter the verdicts on its own guesses."""
-        super().observe([self._own(seen) for seen in observations])
+    def _may_draft(self, sequence: Sequence) -> bool:
+        return sequence.max_draft_tokens != 0 and self.serves(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence is finished, aborted or preempted."""
-        self._changed.pop(sequence.id, None)
-        super().release(sequence)
+    def _controlled(
+        self, controller: Controller, scheduled: Seq[ScheduledSequence]
+    ) -> list[tuple[Sequence, int]]:
+        """Whom the controller has drafted for, and how deep."""
+        self._turn += 1
+        step = self._step = _Step()
+        decoding = [item for item in scheduled if item.decodes]
+        step.num_others = sum(item.num_rows for item in scheduled) - len(decoding)
+        choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
+        asked: list[tuple[Sequence, int]] = []
+        members: dict[int, int] = {}
+        for item, choice in zip(decoding, choices, strict=True):
+            sequence = item.sequence
+            step.choices[sequence.id] = choice
+            if choice[0] != NOBODY:
+                members[sequence.id] = choice[0]
+                asked.append((sequence, choice[1]))
+        for item in scheduled:
+            sequence = item.sequence
+            if item.decodes or not self._may_draft(sequence) or controller.in_probe:
+                continue
+            length = sequence.num_computed + item.num_rows
+            member = controller.announce(
+                sequence.id, sequence.task, item.num_rows, length, sequence.params.max_tokens
+            )
+            if member != NOBODY and self._allows(sequence, member):
+                members[sequence.id] = member
+                asked.append((sequence, 0))
+        if self._group is not None:
+            self._group.choose(members)
+            if self._turn % SCORED_EVERY == 0 and self._unchecked is None and decoding:
+                self._look_up(controller, self._group, decoding[self._turn // SCORED_EVERY % len(decoding)])
+        return asked
+
+    def _look_up(self, controller: Controller, group: AutoDrafter, item: ScheduledSequence) -> None:
+        """Ask a lookup that was not chosen what it would have guessed, to see later whether it was right.
+
+        It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
+        """
+        sequence = item.sequence
+        chosen, _ = self._step.choices[sequence.id]
+        for member, guard in enumerate(group.members):
+            if member == chosen or not guard.drafter.looks_up or not self._allows(sequence, member):
+                continue
+            limit = min(item.max_draft_tokens, guard.drafter.max_nodes())
+            if limit and controller.may_score(member):
+                [proposal] = guard.ask([sequence], [limit])
+                self._unchecked = _Unchecked(sequence, member, proposal, len(sequence.token_ids))
+                return
+
+    def _asked(self, item: ScheduledSequence) -> Asked:
+        sequence = item.sequence
+        limit = item.max_draft_tokens if self._may_draft(sequence) else 0
+        members = None
+        if self._group is not None and (sequence.draft_method is not None or self._group.num_failures):
+            members = frozenset(m for m in range(len(self._group.members)) if self._allows(sequence, m))
+        return Asked(sequence.id, sequence.task, limit, len(sequence.token_ids), members)
+
+    def _allows(self, sequence: Sequence, member: int) -> bool:
+        """Whether a drafter may be asked for a sequence: its caller wants no other, and it has not failed it."""
+        if self._group is None:
+            return True
+        wanted = sequence.draft_method in (None, self._group.names[member])
+        return wanted and self._group.members[member].serves(sequence)
+
+    def _note_calls(self, asked: Seq[tuple[Sequence, int]], seconds: float) -> None:
+        if self.controller is None or not asked:
+            return
+        if self._group is None:
+            budgets = [budget for _, budget in asked]
+            self._step.calls.append(Call(0, self._drafted(0, budgets), seconds))
+            return
+        for asking in self._group.asked:
+            drafted = self._drafted(asking.member, asking.budgets)
+            self._step.calls.append(Call(asking.member, drafted, asking.seconds))
+
+    def _drafted(self, member: int, budgets: Seq[int]) -> Drafted:
+        assert self.controller is not None
+        wanted = [budget for budget in budgets if budget]
+        if self.controller.members[member].is_chain:
+            return Drafted(len(wanted), max(wanted, default=0), sum(wanted))
+        return Drafted(len(wanted), 1, len(wanted))
 
     def _under_grammar(self, item: ScheduledSequence, proposals: dict[int, Proposal]) -> Proposal:
         sequence = item.sequence
@@ -59,6 +187,85 @@ class Drafting(Guard):
             self._changed[sequence.id] = own, len(sequence.token_ids)
         return checked
 
+    # --- after the verdicts -----------------------------------------------------------------------------------
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Tell the drafter the verdicts on its own guesses, and the controller what they were worth."""
+        own = [self._own(seen) for seen in observations]
+        if self.controller is not None:
+            self._step.outcomes = [self._outcome(*both) for both in zip(observations, own, strict=True)]
+            self._score(self.controller)
+        super().observe(own)
+
+    def finish(self, report: StepReport) -> None:
+        """The step is over; `report` says what it took."""
+        if self.controller is None:
+            return
+        step = self._step
+        draft_s = sum(call.seconds for call in step.calls)
+        self.controller.learn(
+            StepFacts(
+                num_rows=report.num_rows + report.num_draft_tokens,
+                num_others=step.num_others,
+                verify_s=report.verify_s,
+                rest_s=report.other_s + max(report.draft_s - draft_s, 0.0),
+                calls=step.calls,
+                outcomes=step.outcomes,
+            )
+        )
+        self._step = _Step()
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is finished, aborted or preempted."""
+        self._changed.pop(sequence.id, None)
+        if self._unchecked is not None and self._unchecked.sequence is sequence:
+            self._unchecked = None
+        super().release(sequence)
+        if self.controller is not None:
+            self.controller.release(sequence.id)
+
+    def report(self) -> ControlReport:
+        """What is known of the drafter's worth."""
+        guards = [self] if self._group is None else self._group.members
+        if self.controller is None:
+            return ControlReport(False, self._speculates(), None, None, 0.0, (), (), ())
+        return self.controller.report(
+            [guard.num_failures for guard in guards], [bool(guard.retired) for guard in guards]
+        )
+
+    def num_held(self) -> int:
+        controlled = 0 if self.controller is None else self.controller.num_held
+        return max(super().num_held(), controlled, len(self._changed))
+
+    def _speculates(self) -> bool:
+        return self.drafter.max_nodes() > 0 and not self.retired
+
     def _own(self, seen: Observation) -> Observation:
         changed = self._changed.pop(seen.sequence.id, None)
         return seen if changed is None else share_of(seen, *changed)
+
+    def _outcome(self, seen: Observation, own: Observation) -> Outcome:
+        sequence = seen.sequence
+        member, depth = self._step.choices.get(sequence.id, (NOBODY, 0))
+        checked, accepted = len(own.proposal), own.num_accepted
+        cut = sequence.finished and sequence.from_draft[-1]  # what follows was not looked at
+        reached = min(accepted + (not cut), max(own.proposal.depths, default=0))
+        emitted = len(sequence.token_ids) - seen.length_before
+        return Outcome(sequence.id, sequence.task, member, depth, checked, reached, accepted, emitted)
+
+    def _score(self, controller: Controller) -> None:
+        """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
+        unchecked = self._unchecked
+        if unchecked is None:
+            return
+        sequence, proposal = unchecked.sequence, unchecked.proposal
+        depth = max(proposal.depths, default=0)
+        grown = sequence.token_ids[unchecked.length :][:depth]
+        accepted = depth_along(proposal, grown)
+        if accepted == len(grown) < depth:
+            return
+        self._unchecked = None
+        number, reached = len(proposal), min(accepted + 1, depth)
+        controller.score(
+            Outcome(sequence.id, sequence.task, unchecked.member, number, number, reached, accepted, 0)
+        )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.control.report import ControlReport
 from slipstream.core import (
     EMPTY_PROPOSAL,
     ROOT,
@@ -29,8 +30,10 @@ from slipstream.core import (
     StepPlan,
     Verdict,
 )
+from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.registry import create_drafter, validate
+from slipstream.engine.control import create_controller
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.grammars import GrammarCompiler
 from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
@@ -109,6 +112,7 @@ class Engine:
                 dtype=self.model.dtype,
                 verifier=speculative.verifier,
                 target=self.model,
+                draft_timeout_s=speculative.draft_timeout_s,
             ),
         )
         self.verifier = create_verifier(speculative.verifier)
@@ -135,7 +139,13 @@ class Engine:
         )
         self.drafter.attach(cache)
         self.runner = ModelRunner(self.model, cache, feature_layers)
-        self.drafting = Drafting(self.drafter, self.model.vocab_size, self.verifier.kinds)
+        self.drafting = Drafting(
+            self.drafter,
+            self.model.vocab_size,
+            self.verifier.kinds,
+            speculative.draft_timeout_s,
+            create_controller(speculative, self.drafter, self.model),
+        )
         self.scheduler = Scheduler(
             cache.accounting,
             max_num_seqs=config.max_num_seqs,
@@ -154,6 +164,15 @@ class Engine:
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[Observation]], None] | None = None
         """Called in every step with what the drafter is told of it, likewise."""
+
+    @property
+    def draft_methods(self) -> list[str]:
+        """The drafters that a request may name as its own."""
+        return self.drafter.names if isinstance(self.drafter, AutoDrafter) else [self.speculative.method]
+
+    def control_report(self) -> ControlReport:
+        """What is known of speculation's worth on this engine's traffic; call it between two steps."""
+        return self.drafting.report()
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
@@ -174,18 +193,22 @@ class Engine:
         tenant: str = "",
         task: str = "",
         max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
     ) -> None:
         """Queue a request; raises `RequestError` before any work when it cannot be served.
 
         Nothing is shared between `tenant`s. `task` names the kind of request for drafters that go by it.
-        `max_draft_tokens` bounds the speculation of this request, 0 turns it off. `on_update` is called from `step`
-        with each of the request's updates.
+        `max_draft_tokens` bounds the speculation of this request, 0 turns it off; `draft_method` is the only one of
+        `draft_methods` that may draft for it. `on_update` is called from `step` with each of the request's updates.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
         params = SamplingParams() if params is None else params
         check_arguments(params, tenant, task, max_draft_tokens)
+        if draft_method not in (None, *self.draft_methods):
+            choice = " or ".join(map(repr, self.draft_methods))
+            raise RequestError(f"draft_method must be {choice} on this engine, got {draft_method!r}")
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
         grammar = None
@@ -198,6 +221,7 @@ class Engine:
         )
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
+            sequence.draft_method = draft_method
             if self.drafter.remembers():
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
@@ -242,12 +266,14 @@ class Engine:
             verdicts = self._verify(plan, proposals, logits)
             times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
-        report = None if self.on_step is None else _report(plan, proposals, times)
+        report = _report(plan, proposals, times)
         updates = self._commit(plan, proposals, verdicts, logits, times)
         step_s = time.perf_counter() - started_s
+        report = replace(report, other_s=step_s - report.draft_s - report.verify_s)
+        self.drafting.finish(report)
         deliver(updates, callbacks)
-        if self.on_step is not None and report is not None:
-            self.on_step(replace(report, other_s=step_s - report.draft_s - report.verify_s))
+        if self.on_step is not None:
+            self.on_step(report)
         return updates
 
     def _verify(
@@ -380,11 +406,11 @@ class Engine:
     def integrity(self) -> list[str]:
         """What is wrong in the books; an idle engine must hold nothing. Tests call it after every scenario."""
         accounting = self.runner.cache.accounting
-        faults = [*accounting.integrity(), *self.drafter.integrity()]
+        faults = [*accounting.integrity(), *([] if self.drafting.retired else self.drafter.integrity())]
         if not self.has_unfinished:
             held = {
                 "slots of the cache": accounting.num_held,
-                "sequences of the drafter": self.drafter.num_held(),
+                "sequences of the drafter": self.drafting.num_held(),
                 "retired sequences": self.drafting.num_retired,
                 "sequences": len(self._answers) + len(self.scheduler.running) + len(self.scheduler.waiting),
             }

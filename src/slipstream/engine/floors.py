@@ -80,6 +80,22 @@ def profile_key(model: CausalLM) -> ProfileKey:
     )
 
 
+def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: float) -> dict[int, float]:
+    """Rows to the median seconds of a few passes, for a first idea of what rows cost; at least one pass of each.
+
+    Fewest rows first; what `budget_s` does not allow for is left out.
+    """
+    bench = _Bench(model, Survey(tuple(row_counts), (context,)), seed=0)
+    times_s: dict[int, float] = {}
+    started_s = time.perf_counter()
+    for rows, context_ in bench.cells:
+        if times_s and time.perf_counter() - started_s > budget_s:
+            break
+        bench.pass_s(rows, context_)  # kernels are made, buffers found
+        times_s[rows] = statistics.median(bench.pass_s(rows, context_) for _ in range(3))
+    return times_s
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The weights that a pass of one row reads: not an embedding, of which it looks up a row, and of a mixture of

@@ -1,0 +1,179 @@
+"""How many draft tokens stand: by drafter, by task and by request, each the first guess for the next.
+
+Nothing here looks at the tokens of the draft at hand: what is decided from it never depends on what was drawn, which
+the classical verifiers demand (the non-anticipation rule).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+FIRST_GUESS = 0.6
+"""Conditional acceptance of a drafter of which nothing is known."""
+DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 4.0, 12.0, 8.0
+"""How many drafts the level above is worth."""
+DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
+"""Drafts after which an old one weighs 1/e."""
+MAX_TASKS = 256
+"""Of one drafter; the one that was used the longest time ago makes room."""
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What became of some drafts, added up."""
+
+    number: int = 0
+    checked: int = 0
+    accepted: int = 0
+    looks_at: list[int] = field(default_factory=list)
+    """Entry i: drafts that had a token at position i + 1 below an accepted path."""
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_checked: int, num_reached: int, num_accepted: int) -> None:
+        """One draft of `num_checked` tokens, of which the path to the first `num_reached` was looked at."""
+        if not num_accepted <= num_reached <= num_checked:
+            raise ValueError(
+                f"{num_accepted} accepted, {num_reached} reached and {num_checked} checked cannot be"
+            )
+        self.number += 1
+        self.checked += num_checked
+        self.accepted += num_accepted
+        if len(self.looks_at) < num_reached:
+            more = [0] * (num_reached - len(self.looks_at))
+            self.looks_at += more
+            self.accepted_at += more
+        for position in range(num_accepted):
+            self.looks_at[position] += 1
+            self.accepted_at[position] += 1
+        if num_reached > num_accepted:
+            self.looks_at[num_accepted] += 1
+
+
+@dataclass(slots=True)
+class Counts:
+    """Decayed counts of drafts: tokens checked and accepted, and for chains looks and acceptances by position."""
+
+    memory: float
+    drafts: float = 0.0
+    checked: float = 0.0
+    accepted: float = 0.0
+    looks_at: list[float] = field(default_factory=list)
+    """Entry i: drafts that had a token at position i + 1 below an accepted path."""
+    accepted_at: list[float] = field(default_factory=list)
+
+    def learn(self, drafts: Drafts) -> None:
+        """Some drafts, of about the same age."""
+        keep = max(0.0, 1.0 - 1.0 / self.memory) ** drafts.number
+        self.drafts = self.drafts * keep + drafts.number
+        self.checked = self.checked * keep + drafts.checked
+        self.accepted = self.accepted * keep + drafts.accepted
+        while len(self.looks_at) < len(drafts.looks_at):
+            self.looks_at.append(0.0)
+            self.accepted_at.append(0.0)
+        for position, looks in enumerate(drafts.looks_at):
+            keep = max(0.0, 1.0 - 1.0 / self.memory) ** looks
+            self.looks_at[position] = self.looks_at[position] * keep + looks
+            self.accepted_at[position] = self.accepted_at[position] * keep + drafts.accepted_at[position]
+
+    def conditional(self, position: int, prior: float, weight: float) -> float:
+        """Acceptance at `position`, from 0, of the drafts that came so far, shrunk towards `prior`."""
+        if position >= len(self.looks_at):
+            return prior
+        return (self.accepted_at[position] + weight * prior) / (self.looks_at[position] + weight)
+
+    def per_draft(self, prior: tuple[float, float], weight: float) -> tuple[float, float]:
+        """Tokens accepted and tokens checked a draft, shrunk towards `prior`."""
+        total = self.drafts + weight
+        return (self.accepted + weight * prior[0]) / total, (self.checked + weight * prior[1]) / total
+
+
+class Acceptance:
+    """What one drafter's guesses are worth.
+
+    Of a chain, whose length is chosen, it estimates *survival*: the chance that a token stands and all before it. Of a
+    tree or a lookup, which is taken as it comes, the tokens that a draft yields and those that it has the target check.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.max_depth = max_depth
+        self._all = Counts(DRAFTER_MEMORY)
+        self._tasks: OrderedDict[str, Counts] = OrderedDict()
+        self._requests: dict[int, Counts] = {}
+
+    def learn(self, sequence_id: int, task: str, drafts: Drafts) -> None:
+        """What became of a request's drafts; some may have been empty."""
+        request = self._requests.get(sequence_id)
+        if request is None:
+            request = self._requests[sequence_id] = Counts(REQUEST_MEMORY)
+        for counts in (self._all, self._task(task), request):
+            counts.learn(drafts)
+
+    def survival(self, sequence_id: int, task: str) -> list[float]:
+        """The chance that a chain for this request stands down to position 1, 2, … `max_depth`."""
+        levels = self._levels(sequence_id, task)
+        chances: list[float] = []
+        above, rate = 1.0, FIRST_GUESS
+        for position in range(self.max_depth):
+            # What is known of a position is the first guess for the next one.
+            estimate = rate
+            for counts, weight in levels:
+                estimate = counts.conditional(position, estimate, weight)
+                if counts is self._all:
+                    rate = estimate
+            above *= estimate
+            chances.append(above)
+        return chances
+
+    def per_draft(self, sequence_id: int, task: str) -> tuple[float, float]:
+        """Tokens accepted, and tokens checked, that a whole draft for this request comes to; empty drafts included."""
+        estimate = self._first_yield()
+        for counts, weight in self._levels(sequence_id, task):
+            estimate = counts.per_draft(estimate, weight)
+        return estimate
+
+    def num_drafts(self, sequence_id: int, task: str) -> tuple[float, float, float]:
+        """How much is known: drafts of the request, of its task and of all, old ones counted less."""
+        request, of_task = self._requests.get(sequence_id), self._tasks.get(task)
+        return (
+            0.0 if request is None else request.drafts,
+            0.0 if of_task is None else of_task.drafts,
+            self._all.drafts,
+        )
+
+    def rate(self, task: str | None = None) -> float | None:
+        """Pooled α lately of a task, or of all; None before anything was checked."""
+        counts = self._all if task is None else self._tasks.get(task)
+        return None if counts is None or counts.checked <= 0 else counts.accepted / counts.checked
+
+    def release(self, sequence_id: int) -> None:
+        """Forget a request; what its task learned stays."""
+        self._requests.pop(sequence_id, None)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are remembered."""
+        return len(self._requests)
+
+    def _levels(self, sequence_id: int, task: str) -> list[tuple[Counts, float]]:
+        """From the general to the particular, with the weight of what each is shrunk towards."""
+        levels = [(self._all, DRAFTER_PRIOR)]
+        if (of_task := self._tasks.get(task)) is not None:
+            levels.append((of_task, TASK_PRIOR))
+        if (request := self._requests.get(sequence_id)) is not None:
+            levels.append((request, REQUEST_PRIOR))
+        return levels
+
+    def _first_yield(self) -> tuple[float, float]:
+        """A guess for trees and lookups: as a chain of `FIRST_GUESS` would do."""
+        accepted = sum(FIRST_GUESS**depth for depth in range(1, min(self.max_depth, 4) + 1))
+        return accepted, float(min(self.max_depth, 4))
+
+    def _task(self, task: str) -> Counts:
+        counts = self._tasks.get(task)
+        if counts is None:
+            counts = self._tasks[task] = Counts(TASK_MEMORY)
+            if len(self._tasks) > MAX_TASKS:
+                self._tasks.popitem(last=False)
+        self._tasks.move_to_end(task)
+        return counts

@@ -1,0 +1,560 @@
+"""Chooses, step by step, which drafter guesses for whom and how deep: never slower for having speculated.
+
+The choice is `plan.Market`'s, from the costs of this engine's own steps and the acceptance of its own traffic, both
+learned as they come, so that a wrong choice corrects itself. What is not chosen is not forgotten: now and then a
+request tries it for a few steps, and now and then all go without drafts for a few steps, which tells what speculation
+really gains. What either costs is estimated beforehand and paid out of a fixed share of the time (`probe_share`), so
+regret is bounded by it, whatever the traffic.
+
+Everything that is decided rests on steps that are over: the tokens of a draft at hand have no say in whether it is
+checked (non-anticipation), so the classical verifiers stay exact too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.control.acceptance import Acceptance, Drafts
+from slipstream.control.payoff import break_even
+from slipstream.control.plan import NOBODY, Market, Offer, Plan
+from slipstream.control.realised import NUM_OFF_STEPS, Realised
+from slipstream.control.realised import Step as ComparedStep
+from slipstream.control.report import ControlReport, MethodReport, TaskReport
+from slipstream.control.step_cost import DraftCost, Drafted, Mean, StepCost
+
+PLAN_SHARE = 0.005
+"""Of the time, for making plans: a plan holds until it has paid for itself."""
+TRY_STEPS = 3
+"""Steps of a try."""
+TRY_DEPTH = 3
+"""Levels of a try."""
+PROBE_EVERY = 32
+"""Steps between two looks at whether a probe is due."""
+MAX_LEARNED = 12
+"""Requests of a step that are learned from; of more, each in its turn."""
+KEPT_GAIN = 1.01
+"""A plan must be better than the one that holds by so much: changing costs something too."""
+MAX_UNLEARNED = 256
+MAX_TASKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A drafter that can be chosen."""
+
+    name: str
+    max_depth: int
+    """Levels of a chain; nodes of a tree or a lookup, which are not chosen but taken as they come."""
+    is_chain: bool
+
+
+class Asked(NamedTuple):
+    """A request of the step at hand."""
+
+    sequence_id: int
+    task: str
+    limit: int
+    """The most draft tokens that it may have: by its caller, its length and the memory."""
+    length: int = 0
+    """Tokens of its text."""
+    members: frozenset[int] | None = None
+    """The only drafters that its caller wants and that still serve it; None is all."""
+
+
+Choice = tuple[int, int]
+"""Member, or `NOBODY`, and levels."""
+
+
+class Outcome(NamedTuple):
+    """What a step made of one request."""
+
+    sequence_id: int
+    task: str
+    member: int
+    depth: int
+    """As chosen."""
+    num_checked: int
+    num_reached: int
+    num_accepted: int
+    num_tokens: int
+    """Emitted."""
+
+
+class Call(NamedTuple):
+    """One drafter's work in a step."""
+
+    member: int
+    drafted: Drafted
+    seconds: float
+
+
+class StepFacts(NamedTuple):
+    """What a step did and took."""
+
+    num_rows: int
+    """Of its pass, drafts included."""
+    num_others: int
+    """Rows that were none of a request that was asked about."""
+    verify_s: float
+    rest_s: float
+    """All but drafting and the pass."""
+    calls: Seq[Call]
+    outcomes: Seq[Outcome]
+
+    @property
+    def seconds(self) -> float:
+        """All of the step."""
+        return self.verify_s + self.rest_s + sum(call.seconds for call in self.calls)
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a task's requests were given lately."""
+
+    depth: Mean = field(default_factory=Mean)
+    tokens: Mean = field(default_factory=Mean)
+    member: int = NOBODY
+
+
+@dataclass(slots=True)
+class _Try:
+    sequence_id: int
+    choice: Choice
+    steps_left: int = TRY_STEPS
+
+
+class Controller:
+    """The engine asks before each step and reports after it. Not thread-safe."""
+
+    def __init__(
+        self,
+        members: Seq[Member],
+        *,
+        adaptive: bool,
+        probe_share: float,
+        verify_s: Callable[[float], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`verify_s` is what a target pass should take by rows. Without `adaptive`, the first member drafts for
+        everyone as deep as it may, and probes are all that is done."""
+        self.members = tuple(members)
+        self.adaptive = adaptive
+        self.probe_share = probe_share
+        self.cost = StepCost(verify_s)
+        self.draft_costs = [DraftCost() for _ in members]
+        self.acceptance = [Acceptance(member.max_depth) for member in members]
+        self.realised = Realised()
+        self._clock = clock
+        self._chosen: dict[int, Choice] = {}
+        self._of_task: dict[str, Choice] = {}
+        self._usual: Choice = NOBODY, 0
+        """For a request of a task that was in no plan yet: as most are drafted for."""
+        self._held_s = 0.0
+        """How long the plan must still hold."""
+        self._planned_for = 0
+        self._others = Mean()
+        self._gain: float | None = None
+        """Estimated speedup of the plan that holds."""
+        self._off_rate = 0.0
+        self._in_probe = False
+        self._probe_left = self._probed_for = 0
+        self._try: _Try | None = None
+        self._credit_s = {"probe": 0.0, "try": 0.0}
+        self._total_s = self._probing_s = 0.0
+        self._turn = 0
+        self._outcomes: list[Outcome] = []
+        self._depths: list[tuple[int, int]] = []
+        """Sequences of a step and their draft tokens."""
+        self._gone: list[int] = []
+        self._tasks: OrderedDict[str, _Use] = OrderedDict()
+        self._by_batch: dict[int, Mean] = {}
+        self._num_steps = [0] * len(self.members)
+        self._last_try: dict[tuple[int, int], int] = {}
+        self._seen: list[dict[int, tuple[int, int]]] = [{} for _ in members]
+        """By member, sequence to the turn in which it was asked last, and the text's length then."""
+        self._num_missed = [0] * len(self.members)
+
+    @property
+    def in_probe(self) -> bool:
+        """True for a step that shows what is gained: nobody is drafted for in it."""
+        return self._in_probe
+
+    # --- before a step ----------------------------------------------------------------------------------------
+
+    def choose(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+        """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
+        self._turn += 1
+        self._num_missed = [0] * len(self.members)
+        choices = self._chosen_now(asked, num_other_rows) if asked else []
+        for request, (member, _) in zip(asked, choices, strict=True):
+            if member != NOBODY:
+                self._meet(member, request.sequence_id, request.length)
+        return choices
+
+    def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
+        """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
+
+        The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
+        """
+        member = self._expected(task, length, max_tokens)
+        if member != NOBODY and self.members[member].is_chain:
+            self._num_missed[member] += num_rows
+            self._seen[member][sequence_id] = self._turn, length
+        return member
+
+    def _meet(self, member: int, sequence_id: int, length: int) -> None:
+        """A drafter is asked; what it has not seen of the text it must compute first."""
+        turn, seen = self._seen[member].get(sequence_id, (-1, 0))
+        if turn != self._turn - 1:
+            self._num_missed[member] += max(length - seen - 1, 0)
+        self._seen[member][sequence_id] = self._turn, length
+
+    def _chosen_now(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+        if self._probe_left and (num_other_rows or len(asked) != self._probed_for):
+            self._probe_left = 0  # what runs now is not what it would be compared with
+            self.realised.give_up()
+        if not self._probe_left and self._begins_probe(asked, num_other_rows):
+            self._probe_left, self._probed_for = NUM_OFF_STEPS, len(asked)
+        self._in_probe = self._probe_left > 0
+        if self._in_probe:
+            return [(NOBODY, 0)] * len(asked)
+        if self.adaptive:
+            return self._adapted(asked, num_other_rows)
+        return [self._fixed(request) for request in asked]
+
+    def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
+        if not self.adaptive:
+            return 0
+        member, depth = self._of_task.get(task, self._usual)
+        if member == NOBODY or not depth:
+            return NOBODY
+        gain, token_s = self._gain or 1.0, self.draft_costs[member].caught_up_token_s.value
+        if self._off_rate > 0 and gain > 1:
+            saved_s = max_tokens / self._off_rate * max(self._planned_for, 1) * (1 - 1 / gain)
+            if saved_s < num_prompt_tokens * token_s:
+                return NOBODY
+        return member
+
+    def _fixed(self, request: Asked) -> Choice:
+        allowed = request.members is None or 0 in request.members
+        return (0, request.limit) if allowed and request.limit > 0 else (NOBODY, 0)
+
+    def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+        self._others.learn(float(num_other_rows))
+        size = len(asked)
+        changed = abs(size - self._planned_for) > 0.2 * max(size, self._planned_for)
+        if self._held_s <= 0 or changed:
+            self._replan(asked)
+        choices: list[Choice] = []
+        for request in asked:
+            choice = self._chosen.get(request.sequence_id)
+            if choice is None:
+                choice = self._chosen[request.sequence_id] = self._of_task.get(request.task, self._usual)
+            choices.append(self._bounded(choice, request))
+        if self._try is not None:
+            self._apply_try(self._try, asked, choices)
+        return choices
+
+    def _bounded(self, choice: Choice, request: Asked) -> Choice:
+        member, depth = choice
+        if member == NOBODY or request.limit < 1:
+            return NOBODY, 0
+        if request.members is not None and member not in request.members:
+            return NOBODY, 0
+        return (
+            (member, min(depth, request.limit)) if self.members[member].is_chain else (member, request.limit)
+        )
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def _replan(self, asked: Seq[Asked]) -> None:
+        started_s = self._clock()
+        self._work_in()
+        market = Market(
+            [self._offer(m, asked) for m in range(len(self.members))],
+            self.cost,
+            len(asked),
+            self._others.value,
+        )
+        nothing = market.nothing()
+        old = self._as_plan(asked)
+        best = market.best()
+        kept = market.price(old.members, old.depths)
+        plan = kept if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s else best
+        choices = [(int(m), int(d)) for m, d in zip(plan.members, plan.depths, strict=True)]
+        self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
+        self._usual = max(choices, key=choices.count)
+        votes: dict[str, list[Choice]] = {}
+        for request, choice in zip(asked, choices, strict=True):
+            votes.setdefault(request.task, []).append(choice)
+        for task, given in votes.items():
+            self._of_task.pop(task, None)
+            self._of_task[task] = max(given, key=given.count)
+        while len(self._of_task) > MAX_TASKS:
+            del self._of_task[next(iter(self._of_task))]
+        self._off_rate = nothing.tokens_per_s
+        self._gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
+        self._planned_for = len(asked)
+        self._consider_try(market, plan, asked)
+        self._held_s = (self._clock() - started_s) / PLAN_SHARE
+
+    def _as_plan(self, asked: Seq[Asked]) -> Plan:
+        """The choices that hold, for the requests at hand."""
+        pairs = [
+            self._bounded(self._chosen.get(r.sequence_id, self._of_task.get(r.task, self._usual)), r)
+            for r in asked
+        ]
+        members = np.array([member for member, _ in pairs])
+        chains = [m != NOBODY and not self.members[m].is_chain for m in members]
+        depths = np.array([1 if one else depth for one, (_, depth) in zip(chains, pairs, strict=True)])
+        return Plan(members, depths, 0.0, 0.0)
+
+    def _offer(self, number: int, asked: Seq[Asked]) -> Offer:
+        member, acceptance = self.members[number], self.acceptance[number]
+        depth = member.max_depth if member.is_chain else 1
+        tokens = np.full((len(asked), depth + 1), -np.inf)
+        rows = np.zeros((len(asked), depth + 1))
+        tokens[:, 0] = 0.0
+        for i, request in enumerate(asked):
+            if request.limit < 1 or (request.members is not None and number not in request.members):
+                continue
+            if member.is_chain:
+                most = min(depth, request.limit)
+                survival = acceptance.survival(request.sequence_id, request.task)[:most]
+                tokens[i, 1 : most + 1] = np.cumsum(survival)
+                rows[i, 1 : most + 1] = np.arange(1, most + 1)
+            else:
+                accepted, checked = acceptance.per_draft(request.sequence_id, request.task)
+                tokens[i, 1], rows[i, 1] = min(accepted, request.limit), min(checked, request.limit)
+        return Offer(tokens, rows, self.draft_costs[number])
+
+    # --- probes and tries -------------------------------------------------------------------------------------
+
+    def _begins_probe(self, asked: Seq[Asked], num_other_rows: int) -> bool:
+        """Whether this step is the first of a few without drafts."""
+        if (
+            self._credit_s["probe"] <= 0
+            or num_other_rows
+            or self._try is not None
+            or self._turn % PROBE_EVERY
+        ):
+            return False
+        if not self.realised.can_probe(len(asked)):
+            return False
+        off_s = self.cost.step_s(len(asked), len(asked), 0, 0)
+        gain = self._gain or 1.5
+        price_s = NUM_OFF_STEPS * off_s * max(0.02, 1 - 1 / gain)
+        if self._credit_s["probe"] < price_s:
+            return False
+        self._pay("probe", price_s)
+        return True
+
+    def _consider_try(self, market: Market, plan: Plan, asked: Seq[Asked]) -> None:
+        """Have the request of which least is known try what the plan does not give it, when there is credit for it."""
+        if self._try is not None or self._credit_s["try"] <= 0 or plan.tokens_per_s <= 0:
+            return
+        found: tuple[float, int, int] | None = None
+        for i, request in enumerate(asked):
+            for number in range(len(self.members)):
+                if plan.members[i] == number or request.limit < 1:
+                    continue
+                if request.members is not None and number not in request.members:
+                    continue
+                mine, of_task, _ = self.acceptance[number].num_drafts(request.sequence_id, request.task)
+                since = self._turn - self._last_try.get((request.sequence_id, number), -1000)
+                score = since / (1.0 + mine + 0.1 * of_task)
+                if found is None or score > found[0]:
+                    found = score, i, number
+        if found is None:
+            return
+        _, i, number = found
+        member = self.members[number]
+        depth = min(TRY_DEPTH, asked[i].limit, member.max_depth) if member.is_chain else 1
+        members, depths = plan.members.copy(), plan.depths.copy()
+        members[i], depths[i] = number, depth
+        tried = market.price(members, depths)
+        tokens = tried.tokens_per_s * tried.step_s
+        price_s = TRY_STEPS * max(0.0, tried.step_s - tokens / plan.tokens_per_s)
+        if member.is_chain:
+            _, seen = self._seen[number].get(asked[i].sequence_id, (0, 0))
+            price_s += (asked[i].length - seen) * self.draft_costs[number].caught_up_token_s.value
+        if price_s <= self._credit_s["try"]:
+            self._pay("try", price_s)
+            self._last_try[asked[i].sequence_id, number] = self._turn
+            self._try = _Try(asked[i].sequence_id, (number, depth))
+
+    def _apply_try(self, trial: _Try, asked: Seq[Asked], choices: list[Choice]) -> None:
+        trial.steps_left -= 1
+        for i, request in enumerate(asked):
+            if request.sequence_id == trial.sequence_id:
+                choices[i] = self._bounded(trial.choice, request)
+                break
+        else:
+            trial.steps_left = 0
+        if trial.steps_left <= 0:
+            self._try = None
+
+    def _pay(self, what: str, price_s: float) -> None:
+        self._credit_s[what] -= price_s
+        self._probing_s += price_s
+
+    # --- after a step -----------------------------------------------------------------------------------------
+
+    def learn(self, facts: StepFacts) -> None:
+        """What the step did and took."""
+        seconds = facts.seconds
+        self._held_s -= seconds
+        self._total_s += seconds
+        if self._total_s == seconds:  # what is unknown may be tried from the start
+            self._credit_s = {"probe": 0.0, "try": 10 * seconds}
+        for what in self._credit_s:
+            self._credit_s[what] = min(self._credit_s[what] + 0.5 * self.probe_share * seconds, 64 * seconds)
+        for call in facts.calls:
+            self.draft_costs[call.member].learn(call.drafted, self._num_missed[call.member], call.seconds)
+        number = len(facts.outcomes)
+        if not number:
+            return
+        drafted = sum(outcome.num_checked > 0 for outcome in facts.outcomes)
+        checked = sum(outcome.num_checked for outcome in facts.outcomes)
+        self.cost.learn(
+            num_sequences=number,
+            num_rows=facts.num_rows,
+            drafted=drafted,
+            checked=checked,
+            verify_s=facts.verify_s,
+            rest_s=facts.rest_s,
+        )
+        if not self._in_probe:
+            every = -(-number // MAX_LEARNED)
+            self._outcomes.extend(facts.outcomes[self._turn % every :: every])
+            self._depths.append((number, checked))
+        if not facts.num_others:
+            self.realised.learn(
+                ComparedStep(number, facts.seconds, facts.outcomes, drafted > 0), self._in_probe
+            )
+            self._probe_left -= self._in_probe
+        if len(self._outcomes) >= MAX_UNLEARNED:
+            self._work_in()
+
+    def _work_in(self) -> None:
+        """Learn what was only kept so far."""
+        drafts: dict[tuple[int, int, str], Drafts] = {}
+        for outcome in self._outcomes:
+            if outcome.member != NOBODY:
+                key = outcome.member, outcome.sequence_id, outcome.task
+                if key not in drafts:
+                    drafts[key] = Drafts()
+                drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
+                self._num_steps[outcome.member] += 1
+        for (member, sequence_id, task), each in drafts.items():
+            self.acceptance[member].learn(sequence_id, task, each)
+        for outcome in self._outcomes:
+            self._use(outcome)
+        for number, checked in self._depths:
+            self._by_batch.setdefault(number, Mean()).learn(checked / number, outlier=None)
+        gone, self._gone = self._gone, []
+        self._outcomes, self._depths = [], []
+        for sequence_id in gone:
+            self._forget(sequence_id)
+
+    def score(self, outcome: Outcome) -> None:
+        """What a draft that was never checked would have come to, seen from the text that came instead."""
+        drafts = Drafts()
+        drafts.add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
+        self.acceptance[outcome.member].learn(outcome.sequence_id, outcome.task, drafts)
+
+    def may_score(self, member: int) -> bool:
+        """Whether there is credit for asking a lookup what it would have guessed; pays for it."""
+        price_s = self.draft_costs[member](Drafted(1, 1, 1))
+        if self._credit_s["try"] < price_s:
+            return False
+        self._pay("try", price_s)
+        return True
+
+    def release(self, sequence_id: int) -> None:
+        """The request is over."""
+        self._gone.append(sequence_id)
+        self._chosen.pop(sequence_id, None)
+
+    def _forget(self, sequence_id: int) -> None:
+        for number, acceptance in enumerate(self.acceptance):
+            acceptance.release(sequence_id)
+            self._seen[number].pop(sequence_id, None)
+            self._last_try.pop((sequence_id, number), None)
+
+    def _use(self, outcome: Outcome) -> None:
+        use = self._tasks.get(outcome.task)
+        if use is None:
+            use = self._tasks[outcome.task] = _Use()
+            if len(self._tasks) > MAX_TASKS:
+                self._tasks.popitem(last=False)
+        self._tasks.move_to_end(outcome.task)
+        use.depth.learn(float(outcome.num_checked), outlier=None)
+        use.tokens.learn(float(outcome.num_tokens), outlier=None)
+        use.member = outcome.member
+
+    # --- what is told -----------------------------------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are remembered."""
+        self._work_in()
+        seen = [len(each) for each in self._seen]
+        return max(len(self._chosen), *seen, *(acceptance.num_held for acceptance in self.acceptance))
+
+    def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
+        """What is known now; the arguments are by member."""
+        self._work_in()
+        methods = tuple(
+            MethodReport(
+                name=member.name,
+                acceptance_rate=self.acceptance[i].rate(),
+                survival=tuple(self.acceptance[i].survival(-1, "")) if member.is_chain else (),
+                num_steps=self._num_steps[i],
+                num_failures=num_failures[i] if num_failures else 0,
+                retired=retired[i] if retired else False,
+            )
+            for i, member in enumerate(self.members)
+        )
+        return ControlReport(
+            adaptive=self.adaptive,
+            speculating=any(use.depth.value > 0.05 for use in self._tasks.values()),
+            estimated_speedup=self._gain,
+            realised=self.realised.speedup(),
+            probe_share=self._probing_s / self._total_s if self._total_s else 0.0,
+            methods=methods,
+            tasks=tuple(self._task_report(task, use) for task, use in self._tasks.items()),
+            depth_by_batch=tuple((n, mean.value) for n, mean in sorted(self._by_batch.items())),
+        )
+
+    def _task_report(self, task: str, use: _Use) -> TaskReport:
+        member = use.member
+        rates = [self.acceptance[m].rate(task) for m in range(len(self.members))]
+        known = [rate for rate in rates if rate is not None]
+        rate = rates[member] if member != NOBODY else max(known, default=None)
+        return TaskReport(
+            task=task,
+            method=None if member == NOBODY else self.members[member].name,
+            depth=use.depth.value,
+            acceptance_rate=rate,
+            acceptance_length=use.tokens.value or None,
+            break_even=self._break_even(max(member, 0)),
+            estimated_speedup=self._gain if member != NOBODY else 1.0,
+            realised=self.realised.speedup(task),
+        )
+
+    def _break_even(self, member: int) -> float | None:
+        """The α from which on one draft token pays, at batches as they are lately."""
+        number = max(self._planned_for, 1)
+        plain_s = self.cost.step_s(number, number, 0, 0)
+        if plain_s <= 0 or not self.draft_costs[member].call.is_known:
+            return None
+        draft_s = self.draft_costs[member](Drafted(number, 1, number))
+        return break_even(1, (self.cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)

@@ -1,0 +1,147 @@
+"""Who is drafted for by whom and how deep, so that a step yields the most tokens a second.
+
+What is maximised is goodput, expected tokens over expected time (Liu et al., "Optimizing speculative decoding for
+serving large language models using goodput", 2024), request by request. At the best ratio λ the best plan also
+maximises tokens - λ * time (Dinkelbach 1967), which falls apart into requests as far as times are sums. So candidates
+are made for each request at the going λ, beside the plain ones that treat all alike, each is priced with the real
+costs, and the best stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.control.step_cost import DraftCost, Drafted, StepCost
+
+NOBODY = -1
+"""In place of a member's number: the request is decoded without drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one drafter could do for each of the requests."""
+
+    tokens: NDArray[np.float64]
+    """[requests, 1 + depths]: tokens expected to stand from a draft of 0, 1, … levels; -inf where that may not be. A
+    drafter that is taken as it comes has one level."""
+    rows: NDArray[np.float64]
+    """[requests, 1 + depths]: draft tokens that the target is then expected to check."""
+    cost: DraftCost
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.tokens.shape[1]) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One answer to the question."""
+
+    members: NDArray[np.int64]
+    """[requests]: who drafts, or `NOBODY`."""
+    depths: NDArray[np.int64]
+    """[requests]: levels; 0 for `NOBODY`."""
+    tokens_per_s: float
+    """Expected, of all requests together."""
+    step_s: float
+    """Expected."""
+
+    @property
+    def drafts(self) -> bool:
+        return bool((self.members != NOBODY).any())
+
+
+class Market:
+    """The requests of a step, what each drafter offers them, and what all of it costs."""
+
+    def __init__(self, offers: Seq[Offer], cost: StepCost, num_requests: int, num_other_rows: float) -> None:
+        """`num_other_rows` of the pass belong to others: prompts, and requests that nobody may draft for."""
+        self.offers = offers
+        self._cost = cost
+        self._number = num_requests
+        self._other = num_other_rows
+
+    def price(self, members: NDArray[np.int64], depths: NDArray[np.int64]) -> Plan:
+        """Tokens a second of a plan, with the real costs."""
+        tokens, rows, draft_s, drafted = float(self._number), 0.0, 0.0, 0
+        for number, offer in enumerate(self.offers):
+            (mine,) = (members == number).nonzero()
+            if not len(mine):
+                continue
+            levels = depths[mine]
+            tokens += float(offer.tokens[mine, levels].sum())
+            rows += float(offer.rows[mine, levels].sum())
+            drafted += len(mine)
+            draft_s += offer.cost(Drafted(len(mine), int(levels.max()), int(levels.sum())))
+        num_rows = self._number + self._other + rows
+        step_s = self._cost.step_s(self._number, num_rows, drafted, rows) + draft_s
+        return Plan(members, depths, tokens / step_s if step_s > 0 else 0.0, step_s)
+
+    def nothing(self) -> Plan:
+        """Without drafts."""
+        none = np.full(self._number, NOBODY), np.zeros(self._number, dtype=np.int64)
+        return self.price(*none)
+
+    def best(self, also: Seq[Plan] = ()) -> Plan:
+        """The best of doing nothing, of `also`, of one drafter and depth for all, and of a choice for each."""
+        best = self.nothing()
+        if best.tokens_per_s <= 0:
+            return best
+        for plan in [*(self.price(plan.members, plan.depths) for plan in also), *self._uniform()]:
+            best = max(best, plan, key=_value)
+        for _ in range(3):
+            better = self._each(best)
+            if better.tokens_per_s <= best.tokens_per_s * (1 + 1e-6):
+                break
+            best = better
+        return best
+
+    def _uniform(self) -> Iterator[Plan]:
+        """Everybody by the same drafter, as deep as each may."""
+        for number, offer in enumerate(self.offers):
+            possible = np.isfinite(offer.tokens).sum(axis=1) - 1
+            for depth in range(1, offer.max_depth + 1):
+                depths = np.minimum(possible, depth)
+                yield self.price(np.where(depths > 0, number, NOBODY), depths)
+
+    def _each(self, going: Plan) -> Plan:
+        """Each request takes what is best for it at the going rate; calls and levels are shared as they are now."""
+        rate = going.tokens_per_s
+        drafted = int((going.members != NOBODY).sum())
+        checked = going.step_s and sum(
+            float(offer.rows[i, going.depths[i]])
+            for number, offer in enumerate(self.offers)
+            for i in (going.members == number).nonzero()[0]
+        )
+        before = self._cost.step_s(self._number, self._number + self._other + checked, drafted, checked)
+        more = max(1.0, 0.25 * self._number)
+        after = self._cost.step_s(
+            self._number, self._number + self._other + checked + more, drafted, checked + more
+        )
+        row_s = (after - before) / more
+        scores, places = [np.zeros(self._number)], [np.zeros(self._number, dtype=np.int64)]
+        for number, offer in enumerate(self.offers):
+            sharing = max(int((going.members == number).sum()), self._number // 2, 1)
+            levels = np.arange(offer.max_depth + 1)
+            draft_s = np.array(
+                [
+                    offer.cost(Drafted(sharing, int(d), int(d) * sharing)) / sharing if d else 0.0
+                    for d in levels
+                ]
+            )
+            score = offer.tokens - rate * (offer.rows * row_s + draft_s)
+            place = score.argmax(axis=1)
+            places.append(place)
+            scores.append(score[np.arange(self._number), place])
+        chosen = np.argmax(scores, axis=0)
+        depths = np.asarray(places)[chosen, np.arange(self._number)]
+        return self.price(np.where(depths > 0, chosen - 1, NOBODY), depths)
+
+
+def _value(plan: Plan) -> float:
+    return plan.tokens_per_s

@@ -1,0 +1,134 @@
+"""What speculation really gains, from paired probes: a few steps without it, beside the steps just before them.
+
+The model of costs and acceptance says what speculation should gain; this measures it, on the traffic as it is. A pair
+holds neighbouring steps of batches of one size, so that neither the machine's mood nor the load is in the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from slipstream.control.report import Speedup
+
+NUM_OFF_STEPS = 4
+"""Steps of a probe; the first is not counted, because it still pays for what the step before it left."""
+NUM_ON_STEPS = 16
+"""Steps before a probe that it is compared with, at most; half of them at least."""
+MEMORY = 200
+"""Pairs that are kept, of each task."""
+MIN_PAIRS = 3
+"""Fewer give no interval."""
+MAX_TASKS = 256
+Z95 = 1.96
+
+
+class Gain(Protocol):
+    """What a step gave one sequence."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Step(NamedTuple):
+    """One step that only decoded."""
+
+    num_sequences: int
+    seconds: float
+    gains: Seq[Gain]
+    drafted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One probe of one task."""
+
+    on_tokens: float
+    """Tokens that a sequence gained in a step with speculation."""
+    on_s: float
+    """Seconds of a step with speculation."""
+    off_s: float
+    """And of one without, in which a sequence gains one token."""
+
+
+class Realised:
+    """Pairs, by task."""
+
+    def __init__(self) -> None:
+        self._before: deque[Step] = deque(maxlen=NUM_ON_STEPS)
+        self._probe: list[Step] = []
+        self._pairs: OrderedDict[str, deque[Pair]] = OrderedDict()
+        self._all: deque[Pair] = deque(maxlen=MEMORY)
+
+    def can_probe(self, num_sequences: int) -> bool:
+        """True when the steps just made would give a fair comparison with the next ones."""
+        fair = [step for step in self._before if step.drafted and step.num_sequences == num_sequences]
+        return len(fair) >= NUM_ON_STEPS // 2
+
+    def learn(self, step: Step, in_probe: bool) -> None:
+        """One step, and whether it was part of a probe."""
+        if not in_probe:
+            self._before.append(step)
+            return
+        self._probe.append(step)
+        if len(self._probe) == NUM_OFF_STEPS:
+            self._close()
+
+    def give_up(self) -> None:
+        """The probe cannot be finished: what ran was not what is compared."""
+        self._probe = []
+
+    def speedup(self, task: str | None = None) -> Speedup | None:
+        """Of a task, or of all; None before there are pairs enough."""
+        return ratio_of(list(self._all if task is None else self._pairs.get(task, ())))
+
+    def _close(self) -> None:
+        number = self._probe[0].num_sequences
+        off = [step.seconds for step in self._probe[1:] if step.num_sequences == number]
+        on = [step for step in self._before if step.drafted and step.num_sequences == number]
+        self._probe = []
+        self._before.clear()
+        if len(off) < NUM_OFF_STEPS - 1 or len(on) < NUM_ON_STEPS // 2:
+            return
+        on_s, off_s = _mean([step.seconds for step in on]), _mean(off)
+        totals: dict[str, list[int]] = {}
+        for step in on:
+            for gain in step.gains:
+                of_task = totals.setdefault(gain.task, [0, 0])
+                of_task[0] += 1
+                of_task[1] += gain.num_tokens
+        for task, (sequences, tokens) in totals.items():
+            self._of(task).append(Pair(tokens / sequences, on_s, off_s))
+        sequences = sum(each[0] for each in totals.values())
+        self._all.append(Pair(sum(each[1] for each in totals.values()) / sequences, on_s, off_s))
+
+    def _of(self, task: str) -> deque[Pair]:
+        pairs = self._pairs.setdefault(task, deque(maxlen=MEMORY))
+        self._pairs.move_to_end(task)
+        if len(self._pairs) > MAX_TASKS:
+            self._pairs.popitem(last=False)
+        return pairs
+
+
+def ratio_of(pairs: Seq[Pair]) -> Speedup | None:
+    """The ratio of the sums, with a 95 % interval by the delta method over pairs (each is its own sample)."""
+    if len(pairs) < MIN_PAIRS:
+        return None
+    # A pair's two sides are put on one scale by its own off steps, so that large and small batches count alike.
+    tokens = [pair.on_tokens for pair in pairs]
+    costs = [pair.on_s / pair.off_s for pair in pairs]
+    ratio = sum(tokens) / sum(costs)
+    mean_tokens, mean_cost = _mean(tokens), _mean(costs)
+    spread = [t / mean_tokens - c / mean_cost for t, c in zip(tokens, costs, strict=True)]
+    error = math.sqrt(sum(s * s for s in spread) / (len(pairs) - 1) / len(pairs))
+    width = math.exp(Z95 * error)
+    return Speedup(ratio, ratio / width, ratio * width, len(pairs))
+
+
+def _mean(values: Seq[float]) -> float:
+    return sum(values) / len(values)

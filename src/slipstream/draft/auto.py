@@ -1,0 +1,127 @@
+"""Several drafters of which the engine's controller chooses one for each request and step, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config import SpeculativeConfig, check_types
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.group import DrafterGroup
+from slipstream.draft.merging import share_of
+from slipstream.draft.registry import validate
+from slipstream.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """Keys of `speculative_config` for `auto`."""
+
+    drafters: list[Any] | None = None
+    """What may be chosen from, each a `speculative_config` of its own; the verifier is theirs together. Chains are
+    chosen in depth too, trees and lookups are taken or left. None is `suffix` and, on a CPU with a target that is not
+    quantised, `layer_skip` in int8."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "auto")
+        if self.drafters is not None and not self.drafters:
+            raise ConfigError('auto drafters is empty; list drafters such as {"method": "suffix"}')
+        for config in self.configs():
+            if config.method in ("off", "auto"):
+                raise ConfigError(
+                    f"auto drafters has {config.method!r}; not drafting is always a choice of its own"
+                )
+            validate(config)
+
+    def configs(self) -> list[SpeculativeConfig]:
+        """The drafters' configurations; raises `ConfigError` where one is none."""
+        for drafter in self.drafters or ():
+            if isinstance(drafter, Mapping) and "verifier" in drafter:
+                raise ConfigError("the drafters of auto share its verifier; set it beside drafters")
+        return [SpeculativeConfig.from_mapping(drafter) for drafter in self.drafters or ()]
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """One drafter's turn in a step."""
+
+    member: int
+    sequences: Seq[Sequence]
+    budgets: Seq[int]
+    seconds: float
+
+
+class AutoDrafter(DrafterGroup):
+    """Asks for each sequence the drafter that was chosen for it: `choose` comes before `propose`.
+
+    All drafters observe all that is committed, so that one that was not asked for a while is not behind the times.
+    """
+
+    Options = AutoOptions
+
+    def __init__(self, options: AutoOptions, context: DraftContext) -> None:
+        super().__init__(options, context, options.configs() or _usual(context))
+        self.asked: list[Asking] = []
+        """What the last call of `propose` took, drafter by drafter."""
+        self._chosen: dict[int, int] = {}
+        self._open: dict[int, tuple[int, Proposal, int]] = {}
+        """The member that was asked for a sequence, what it proposed, and the text's length then."""
+
+    def choose(self, chosen: Mapping[int, int]) -> None:
+        """Sequence id to the number of the drafter that is to be asked for it; the first one where nothing is said."""
+        self._chosen = dict(chosen)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        proposals: dict[int, Proposal] = {}
+        self.asked = []
+        for number, member in enumerate(self.members):
+            most = member.drafter.max_nodes()
+            wanted = [
+                (sequence, min(budget, most))
+                for sequence, budget in zip(sequences, budgets, strict=True)
+                if self._chosen.get(sequence.id, 0) == number and member.serves(sequence)
+            ]
+            if not wanted:
+                continue
+            mine, theirs = [each[0] for each in wanted], [each[1] for each in wanted]
+            started_s = time.perf_counter()
+            answers = member.ask(mine, theirs)
+            self.asked.append(Asking(number, mine, theirs, time.perf_counter() - started_s))
+            for sequence, proposal in zip(mine, answers, strict=True):
+                proposals[sequence.id] = proposal
+                self._open[sequence.id] = number, proposal, len(sequence.token_ids)
+        return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        opened = [self._open.pop(seen.sequence.id, None) for seen in observations]
+        for number, member in enumerate(self.members):
+            member.observe(
+                [_share(number, seen, made) for seen, made in zip(observations, opened, strict=True)]
+            )
+
+    def release(self, sequence: Sequence) -> None:
+        self._open.pop(sequence.id, None)
+        self._chosen.pop(sequence.id, None)
+        super().release(sequence)
+
+    def num_held(self) -> int:
+        return max(super().num_held(), len(self._open))
+
+
+def _usual(context: DraftContext) -> list[SpeculativeConfig]:
+    """What needs no draft model."""
+    found = [SpeculativeConfig("suffix")]
+    if context.device.type == "cpu" and context.engine_config.quantization is None:
+        found.append(SpeculativeConfig("layer_skip", options={"quantization": "int8"}))
+    return found
+
+
+def _share(number: int, seen: Observation, made: tuple[int, Proposal, int] | None) -> Observation:
+    """What one drafter is to learn: of its own guesses, or of the text alone."""
+    if made is not None and made[0] == number:
+        return seen if seen.proposal is made[1] else share_of(seen, made[1], made[2])
+    return Observation(seen.sequence, EMPTY_PROPOSAL, 0, seen.logits[:1], seen.num_before)

@@ -1,0 +1,58 @@
+"""Makes the controller of an engine: who can draft, and what a pass of the target should take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.config import SpeculativeConfig
+from slipstream.control.controller import Controller, Member
+from slipstream.control.profile import interpolate, isotonic
+from slipstream.control.store import find
+from slipstream.draft.auto import AutoDrafter
+from slipstream.draft.base import Drafter
+from slipstream.engine.floors import profile_key, time_passes
+from slipstream.models import CausalLM
+
+AUTO_PROBE_SHARE = 0.005
+ROW_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 64, 128, 256)
+TIMING_BUDGET_S = 1.0
+USUAL_CONTEXT = 256
+"""Cached tokens for which a stored profile is read: what a pass takes depends on its rows far more."""
+
+
+def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: CausalLM) -> Controller | None:
+    """The controller that `speculative` asks for; None where nothing is to be chosen or probed."""
+    adaptive = isinstance(drafter, AutoDrafter)
+    share = speculative.probe_share
+    if share is None:
+        share = AUTO_PROBE_SHARE if adaptive else 0.0
+    if not adaptive:
+        if share == 0 or drafter.max_nodes() == 0:
+            return None
+        return Controller([_member(speculative.method, drafter)], adaptive=False, probe_share=share)
+    assert isinstance(drafter, AutoDrafter)
+    names = _numbered(drafter.names)
+    members = [_member(name, guard.drafter) for name, guard in zip(names, drafter.members, strict=True)]
+    return Controller(members, adaptive=True, probe_share=share, verify_s=_pass_s(model))
+
+
+def _member(name: str, drafter: Drafter) -> Member:
+    length = drafter.chain_length()
+    return Member(name, drafter.max_nodes() if length is None else length, length is not None)
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Methods; with a number behind those that occur more than once."""
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
+        for i, name in enumerate(names)
+    ]
+
+
+def _pass_s(model: CausalLM) -> Callable[[float], float]:
+    """Seconds of a pass by rows: from the profile that `slipstream info --measure` left, else timed now, briefly."""
+    if (profile := find(profile_key(model))) is not None:
+        return lambda rows: profile.step_s(max(rows, 1.0), USUAL_CONTEXT)
+    times_s = time_passes(model, ROW_COUNTS, min(USUAL_CONTEXT, model.context_length // 2), TIMING_BUDGET_S)
+    points, values = list(times_s), isotonic(list(times_s.values()))
+    return lambda rows: interpolate(points, values, max(rows, 1.0))
