@@ -6,6 +6,7 @@ the classical verifiers demand (the non-anticipation rule).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -177,3 +178,80 @@ class Acceptance:
                 self._tasks.popitem(last=False)
         self._tasks.move_to_end(task)
         return counts
+
+
+BUCKETS = (0, 1, 2, 4, 8, 16)
+"""Lengths of a lookup's guess from which on it counts for the next bucket: 0, 1, 2 to 3, 4 to 7, …"""
+BUCKET_PRIOR = 4.0
+"""Guesses that the level above, and the bucket before, is worth."""
+
+
+@dataclass(slots=True)
+class _Guesses:
+    """Decayed counts of a lookup's guesses, by bucket of their length."""
+
+    number: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
+    checked: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
+    accepted: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
+
+    def learn(self, length: int, num_accepted: int, memory: float) -> None:
+        keep = 1.0 - 1.0 / memory
+        for counts in (self.number, self.checked, self.accepted):
+            for bucket, count in enumerate(counts):
+                counts[bucket] = count * keep
+        bucket = bucket_of(length)
+        self.number[bucket] += 1
+        self.checked[bucket] += length
+        self.accepted[bucket] += num_accepted
+
+
+def bucket_of(length: int) -> int:
+    """The bucket that a guess of `length` tokens counts for."""
+    return bisect_right(BUCKETS, length) - 1
+
+
+class LookupYield:
+    """What a lookup's guesses are worth by their length, which says how much of the text was found again.
+
+    A guess is there before it is decided whether to check it, and it is no random draw, so its length may have a say.
+    """
+
+    def __init__(self) -> None:
+        self._all = _Guesses()
+        self._tasks: OrderedDict[str, _Guesses] = OrderedDict()
+
+    def learn(self, task: str, length: int, num_accepted: int) -> None:
+        """One guess of `length` tokens, none included."""
+        of_task = self._tasks.get(task)
+        if of_task is None:
+            of_task = self._tasks[task] = _Guesses()
+            if len(self._tasks) > MAX_TASKS:
+                self._tasks.popitem(last=False)
+        self._tasks.move_to_end(task)
+        self._all.learn(length, num_accepted, DRAFTER_MEMORY)
+        of_task.learn(length, num_accepted, TASK_MEMORY)
+
+    def rates(self, task: str) -> list[float]:
+        """By bucket, the share of a guess that stands."""
+        of_task = self._tasks.get(task, _Guesses())
+        rates: list[float] = []
+        rate = FIRST_GUESS
+        for bucket in range(1, len(BUCKETS)):
+            for guesses in (self._all, of_task):
+                # A bucket's numbers are tokens; a guess counts as one look, however long it is.
+                looks = guesses.number[bucket]
+                seen = guesses.accepted[bucket] / max(guesses.checked[bucket], 1e-9)
+                rate = (looks * seen + BUCKET_PRIOR * rate) / (looks + BUCKET_PRIOR)
+            rates.append(rate)
+        return [0.0, *rates]
+
+    def shares(self, task: str) -> list[float]:
+        """By bucket, how often a guess falls into it; a task of which little is known borrows from the others."""
+        of_task = self._tasks.get(task, _Guesses())
+        counts = [mine + 0.1 * others for mine, others in zip(of_task.number, self._all.number, strict=True)]
+        total = sum(counts)
+        return [count / total for count in counts] if total else [1 / len(BUCKETS)] * len(BUCKETS)
+
+    def num_guesses(self, task: str) -> float:
+        """How much is known of a task, old guesses counted less."""
+        return sum(self._tasks[task].number) if task in self._tasks else 0.0

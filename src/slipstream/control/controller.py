@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.control.acceptance import Acceptance, Drafts
+from slipstream.control.acceptance import BUCKETS, Acceptance, Drafts, LookupYield
 from slipstream.control.payoff import break_even
 from slipstream.control.plan import NOBODY, Market, Offer, Plan
 from slipstream.control.realised import NUM_OFF_STEPS, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
-from slipstream.control.step_cost import DraftCost, Drafted, Mean, StepCost
+from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
 
 PLAN_SHARE = 0.005
 """Of the time, for making plans: a plan holds until it has paid for itself."""
@@ -41,6 +41,8 @@ MAX_LEARNED = 12
 """Requests of a step that are learned from; of more, each in its turn."""
 KEPT_GAIN = 1.01
 """A plan must be better than the one that holds by so much: changing costs something too."""
+FIRST_LENGTH = 64.0
+"""Tokens of an answer before any has ended."""
 MAX_UNLEARNED = 256
 MAX_TASKS = 256
 
@@ -53,6 +55,8 @@ class Member:
     max_depth: int
     """Levels of a chain; nodes of a tree or a lookup, which are not chosen but taken as they come."""
     is_chain: bool
+    looks_up: bool = False
+    """Takes next to no time, so it is asked before the others, and its guess is taken where it is long enough."""
 
 
 class Asked(NamedTuple):
@@ -64,12 +68,26 @@ class Asked(NamedTuple):
     """The most draft tokens that it may have: by its caller, its length and the memory."""
     length: int = 0
     """Tokens of its text."""
+    num_output: int = 0
+    """Those of them that are its answer."""
     members: frozenset[int] | None = None
     """The only drafters that its caller wants and that still serve it; None is all."""
 
 
-Choice = tuple[int, int]
-"""Member, or `NOBODY`, and levels."""
+class Choice(NamedTuple):
+    """What is done for one request."""
+
+    member: int
+    """Who drafts, or `NOBODY`."""
+    depth: int
+    """Levels."""
+    lookup: int = NOBODY
+    """Who is asked before that, or `NOBODY`."""
+    min_tokens: int = 0
+    """The shortest guess of it that is taken."""
+
+
+NOTHING = Choice(NOBODY, 0)
 
 
 class Outcome(NamedTuple):
@@ -85,6 +103,8 @@ class Outcome(NamedTuple):
     num_accepted: int
     num_tokens: int
     """Emitted."""
+    lookup: int = NOBODY
+    """Who was asked first and had nothing, or whose guess was checked; a guess that was not taken comes by `score`."""
 
 
 class Call(NamedTuple):
@@ -102,16 +122,15 @@ class StepFacts(NamedTuple):
     """Of its pass, drafts included."""
     num_others: int
     """Rows that were none of a request that was asked about."""
-    verify_s: float
-    rest_s: float
-    """All but drafting and the pass."""
+    undrafted_s: float
+    """All of it but the calls."""
     calls: Seq[Call]
     outcomes: Seq[Outcome]
 
     @property
     def seconds(self) -> float:
         """All of the step."""
-        return self.verify_s + self.rest_s + sum(call.seconds for call in self.calls)
+        return self.undrafted_s + sum(call.seconds for call in self.calls)
 
 
 @dataclass(slots=True)
@@ -139,30 +158,38 @@ class Controller:
         *,
         adaptive: bool,
         probe_share: float,
-        verify_s: Callable[[float], float] | None = None,
+        pass_s: Callable[[float], float] = float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`verify_s` is what a target pass should take by rows. Without `adaptive`, the first member drafts for
+        """`pass_s` is what a target pass should take by rows. Without `adaptive`, the first member drafts for
         everyone as deep as it may, and probes are all that is done."""
         self.members = tuple(members)
         self.adaptive = adaptive
         self.probe_share = probe_share
-        self.cost = StepCost(verify_s)
+        self.cost = StepCost(pass_s)
         self.draft_costs = [DraftCost() for _ in members]
         self.acceptance = [Acceptance(member.max_depth) for member in members]
+        self.lookups = {number: LookupYield() for number, member in enumerate(members) if member.looks_up}
         self.realised = Realised()
         self._clock = clock
         self._chosen: dict[int, Choice] = {}
         self._of_task: dict[str, Choice] = {}
-        self._usual: Choice = NOBODY, 0
+        self._usual = NOTHING
         """For a request of a task that was in no plan yet: as most are drafted for."""
         self._held_s = 0.0
         """How long the plan must still hold."""
         self._planned_for = 0
         self._others = Mean()
+        self._rate = Mean()
+        """Tokens a second lately, at a batch of about this size."""
         self._gain: float | None = None
         """Estimated speedup of the plan that holds."""
         self._off_rate = 0.0
+        self._drafts_gain = 1.0
+        """The part of the estimated speedup that is not the lookups'."""
+        self._length = Mean()
+        self._lengths: OrderedDict[str, Mean] = OrderedDict()
+        """Task to tokens of an answer."""
         self._in_probe = False
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
@@ -192,11 +219,14 @@ class Controller:
         """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
         self._turn += 1
         self._num_missed = [0] * len(self.members)
-        choices = self._chosen_now(asked, num_other_rows) if asked else []
-        for request, (member, _) in zip(asked, choices, strict=True):
-            if member != NOBODY:
-                self._meet(member, request.sequence_id, request.length)
-        return choices
+        return self._chosen_now(asked, num_other_rows) if asked else []
+
+    def meet(self, member: int, sequence_id: int, length: int) -> None:
+        """A drafter is asked for a request in this step; what it has not seen of the text it must compute first."""
+        turn, seen = self._seen[member].get(sequence_id, (-1, 0))
+        if turn != self._turn - 1:
+            self._num_missed[member] += max(length - seen - 1, 0)
+        self._seen[member][sequence_id] = self._turn, length
 
     def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
@@ -209,13 +239,6 @@ class Controller:
             self._seen[member][sequence_id] = self._turn, length
         return member
 
-    def _meet(self, member: int, sequence_id: int, length: int) -> None:
-        """A drafter is asked; what it has not seen of the text it must compute first."""
-        turn, seen = self._seen[member].get(sequence_id, (-1, 0))
-        if turn != self._turn - 1:
-            self._num_missed[member] += max(length - seen - 1, 0)
-        self._seen[member][sequence_id] = self._turn, length
-
     def _chosen_now(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         if self._probe_left and (num_other_rows or len(asked) != self._probed_for):
             self._probe_left = 0  # what runs now is not what it would be compared with
@@ -224,7 +247,7 @@ class Controller:
             self._probe_left, self._probed_for = NUM_OFF_STEPS, len(asked)
         self._in_probe = self._probe_left > 0
         if self._in_probe:
-            return [(NOBODY, 0)] * len(asked)
+            return [NOTHING] * len(asked)
         if self.adaptive:
             return self._adapted(asked, num_other_rows)
         return [self._fixed(request) for request in asked]
@@ -232,26 +255,30 @@ class Controller:
     def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
         if not self.adaptive:
             return 0
-        member, depth = self._of_task.get(task, self._usual)
+        member, depth, _, _ = self._of_task.get(task, self._usual)
         if member == NOBODY or not depth:
             return NOBODY
-        gain, token_s = self._gain or 1.0, self.draft_costs[member].caught_up_token_s.value
-        if self._off_rate > 0 and gain > 1:
-            saved_s = max_tokens / self._off_rate * max(self._planned_for, 1) * (1 - 1 / gain)
-            if saved_s < num_prompt_tokens * token_s:
+        if self._off_rate > 0:
+            saved_s = min(max_tokens, self._usual_length(task)) / self._off_rate * (1 - 1 / self._drafts_gain)
+            if saved_s < num_prompt_tokens * self.draft_costs[member].missed_token_s:
                 return NOBODY
         return member
 
+    def _usual_length(self, task: str) -> float:
+        """Tokens of an answer."""
+        of_task = self._lengths.get(task, self._length)
+        return of_task.value if of_task.weight else FIRST_LENGTH
+
     def _fixed(self, request: Asked) -> Choice:
         allowed = request.members is None or 0 in request.members
-        return (0, request.limit) if allowed and request.limit > 0 else (NOBODY, 0)
+        return Choice(0, request.limit) if allowed and request.limit > 0 else NOTHING
 
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
         size = len(asked)
         changed = abs(size - self._planned_for) > 0.2 * max(size, self._planned_for)
         if self._held_s <= 0 or changed:
-            self._replan(asked)
+            self._replan(asked, changed)
         choices: list[Choice] = []
         for request in asked:
             choice = self._chosen.get(request.sequence_id)
@@ -263,18 +290,22 @@ class Controller:
         return choices
 
     def _bounded(self, choice: Choice, request: Asked) -> Choice:
-        member, depth = choice
-        if member == NOBODY or request.limit < 1:
-            return NOBODY, 0
-        if request.members is not None and member not in request.members:
-            return NOBODY, 0
-        return (
-            (member, min(depth, request.limit)) if self.members[member].is_chain else (member, request.limit)
-        )
+        member, depth, lookup, min_tokens = choice
+        limit, allowed = request.limit, request.members
+        if limit < 1:
+            return NOTHING
+        if member != NOBODY:
+            if allowed is not None and member not in allowed:
+                member = NOBODY
+            elif depth > limit or not self.members[member].is_chain:
+                depth = limit
+        if lookup != NOBODY and (min_tokens > limit or (allowed is not None and lookup not in allowed)):
+            lookup = NOBODY
+        return Choice(member, depth if member != NOBODY else 0, lookup, min_tokens)
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _replan(self, asked: Seq[Asked]) -> None:
+    def _replan(self, asked: Seq[Asked], changed: bool) -> None:
         started_s = self._clock()
         self._work_in()
         market = Market(
@@ -288,7 +319,14 @@ class Controller:
         best = market.best()
         kept = market.price(old.members, old.depths)
         plan = kept if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s else best
-        choices = [(int(m), int(d)) for m, d in zip(plan.members, plan.depths, strict=True)]
+        rate = max(plan.tokens_per_s, self._rate.value if not changed else 0.0)
+        row_s, shares_s = market.marginal(plan)
+        base = market.values(plan, rate, row_s, shares_s)
+        lookups = self._lookups(asked, base, rate, row_s)
+        choices = [
+            Choice(int(m), int(d), *lookup)
+            for m, d, lookup in zip(plan.members, plan.depths, lookups, strict=True)
+        ]
         self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
         self._usual = max(choices, key=choices.count)
         votes: dict[str, list[Choice]] = {}
@@ -299,22 +337,63 @@ class Controller:
             self._of_task[task] = max(given, key=given.count)
         while len(self._of_task) > MAX_TASKS:
             del self._of_task[next(iter(self._of_task))]
+        if changed:
+            self._rate = Mean()
         self._off_rate = nothing.tokens_per_s
-        self._gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
+        self._drafts_gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else 1.0
+        self._gain = rate / nothing.tokens_per_s if nothing.tokens_per_s else None
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
         self._held_s = (self._clock() - started_s) / PLAN_SHARE
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
         """The choices that hold, for the requests at hand."""
-        pairs = [
+        choices = [
             self._bounded(self._chosen.get(r.sequence_id, self._of_task.get(r.task, self._usual)), r)
             for r in asked
         ]
-        members = np.array([member for member, _ in pairs])
-        chains = [m != NOBODY and not self.members[m].is_chain for m in members]
-        depths = np.array([1 if one else depth for one, (_, depth) in zip(chains, pairs, strict=True)])
+        members = np.array([choice.member for choice in choices])
+        depths = np.array([min(choice.depth, self._levels(choice.member)) for choice in choices])
         return Plan(members, depths, 0.0, 0.0)
+
+    def _levels(self, member: int) -> int:
+        """How many depths there are to choose from."""
+        return (
+            0 if member == NOBODY else self.members[member].max_depth if self.members[member].is_chain else 1
+        )
+
+    def _lookups(
+        self, asked: Seq[Asked], base: Seq[float], rate: float, row_s: float
+    ) -> list[tuple[int, int]]:
+        """For each request the lookup that is to be asked first, and how long its guess must be to beat what else would
+        be done, which is worth `base` tokens."""
+        numbers = [number for number, member in enumerate(self.members) if member.looks_up]
+        price = rate * row_s
+        known: dict[tuple[int, str], tuple[list[float], list[float], float]] = {}
+        result: list[tuple[int, int]] = []
+        for request, value in zip(asked, base, strict=True):
+            best = (0.0, NOBODY, 0)
+            for number in numbers:
+                if request.members is not None and number not in request.members:
+                    continue
+                key = number, request.task
+                if key not in known:
+                    yields = self.lookups[number]
+                    ask_s = self.draft_costs[number](Drafted(len(asked), 1, len(asked))) / len(asked)
+                    known[key] = yields.rates(request.task), yields.shares(request.task), rate * ask_s
+                rates, shares, ask_price = known[key]
+                worth = [
+                    length * (bucket_rate - price) - value
+                    for length, bucket_rate in zip(BUCKETS, rates, strict=True)
+                ]
+                taken = next((bucket for bucket in range(1, len(BUCKETS)) if worth[bucket] > 0), None)
+                if taken is None:
+                    continue
+                gain = sum(shares[b] * max(worth[b], 0.0) for b in range(taken, len(BUCKETS)))
+                if gain - ask_price > best[0]:
+                    best = gain - ask_price, number, BUCKETS[taken]
+            result.append(best[1:])
+        return result
 
     def _offer(self, number: int, asked: Seq[Asked]) -> Offer:
         member, acceptance = self.members[number], self.acceptance[number]
@@ -322,6 +401,10 @@ class Controller:
         tokens = np.full((len(asked), depth + 1), -np.inf)
         rows = np.zeros((len(asked), depth + 1))
         tokens[:, 0] = 0.0
+        entry_s = np.zeros(len(asked))
+        if member.looks_up:
+            return Offer(tokens, rows, entry_s, self.draft_costs[number])
+        token_s = self.draft_costs[number].missed_token_s
         for i, request in enumerate(asked):
             if request.limit < 1 or (request.members is not None and number not in request.members):
                 continue
@@ -330,10 +413,22 @@ class Controller:
                 survival = acceptance.survival(request.sequence_id, request.task)[:most]
                 tokens[i, 1 : most + 1] = np.cumsum(survival)
                 rows[i, 1 : most + 1] = np.arange(1, most + 1)
+                entry_s[i] = self._num_unseen(number, request) * token_s / self._steps_left(request)
             else:
                 accepted, checked = acceptance.per_draft(request.sequence_id, request.task)
                 tokens[i, 1], rows[i, 1] = min(accepted, request.limit), min(checked, request.limit)
-        return Offer(tokens, rows, self.draft_costs[number])
+        return Offer(tokens, rows, entry_s, self.draft_costs[number])
+
+    def _num_unseen(self, member: int, request: Asked) -> int:
+        """Tokens of a request's text that a drafter would have to compute first, where they are many."""
+        _, seen = self._seen[member].get(request.sequence_id, (0, 0))
+        unseen = request.length - seen
+        return unseen if unseen >= MANY_MISSED else 0
+
+    def _steps_left(self, request: Asked) -> float:
+        """A careful guess: answers are as long as those of their task, and steps yield a token and a half."""
+        usual = self._usual_length(request.task)
+        return max(usual - request.num_output, 0.25 * usual, 4.0) / 1.5
 
     # --- probes and tries -------------------------------------------------------------------------------------
 
@@ -363,7 +458,7 @@ class Controller:
         found: tuple[float, int, int] | None = None
         for i, request in enumerate(asked):
             for number in range(len(self.members)):
-                if plan.members[i] == number or request.limit < 1:
+                if plan.members[i] == number or request.limit < 1 or self.members[number].looks_up:
                     continue
                 if request.members is not None and number not in request.members:
                     continue
@@ -383,12 +478,11 @@ class Controller:
         tokens = tried.tokens_per_s * tried.step_s
         price_s = TRY_STEPS * max(0.0, tried.step_s - tokens / plan.tokens_per_s)
         if member.is_chain:
-            _, seen = self._seen[number].get(asked[i].sequence_id, (0, 0))
-            price_s += (asked[i].length - seen) * self.draft_costs[number].caught_up_token_s.value
+            price_s += self._num_unseen(number, asked[i]) * self.draft_costs[number].missed_token_s
         if price_s <= self._credit_s["try"]:
             self._pay("try", price_s)
             self._last_try[asked[i].sequence_id, number] = self._turn
-            self._try = _Try(asked[i].sequence_id, (number, depth))
+            self._try = _Try(asked[i].sequence_id, Choice(number, depth))
 
     def _apply_try(self, trial: _Try, asked: Seq[Asked], choices: list[Choice]) -> None:
         trial.steps_left -= 1
@@ -416,6 +510,8 @@ class Controller:
             self._credit_s = {"probe": 0.0, "try": 10 * seconds}
         for what in self._credit_s:
             self._credit_s[what] = min(self._credit_s[what] + 0.5 * self.probe_share * seconds, 64 * seconds)
+        if not self._in_probe and facts.outcomes:
+            self._rate.learn(sum(outcome.num_tokens for outcome in facts.outcomes) / seconds)
         for call in facts.calls:
             self.draft_costs[call.member].learn(call.drafted, self._num_missed[call.member], call.seconds)
         number = len(facts.outcomes)
@@ -428,8 +524,7 @@ class Controller:
             num_rows=facts.num_rows,
             drafted=drafted,
             checked=checked,
-            verify_s=facts.verify_s,
-            rest_s=facts.rest_s,
+            seconds=facts.undrafted_s,
         )
         if not self._in_probe:
             every = -(-number // MAX_LEARNED)
@@ -453,22 +548,24 @@ class Controller:
                     drafts[key] = Drafts()
                 drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
                 self._num_steps[outcome.member] += 1
+            if outcome.lookup in self.lookups:
+                taken = outcome.member == outcome.lookup
+                found, stood = (outcome.num_checked, outcome.num_accepted) if taken else (0, 0)
+                self.lookups[outcome.lookup].learn(outcome.task, found, stood)
         for (member, sequence_id, task), each in drafts.items():
             self.acceptance[member].learn(sequence_id, task, each)
         for outcome in self._outcomes:
             self._use(outcome)
         for number, checked in self._depths:
-            self._by_batch.setdefault(number, Mean()).learn(checked / number, outlier=None)
+            self._by_batch.setdefault(number, Mean()).learn(checked / number)
         gone, self._gone = self._gone, []
         self._outcomes, self._depths = [], []
         for sequence_id in gone:
             self._forget(sequence_id)
 
-    def score(self, outcome: Outcome) -> None:
+    def score(self, lookup: int, task: str, num_found: int, num_stood: int) -> None:
         """What a draft that was never checked would have come to, seen from the text that came instead."""
-        drafts = Drafts()
-        drafts.add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
-        self.acceptance[outcome.member].learn(outcome.sequence_id, outcome.task, drafts)
+        self.lookups[lookup].learn(task, num_found, num_stood)
 
     def may_score(self, member: int) -> bool:
         """Whether there is credit for asking a lookup what it would have guessed; pays for it."""
@@ -478,8 +575,15 @@ class Controller:
         self._pay("try", price_s)
         return True
 
-    def release(self, sequence_id: int) -> None:
-        """The request is over."""
+    def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
+        """The request is over, after `num_tokens` of answer; None where it will come back."""
+        if num_tokens:
+            self._length.learn(float(num_tokens))
+            lengths = self._lengths.setdefault(task, Mean())
+            lengths.learn(float(num_tokens))
+            self._lengths.move_to_end(task)
+            if len(self._lengths) > MAX_TASKS:
+                self._lengths.popitem(last=False)
         self._gone.append(sequence_id)
         self._chosen.pop(sequence_id, None)
 
@@ -496,8 +600,8 @@ class Controller:
             if len(self._tasks) > MAX_TASKS:
                 self._tasks.popitem(last=False)
         self._tasks.move_to_end(outcome.task)
-        use.depth.learn(float(outcome.num_checked), outlier=None)
-        use.tokens.learn(float(outcome.num_tokens), outlier=None)
+        use.depth.learn(float(outcome.num_checked))
+        use.tokens.learn(float(outcome.num_tokens))
         use.member = outcome.member
 
     # --- what is told -----------------------------------------------------------------------------------------
@@ -554,7 +658,7 @@ class Controller:
         """The α from which on one draft token pays, at batches as they are lately."""
         number = max(self._planned_for, 1)
         plain_s = self.cost.step_s(number, number, 0, 0)
-        if plain_s <= 0 or not self.draft_costs[member].call.is_known:
+        if plain_s <= 0 or not self.draft_costs[member].is_known:
             return None
         draft_s = self.draft_costs[member](Drafted(number, 1, number))
         return break_even(1, (self.cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)

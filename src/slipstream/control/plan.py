@@ -31,6 +31,8 @@ class Offer:
     drafter that is taken as it comes has one level."""
     rows: NDArray[np.float64]
     """[requests, 1 + depths]: draft tokens that the target is then expected to check."""
+    entry_s: NDArray[np.float64]
+    """[requests]: a step's share of the seconds that it takes the drafter to compute the text that it has missed."""
     cost: DraftCost
 
     @property
@@ -78,6 +80,7 @@ class Market:
             rows += float(offer.rows[mine, levels].sum())
             drafted += len(mine)
             draft_s += offer.cost(Drafted(len(mine), int(levels.max()), int(levels.sum())))
+            draft_s += float(offer.entry_s[mine].sum())
         num_rows = self._number + self._other + rows
         step_s = self._cost.step_s(self._number, num_rows, drafted, rows) + draft_s
         return Plan(members, depths, tokens / step_s if step_s > 0 else 0.0, step_s)
@@ -112,18 +115,7 @@ class Market:
     def _each(self, going: Plan) -> Plan:
         """Each request takes what is best for it at the going rate; calls and levels are shared as they are now."""
         rate = going.tokens_per_s
-        drafted = int((going.members != NOBODY).sum())
-        checked = going.step_s and sum(
-            float(offer.rows[i, going.depths[i]])
-            for number, offer in enumerate(self.offers)
-            for i in (going.members == number).nonzero()[0]
-        )
-        before = self._cost.step_s(self._number, self._number + self._other + checked, drafted, checked)
-        more = max(1.0, 0.25 * self._number)
-        after = self._cost.step_s(
-            self._number, self._number + self._other + checked + more, drafted, checked + more
-        )
-        row_s = (after - before) / more
+        row_s, _ = self.marginal(going)
         scores, places = [np.zeros(self._number)], [np.zeros(self._number, dtype=np.int64)]
         for number, offer in enumerate(self.offers):
             sharing = max(int((going.members == number).sum()), self._number // 2, 1)
@@ -134,13 +126,42 @@ class Market:
                     for d in levels
                 ]
             )
-            score = offer.tokens - rate * (offer.rows * row_s + draft_s)
+            entry_s = offer.entry_s[:, None] * (levels > 0)
+            score = offer.tokens - rate * (offer.rows * row_s + draft_s + entry_s)
             place = score.argmax(axis=1)
             places.append(place)
             scores.append(score[np.arange(self._number), place])
         chosen = np.argmax(scores, axis=0)
         depths = np.asarray(places)[chosen, np.arange(self._number)]
         return self.price(np.where(depths > 0, chosen - 1, NOBODY), depths)
+
+    def marginal(self, going: Plan) -> tuple[float, list[float]]:
+        """Seconds of one more draft token in the pass, and by drafter a request's share of its calls."""
+        drafted = int((going.members != NOBODY).sum())
+        rows, shares = 0.0, []
+        for number, offer in enumerate(self.offers):
+            (mine,) = (going.members == number).nonzero()
+            levels = going.depths[mine]
+            rows += float(offer.rows[mine, levels].sum())
+            total = offer.cost(Drafted(len(mine), int(levels.max()), int(levels.sum()))) if len(mine) else 0.0
+            shares.append(total / max(len(mine), 1))
+        base = self._number + self._other + rows
+        more = max(1.0, 0.25 * self._number)
+        before = self._cost.step_s(self._number, base, drafted, rows)
+        after = self._cost.step_s(self._number, base + more, drafted, rows + more)
+        return (after - before) / more, shares
+
+    def values(self, plan: Plan, rate: float, row_s: float, shares_s: Seq[float]) -> list[float]:
+        """By request, the tokens that its draft gains beyond what its time is worth at `rate`; 0 without one."""
+        found = []
+        for i, (number, depth) in enumerate(zip(plan.members.tolist(), plan.depths.tolist(), strict=True)):
+            if number == NOBODY:
+                found.append(0.0)
+                continue
+            offer = self.offers[number]
+            cost_s = float(offer.rows[i, depth]) * row_s + shares_s[number] + float(offer.entry_s[i])
+            found.append(float(offer.tokens[i, depth]) - rate * cost_s)
+        return found
 
 
 def _value(plan: Plan) -> float:

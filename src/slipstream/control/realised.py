@@ -1,7 +1,7 @@
 """What speculation really gains, from paired probes: a few steps without it, beside the steps just before them.
 
 The model of costs and acceptance says what speculation should gain; this measures it, on the traffic as it is. A pair
-holds neighbouring steps of batches of one size, so that neither the machine's mood nor the load is in the ratio.
+holds neighbouring steps of batches of about one size, so that neither the machine's mood nor the load is in the ratio.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ MEMORY = 200
 """Pairs that are kept, of each task."""
 MIN_PAIRS = 3
 """Fewer give no interval."""
+MAX_DIFFERENCE = 0.1
+"""Between the batches of a pair, as a share."""
 MAX_TASKS = 256
 Z95 = 1.96
 
@@ -67,8 +69,7 @@ class Realised:
 
     def can_probe(self, num_sequences: int) -> bool:
         """True when the steps just made would give a fair comparison with the next ones."""
-        fair = [step for step in self._before if step.drafted and step.num_sequences == num_sequences]
-        return len(fair) >= NUM_ON_STEPS // 2
+        return len(self._fair(num_sequences)) >= NUM_ON_STEPS // 2
 
     def learn(self, step: Step, in_probe: bool) -> None:
         """One step, and whether it was part of a probe."""
@@ -90,7 +91,7 @@ class Realised:
     def _close(self) -> None:
         number = self._probe[0].num_sequences
         off = [step.seconds for step in self._probe[1:] if step.num_sequences == number]
-        on = [step for step in self._before if step.drafted and step.num_sequences == number]
+        on = self._fair(number)
         self._probe = []
         self._before.clear()
         if len(off) < NUM_OFF_STEPS - 1 or len(on) < NUM_ON_STEPS // 2:
@@ -106,6 +107,13 @@ class Realised:
             self._of(task).append(Pair(tokens / sequences, on_s, off_s))
         sequences = sum(each[0] for each in totals.values())
         self._all.append(Pair(sum(each[1] for each in totals.values()) / sequences, on_s, off_s))
+
+    def _fair(self, num_sequences: int) -> list[Step]:
+        """Steps with speculation of about so many sequences."""
+        most = MAX_DIFFERENCE * num_sequences
+        return [
+            step for step in self._before if step.drafted and abs(step.num_sequences - num_sequences) <= most
+        ]
 
     def _of(self, task: str) -> deque[Pair]:
         pairs = self._pairs.setdefault(task, deque(maxlen=MEMORY))

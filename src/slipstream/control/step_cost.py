@@ -1,43 +1,29 @@
-"""What a step costs, corrected by every step that is made.
+"""What a step costs, learned from every step that is made.
 
-A step's time is that of its target pass, which depends on its rows; of drafting, which depends on how many sequences
-are drafted for and how deep; and of the rest. The first is learned by bins of rows, from the expectation on that a
-measured profile gives, because memory and arithmetic take turns in being what it waits for. The others are sums of so
-much a call, a pass, a sequence and a token: a few steps tell these few numbers.
+Times are sums of so much a call, a pass, a sequence and a token: few numbers, which a few steps tell. What a pass of
+the target takes by rows is no straight line, because memory and arithmetic take turns in being what it waits for; there
+the measured profile gives the shape, and what is learned is by how much this machine, now, is slower or faster.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
-from slipstream.control.profile import isotonic
-
 MEMORY = 40.0
-"""Steps after which an old one weighs 1/e, in each bin."""
-PRIOR_STEPS = 3.0
-"""What the expectation weighs against what was seen in a bin."""
-LINEAR_MEMORY = 200.0
+"""Values after which an old one weighs 1/e in a mean."""
+LINEAR_MEMORY = 200
+"""Steps after which an old one weighs 1/e in a sum of parts."""
 RIDGE = 1e-3
+MANY_MISSED = 32
+"""Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
 OUTLIER = 3.0
-"""A step that took more than so many times its bin's mean counts as so many: a neighbour woke up, not a law."""
-
-
-def _edges() -> tuple[int, ...]:
-    """Every number to 16, then steps of about a fifth."""
-    edges = list(range(1, 17))
-    while edges[-1] < 8192:
-        edges.append(max(edges[-1] + 1, round(edges[-1] * 1.2)))
-    return tuple(edges)
-
-
-EDGES = _edges()
+"""A step that took more than so many times what is usual counts as so many: a neighbour woke up, not a law."""
 
 
 @dataclass(slots=True)
@@ -47,76 +33,15 @@ class Mean:
     weight: float = 0.0
     value: float = 0.0
 
-    def learn(self, value: float, outlier: float | None = OUTLIER) -> None:
-        """One more; one above `outlier` times the mean counts as so much."""
-        if outlier is not None and self.weight >= PRIOR_STEPS:
-            value = min(value, outlier * self.value)
+    def learn(self, value: float) -> None:
+        """One more."""
         self.weight = self.weight * (1 - 1 / MEMORY) + 1
         self.value += (value - self.value) / self.weight
 
 
-@dataclass(slots=True)
-class Curve:
-    """Seconds as a function of a count, from 1 on: bins, made non-decreasing."""
-
-    expected: Callable[[float], float] | None = None
-    """Seconds before anything was seen; None extends what was seen."""
-    _bins: dict[int, Mean] = field(default_factory=dict)
-    _line: tuple[list[int], list[float]] | None = None
-
-    def learn(self, count: int, seconds: float) -> None:
-        """One step."""
-        if count >= 1:
-            self._bins.setdefault(bisect_left(EDGES, count), Mean()).learn(seconds)
-            self._line = None
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._bins) or self.expected is not None
-
-    def __call__(self, count: float) -> float:
-        """Seconds; 0 before anything is known."""
-        if count < 1 or not self.is_known:
-            return 0.0
-        if not self._bins:
-            assert self.expected is not None
-            return self.expected(count)
-        places, values = self._made()
-        if self.expected is not None:
-            return self.expected(count) * _between(places, values, count)
-        return _between(places, values, count, beyond=True)
-
-    def _made(self) -> tuple[list[int], list[float]]:
-        """Counts and seconds, or, with an expectation, the ratio to it: a machine that is slower is so everywhere."""
-        if self._line is None:
-            places = sorted(self._bins)
-            counts = [EDGES[place] for place in places]
-            means = [self._bins[place] for place in places]
-            if self.expected is None:
-                values = isotonic([mean.value for mean in means])
-            else:
-                values = [
-                    (mean.weight * mean.value / self.expected(count) + PRIOR_STEPS)
-                    / (mean.weight + PRIOR_STEPS)
-                    for count, mean in zip(counts, means, strict=True)
-                ]
-            self._line = counts, values
-        return self._line
-
-
-def _between(places: list[int], values: list[float], at: float, beyond: bool = False) -> float:
-    """Linear between the places, constant before and behind them; with `beyond` in proportion behind the last."""
-    if at <= places[0]:
-        return values[0]
-    if at >= places[-1]:
-        return values[-1] * (at / places[-1] if beyond and places[-1] > 1 else 1.0)
-    right = bisect_left(places, at)
-    share = (at - places[right - 1]) / (places[right] - places[right - 1])
-    return (1 - share) * values[right - 1] + share * values[right]
-
-
 class Linear:
-    """Seconds as a sum of non-negative parts, each in proportion to one quantity; decayed least squares.
+    """Seconds as a sum of non-negative parts, each in proportion to one quantity: decayed least squares, of relative
+    errors.
 
     What is learned is only kept at first, and worked in when somebody asks: steps are many and short.
     """
@@ -125,7 +50,7 @@ class Linear:
         self._products = np.zeros((num_features, num_features))
         self._targets = np.zeros(num_features)
         self._parts = [0.0] * num_features
-        self._mean = 0.0
+        self._known = False
         self._new: list[tuple[Seq[float], float]] = []
 
     def learn(self, features: Seq[float], seconds: float) -> None:
@@ -136,7 +61,7 @@ class Linear:
 
     @property
     def is_known(self) -> bool:
-        return bool(self._new) or self._mean > 0
+        return self._known or bool(self._new)
 
     def __call__(self, features: Seq[float]) -> float:
         """Seconds; 0 before anything is known."""
@@ -148,14 +73,16 @@ class Linear:
         rows = np.array([features for features, _ in self._new], dtype=float)
         seconds = np.array([each for _, each in self._new])
         self._new = []
-        usual = np.maximum(rows @ np.array(self._parts), self._mean or float(np.median(seconds)))
-        seconds = np.minimum(seconds, OUTLIER * usual)
+        usual = rows @ np.array(self._parts) if self._known else np.full(len(seconds), np.median(seconds))
+        usual = np.maximum(usual, 1e-6)
+        rows /= usual[:, None]
+        seconds = np.minimum(seconds / usual, OUTLIER)
         weights = (1 - 1 / LINEAR_MEMORY) ** np.arange(len(rows) - 1, -1, -1)
         keep = (1 - 1 / LINEAR_MEMORY) ** len(rows)
         self._products = self._products * keep + (rows * weights[:, None]).T @ rows
         self._targets = self._targets * keep + rows.T @ (weights * seconds)
-        self._mean = float(self._targets[0] / self._products[0, 0])  # the first quantity is 1
         self._parts = self._solve()
+        self._known = True
 
     def _solve(self) -> list[float]:
         """With a little ridge: of quantities that always came together, each gets its share."""
@@ -182,42 +109,51 @@ class Drafted(NamedTuple):
 
 
 class DraftCost:
-    """Seconds of a drafter's calls: so much a call, a level, a sequence and a token."""
+    """Seconds of a drafter's calls: so much a call, a level, a sequence, a token, and a token that it had missed."""
 
     def __init__(self) -> None:
-        self.call = Linear(4)
-        self.caught_up_token_s = Mean()
-        """A token of text that the drafter had not seen, since it was not asked while the text grew."""
+        self._parts = Linear(5)
+        self._missed = Mean()
+        """Tokens that a sequence had usually gained while the drafter was not asked for it."""
+
+    @property
+    def is_known(self) -> bool:
+        return self._parts.is_known
 
     def learn(self, drafted: Drafted, num_missed: int, seconds: float) -> None:
-        """One call, before which the text had grown by `num_missed` tokens beyond what a step yields."""
-        if num_missed <= 2 * drafted.num_sequences:
-            if drafted.num_sequences:
-                self.call.learn(drafted.features, seconds)
-        elif self.call.is_known or not drafted.num_sequences:
-            rest_s = max(0.0, seconds - self.call(drafted.features))
-            self.caught_up_token_s.learn(rest_s / num_missed)
+        """One call, which first had to compute `num_missed` tokens of text beyond what a step yields."""
+        self._parts.learn((*drafted.features, num_missed), seconds)
+        if drafted.num_sequences and num_missed < MANY_MISSED * drafted.num_sequences:
+            self._missed.learn(num_missed / drafted.num_sequences)
 
     def __call__(self, drafted: Drafted) -> float:
-        return self.call(drafted.features) if drafted.num_sequences else 0.0
+        """A call for sequences whose prompts are computed; 0 before any call was made."""
+        if not drafted.num_sequences or not self._parts.is_known:
+            return 0.0
+        return self._parts((*drafted.features, self._missed.value * drafted.num_sequences))
+
+    @property
+    def missed_token_s(self) -> float:
+        """Of a token that the drafter has not seen, as a prompt's; 0 before it is known."""
+        return self._parts((0.0, 0.0, 0.0, 0.0, 1.0)) if self._parts.is_known else 0.0
 
 
 class StepCost:
     """Seconds of a step, drafting apart."""
 
-    def __init__(self, verify: Callable[[float], float] | None = None) -> None:
-        """`verify` is the expected time of a target pass by rows."""
-        self.verify = Curve(verify)
-        self._rest = Linear(4)
+    def __init__(self, pass_s: Callable[[float], float]) -> None:
+        """`pass_s` is the expected time of a target pass by rows."""
+        self._pass_s = pass_s
+        self._parts = Linear(5)
 
-    def learn(
-        self, *, num_sequences: int, num_rows: int, drafted: int, checked: int, verify_s: float, rest_s: float
-    ) -> None:
-        """One step of `num_rows` rows in all, of which `checked` were drafts for `drafted` sequences; `rest_s` is what
-        was neither drafting nor the pass."""
-        self.verify.learn(num_rows, verify_s)
-        self._rest.learn((1.0, num_sequences, drafted, checked), rest_s)
+    def learn(self, *, num_sequences: int, num_rows: int, drafted: int, checked: int, seconds: float) -> None:
+        """One step of `num_rows` rows in all, of which `checked` were drafts for `drafted` sequences."""
+        features = (1.0, num_sequences, drafted, checked, self._pass_s(num_rows))
+        self._parts.learn(features, seconds)
 
     def step_s(self, num_sequences: int, num_rows: float, drafted: int, checked: float) -> float:
         """Expected seconds."""
-        return self.verify(num_rows) + self._rest((1.0, num_sequences, drafted, checked))
+        pass_s = self._pass_s(num_rows)
+        if not self._parts.is_known:
+            return pass_s
+        return self._parts((1.0, num_sequences, drafted, checked, pass_s))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
@@ -45,6 +45,22 @@ class AutoOptions:
         return [SpeculativeConfig.from_mapping(drafter) for drafter in self.drafters or ()]
 
 
+class Selection(NamedTuple):
+    """Whom to ask for a sequence."""
+
+    member: int | None
+    """A drafter; None is nobody."""
+    budget: int | None = None
+    """The most nodes that are asked of it, where that is less than the sequence's own budget."""
+    lookup: int | None = None
+    """A drafter that is asked before, with all of the sequence's budget."""
+    min_tokens: int = 1
+    """The shortest guess of the lookup that makes asking the other one needless."""
+
+
+FIRST = Selection(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Asking:
     """One drafter's turn in a step."""
@@ -67,34 +83,58 @@ class AutoDrafter(DrafterGroup):
         super().__init__(options, context, options.configs() or _usual(context))
         self.asked: list[Asking] = []
         """What the last call of `propose` took, drafter by drafter."""
-        self._chosen: dict[int, int] = {}
+        self.found: dict[int, Proposal] = {}
+        """Sequence id to what a lookup that was asked first guessed in the last call of `propose`, taken or not."""
+        self._chosen: dict[int, Selection] = {}
         self._open: dict[int, tuple[int, Proposal, int]] = {}
         """The member that was asked for a sequence, what it proposed, and the text's length then."""
 
-    def choose(self, chosen: Mapping[int, int]) -> None:
-        """Sequence id to the number of the drafter that is to be asked for it; the first one where nothing is said."""
+    def choose(self, chosen: Mapping[int, Selection]) -> None:
+        """By sequence id, whom to ask; the first drafter where nothing is said."""
         self._chosen = dict(chosen)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        self.asked, self.found = [], {}
         proposals: dict[int, Proposal] = {}
-        self.asked = []
-        for number, member in enumerate(self.members):
-            most = member.drafter.max_nodes()
-            wanted = [
-                (sequence, min(budget, most))
-                for sequence, budget in zip(sequences, budgets, strict=True)
-                if self._chosen.get(sequence.id, 0) == number and member.serves(sequence)
+        pairs = [
+            (sequence, budget, self._chosen.get(sequence.id, FIRST))
+            for sequence, budget in zip(sequences, budgets, strict=True)
+        ]
+        lookups = {selection.lookup for _, _, selection in pairs if selection.lookup is not None}
+        for number in sorted(lookups):
+            asked = [(s, budget) for s, budget, selection in pairs if selection.lookup == number]
+            for sequence, proposal in self._ask(number, asked):
+                self.found[sequence.id] = proposal
+                if len(proposal) >= self._chosen[sequence.id].min_tokens:
+                    proposals[sequence.id] = proposal
+        for number in range(len(self.members)):
+            asked = [
+                (s, budget if selection.budget is None else min(selection.budget, budget))
+                for s, budget, selection in pairs
+                if selection.member == number and s.id not in proposals
             ]
-            if not wanted:
-                continue
-            mine, theirs = [each[0] for each in wanted], [each[1] for each in wanted]
-            started_s = time.perf_counter()
-            answers = member.ask(mine, theirs)
-            self.asked.append(Asking(number, mine, theirs, time.perf_counter() - started_s))
-            for sequence, proposal in zip(mine, answers, strict=True):
-                proposals[sequence.id] = proposal
-                self._open[sequence.id] = number, proposal, len(sequence.token_ids)
+            proposals |= {sequence.id: proposal for sequence, proposal in self._ask(number, asked)}
         return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+
+    def _ask(self, number: int, asked: Seq[tuple[Sequence, int]]) -> list[tuple[Sequence, Proposal]]:
+        """One drafter's proposals for those whom it serves."""
+        member = self.members[number]
+        most = member.drafter.max_nodes()
+        sequences = [sequence for sequence, _ in asked if member.serves(sequence)]
+        budgets = [min(budget, most) for sequence, budget in asked if member.serves(sequence)]
+        if not sequences:
+            return []
+        started_s = time.perf_counter()
+        answers = member.ask(sequences, budgets)
+        self.asked.append(Asking(number, sequences, budgets, time.perf_counter() - started_s))
+        for sequence, proposal in zip(sequences, answers, strict=True):
+            self._open[sequence.id] = number, proposal, len(sequence.token_ids)
+        return list(zip(sequences, answers, strict=True))
+
+    def drafted_by(self, sequence: Sequence) -> int | None:
+        """Who made the sequence's last proposal, until it is observed."""
+        made = self._open.get(sequence.id)
+        return None if made is None else made[0]
 
     def observe(self, observations: Seq[Observation]) -> None:
         opened = [self._open.pop(seen.sequence.id, None) for seen in observations]

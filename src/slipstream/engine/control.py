@@ -33,12 +33,13 @@ def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: C
     assert isinstance(drafter, AutoDrafter)
     names = _numbered(drafter.names)
     members = [_member(name, guard.drafter) for name, guard in zip(names, drafter.members, strict=True)]
-    return Controller(members, adaptive=True, probe_share=share, verify_s=_pass_s(model))
+    return Controller(members, adaptive=True, probe_share=share, pass_s=_pass_s(model))
 
 
 def _member(name: str, drafter: Drafter) -> Member:
     length = drafter.chain_length()
-    return Member(name, drafter.max_nodes() if length is None else length, length is not None)
+    depth = drafter.max_nodes() if length is None else length
+    return Member(name, depth, length is not None, drafter.looks_up)
 
 
 def _numbered(names: list[str]) -> list[str]:

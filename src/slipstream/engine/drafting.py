@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.controller import Asked, Call, Choice, Controller, Outcome, StepFacts
+from slipstream.control.controller import NOTHING, Asked, Call, Choice, Controller, Outcome, StepFacts
 from slipstream.control.plan import NOBODY
 from slipstream.control.report import ControlReport
 from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
-from slipstream.draft.auto import AutoDrafter
+from slipstream.draft.auto import AutoDrafter, Selection
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
@@ -59,7 +59,7 @@ class Drafting(Guard):
         self.controller = controller
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
         self._step = _Step()
-        self._unchecked: _Unchecked | None = None
+        self._unchecked: dict[int, _Unchecked] = {}
         self._turn = 0
         self._changed: dict[int, tuple[Proposal, int]] = {}
         """Sequence id to the drafter's own proposal, where another one is checked, and the text's length then."""
@@ -104,13 +104,17 @@ class Drafting(Guard):
         step.num_others = sum(item.num_rows for item in scheduled) - len(decoding)
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
         asked: list[tuple[Sequence, int]] = []
-        members: dict[int, int] = {}
+        selected: dict[int, Selection] = {}
         for item, choice in zip(decoding, choices, strict=True):
             sequence = item.sequence
             step.choices[sequence.id] = choice
-            if choice[0] != NOBODY:
-                members[sequence.id] = choice[0]
-                asked.append((sequence, choice[1]))
+            if choice.lookup != NOBODY:
+                member = None if choice.member == NOBODY else choice.member
+                selected[sequence.id] = Selection(member, choice.depth, choice.lookup, choice.min_tokens)
+                asked.append((sequence, item.max_draft_tokens))
+            elif choice.member != NOBODY:
+                selected[sequence.id] = Selection(choice.member)
+                asked.append((sequence, choice.depth))
         for item in scheduled:
             sequence = item.sequence
             if item.decodes or not self._may_draft(sequence) or controller.in_probe:
@@ -120,11 +124,11 @@ class Drafting(Guard):
                 sequence.id, sequence.task, item.num_rows, length, sequence.params.max_tokens
             )
             if member != NOBODY and self._allows(sequence, member):
-                members[sequence.id] = member
+                selected[sequence.id] = Selection(member)
                 asked.append((sequence, 0))
         if self._group is not None:
-            self._group.choose(members)
-            if self._turn % SCORED_EVERY == 0 and self._unchecked is None and decoding:
+            self._group.choose(selected)
+            if self._turn % SCORED_EVERY == 0 and decoding:
                 self._look_up(controller, self._group, decoding[self._turn // SCORED_EVERY % len(decoding)])
         return asked
 
@@ -134,14 +138,16 @@ class Drafting(Guard):
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
         sequence = item.sequence
-        chosen, _ = self._step.choices[sequence.id]
+        asked_first = self._step.choices[sequence.id].lookup
+        if sequence.id in self._unchecked:
+            return
         for member, guard in enumerate(group.members):
-            if member == chosen or not guard.drafter.looks_up or not self._allows(sequence, member):
+            if member == asked_first or not guard.drafter.looks_up or not self._allows(sequence, member):
                 continue
             limit = min(item.max_draft_tokens, guard.drafter.max_nodes())
             if limit and controller.may_score(member):
                 [proposal] = guard.ask([sequence], [limit])
-                self._unchecked = _Unchecked(sequence, member, proposal, len(sequence.token_ids))
+                self._unchecked[sequence.id] = _Unchecked(sequence, member, proposal, len(sequence.token_ids))
                 return
 
     def _asked(self, item: ScheduledSequence) -> Asked:
@@ -150,7 +156,8 @@ class Drafting(Guard):
         members = None
         if self._group is not None and (sequence.draft_method is not None or self._group.num_failures):
             members = frozenset(m for m in range(len(self._group.members)) if self._allows(sequence, m))
-        return Asked(sequence.id, sequence.task, limit, len(sequence.token_ids), members)
+        length = len(sequence.token_ids)
+        return Asked(sequence.id, sequence.task, limit, length, length - sequence.num_prompt_tokens, members)
 
     def _allows(self, sequence: Sequence, member: int) -> bool:
         """Whether a drafter may be asked for a sequence: its caller wants no other, and it has not failed it."""
@@ -163,12 +170,17 @@ class Drafting(Guard):
         if self.controller is None or not asked:
             return
         if self._group is None:
-            budgets = [budget for _, budget in asked]
-            self._step.calls.append(Call(0, self._drafted(0, budgets), seconds))
+            self._note_call(0, [sequence for sequence, _ in asked], [budget for _, budget in asked], seconds)
             return
         for asking in self._group.asked:
-            drafted = self._drafted(asking.member, asking.budgets)
-            self._step.calls.append(Call(asking.member, drafted, asking.seconds))
+            self._note_call(asking.member, asking.sequences, asking.budgets, asking.seconds)
+
+    def _note_call(self, member: int, sequences: Seq[Sequence], budgets: Seq[int], seconds: float) -> None:
+        assert self.controller is not None
+        for sequence, budget in zip(sequences, budgets, strict=True):
+            if budget:
+                self.controller.meet(member, sequence.id, len(sequence.token_ids))
+        self._step.calls.append(Call(member, self._drafted(member, budgets), seconds))
 
     def _drafted(self, member: int, budgets: Seq[int]) -> Drafted:
         assert self.controller is not None
@@ -207,8 +219,7 @@ class Drafting(Guard):
             StepFacts(
                 num_rows=report.num_rows + report.num_draft_tokens,
                 num_others=step.num_others,
-                verify_s=report.verify_s,
-                rest_s=report.other_s + max(report.draft_s - draft_s, 0.0),
+                undrafted_s=report.draft_s + report.verify_s + report.other_s - draft_s,
                 calls=step.calls,
                 outcomes=step.outcomes,
             )
@@ -218,11 +229,11 @@ class Drafting(Guard):
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         self._changed.pop(sequence.id, None)
-        if self._unchecked is not None and self._unchecked.sequence is sequence:
-            self._unchecked = None
+        self._unchecked.pop(sequence.id, None)
         super().release(sequence)
         if self.controller is not None:
-            self.controller.release(sequence.id)
+            num_tokens = sequence.num_output_tokens if sequence.finished else None
+            self.controller.release(sequence.id, sequence.task, num_tokens)
 
     def report(self) -> ControlReport:
         """What is known of the drafter's worth."""
@@ -246,26 +257,38 @@ class Drafting(Guard):
 
     def _outcome(self, seen: Observation, own: Observation) -> Outcome:
         sequence = seen.sequence
-        member, depth = self._step.choices.get(sequence.id, (NOBODY, 0))
+        choice = self._step.choices.get(sequence.id, NOTHING)
+        member = choice.member
+        if self._group is not None and choice is not NOTHING:
+            made_by = self._group.drafted_by(sequence)
+            member = NOBODY if made_by is None else made_by
         checked, accepted = len(own.proposal), own.num_accepted
         cut = sequence.finished and sequence.from_draft[-1]  # what follows was not looked at
         reached = min(accepted + (not cut), max(own.proposal.depths, default=0))
         emitted = len(sequence.token_ids) - seen.length_before
-        return Outcome(sequence.id, sequence.task, member, depth, checked, reached, accepted, emitted)
+        lookup = choice.lookup
+        if lookup not in (NOBODY, member) and len(found := self._found(sequence)):
+            lookup = NOBODY  # its guess was too short to be taken: time will tell
+            self._unchecked.setdefault(
+                sequence.id, _Unchecked(sequence, choice.lookup, found, seen.length_before)
+            )
+        return Outcome(
+            sequence.id, sequence.task, member, choice.depth, checked, reached, accepted, emitted, lookup
+        )
+
+    def _found(self, sequence: Sequence) -> Proposal:
+        """What the lookup that was asked first guessed."""
+        assert self._group is not None
+        return self._group.found.get(sequence.id, EMPTY_PROPOSAL)
 
     def _score(self, controller: Controller) -> None:
         """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
-        unchecked = self._unchecked
-        if unchecked is None:
-            return
-        sequence, proposal = unchecked.sequence, unchecked.proposal
-        depth = max(proposal.depths, default=0)
-        grown = sequence.token_ids[unchecked.length :][:depth]
-        accepted = depth_along(proposal, grown)
-        if accepted == len(grown) < depth:
-            return
-        self._unchecked = None
-        number, reached = len(proposal), min(accepted + 1, depth)
-        controller.score(
-            Outcome(sequence.id, sequence.task, unchecked.member, number, number, reached, accepted, 0)
-        )
+        for key, unchecked in list(self._unchecked.items()):
+            sequence, proposal = unchecked.sequence, unchecked.proposal
+            depth = max(proposal.depths, default=0)
+            grown = sequence.token_ids[unchecked.length :][:depth]
+            accepted = depth_along(proposal, grown)
+            if accepted == len(grown) < depth and not sequence.finished:
+                continue
+            del self._unchecked[key]
+            controller.score(unchecked.member, sequence.task, len(proposal), accepted)
