@@ -133,6 +133,14 @@ class Acceptance:
             estimate = counts.per_draft(estimate, weight)
         return estimate
 
+    def knows(self, sequence_id: int) -> bool:
+        """Whether anything was drafted for the request itself."""
+        return sequence_id in self._requests
+
+    def worth(self, sequence_id: int, task: str) -> tuple[list[float], tuple[float, float]]:
+        """`survival` and `per_draft`."""
+        return self.survival(sequence_id, task), self.per_draft(sequence_id, task)
+
     def num_drafts(self, sequence_id: int, task: str) -> tuple[float, float, float]:
         """How much is known: drafts of the request, of its task and of all, old ones counted less."""
         request, of_task = self._requests.get(sequence_id), self._tasks.get(task)

@@ -12,6 +12,7 @@ checked (non-anticipation), so the classical verifiers stay exact too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import numpy as np
 from slipstream.control.acceptance import BUCKETS, Acceptance, Drafts, LookupYield
 from slipstream.control.payoff import break_even
 from slipstream.control.plan import NOBODY, Market, Offer, Plan
-from slipstream.control.realised import NUM_OFF_STEPS, Realised
+from slipstream.control.realised import NUM_OFF_STEPS, Gain, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
@@ -35,6 +36,10 @@ TRY_STEPS = 3
 """Steps of a try."""
 TRY_DEPTH = 3
 """Levels of a try."""
+FIRST_TRIES = 10.0
+"""Passes' worth of credit to begin with, since nothing is known."""
+MAX_CREDIT_STEPS = 32
+"""Steps' worth of credit that can be saved up."""
 PROBE_EVERY = 32
 """Steps between two looks at whether a probe is due."""
 MAX_LEARNED = 12
@@ -126,6 +131,12 @@ class StepFacts(NamedTuple):
     """All of it but the calls."""
     calls: Seq[Call]
     outcomes: Seq[Outcome]
+    """Of some of the requests; of more than `MAX_LEARNED`, each in its turn."""
+    num_drafted: int
+    """Requests for which something was checked."""
+    num_checked: int
+    gains: Seq[Gain]
+    """Of all requests."""
 
     @property
     def seconds(self) -> float:
@@ -190,10 +201,10 @@ class Controller:
         self._length = Mean()
         self._lengths: OrderedDict[str, Mean] = OrderedDict()
         """Task to tokens of an answer."""
-        self._in_probe = False
+        self._in_probe = self._resting = False
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
-        self._credit_s = {"probe": 0.0, "try": 0.0}
+        self._credit_s = {"probe": 0.0, "try": FIRST_TRIES * pass_s(1.0) if probe_share else 0.0}
         self._total_s = self._probing_s = 0.0
         self._turn = 0
         self._outcomes: list[Outcome] = []
@@ -227,6 +238,15 @@ class Controller:
         if turn != self._turn - 1:
             self._num_missed[member] += max(length - seen - 1, 0)
         self._seen[member][sequence_id] = self._turn, length
+
+    def rests(self, num_requests: int) -> bool:
+        """True where nothing is drafted for anybody as long as the plan holds: nobody needs to be asked about."""
+        if not self._resting or self._held_s <= 0 or self._has_changed(num_requests):
+            return False
+        self._turn += 1
+        self._num_missed = [0] * len(self.members)
+        self._in_probe = False
+        return True
 
     def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
@@ -275,8 +295,7 @@ class Controller:
 
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
-        size = len(asked)
-        changed = abs(size - self._planned_for) > 0.2 * max(size, self._planned_for)
+        changed = self._has_changed(len(asked))
         if self._held_s <= 0 or changed:
             self._replan(asked, changed)
         choices: list[Choice] = []
@@ -289,9 +308,15 @@ class Controller:
             self._apply_try(self._try, asked, choices)
         return choices
 
+    def _has_changed(self, num_requests: int) -> bool:
+        """True when the plan was made for another load."""
+        return abs(num_requests - self._planned_for) > 0.2 * max(num_requests, self._planned_for)
+
     def _bounded(self, choice: Choice, request: Asked) -> Choice:
         member, depth, lookup, min_tokens = choice
         limit, allowed = request.limit, request.members
+        if choice is NOTHING or (allowed is None and self._most(choice) <= limit):
+            return choice
         if limit < 1:
             return NOTHING
         if member != NOBODY:
@@ -302,6 +327,13 @@ class Controller:
         if lookup != NOBODY and (min_tokens > limit or (allowed is not None and lookup not in allowed)):
             lookup = NOBODY
         return Choice(member, depth if member != NOBODY else 0, lookup, min_tokens)
+
+    def _most(self, choice: Choice) -> float:
+        """From which limit on a choice can stay as it is."""
+        member, depth, lookup, min_tokens = choice
+        if member != NOBODY and not self.members[member].is_chain:
+            return math.inf
+        return max(depth, min_tokens if lookup != NOBODY else 0, 1)
 
     # --- plans ------------------------------------------------------------------------------------------------
 
@@ -344,6 +376,7 @@ class Controller:
         self._gain = rate / nothing.tokens_per_s if nothing.tokens_per_s else None
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
+        self._resting = self._try is None and all(choice is NOTHING for choice in choices)
         self._held_s = (self._clock() - started_s) / PLAN_SHARE
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
@@ -405,17 +438,23 @@ class Controller:
         if member.looks_up:
             return Offer(tokens, rows, entry_s, self.draft_costs[number])
         token_s = self.draft_costs[number].missed_token_s
+        shared: dict[str, tuple[list[float], tuple[float, float]]] = {}
         for i, request in enumerate(asked):
             if request.limit < 1 or (request.members is not None and number not in request.members):
                 continue
+            if acceptance.knows(request.sequence_id):
+                worth = acceptance.worth(request.sequence_id, request.task)
+            else:  # as its task
+                if request.task not in shared:
+                    shared[request.task] = acceptance.worth(request.sequence_id, request.task)
+                worth = shared[request.task]
             if member.is_chain:
                 most = min(depth, request.limit)
-                survival = acceptance.survival(request.sequence_id, request.task)[:most]
-                tokens[i, 1 : most + 1] = np.cumsum(survival)
+                tokens[i, 1 : most + 1] = np.cumsum(worth[0][:most])
                 rows[i, 1 : most + 1] = np.arange(1, most + 1)
                 entry_s[i] = self._num_unseen(number, request) * token_s / self._steps_left(request)
             else:
-                accepted, checked = acceptance.per_draft(request.sequence_id, request.task)
+                accepted, checked = worth[1]
                 tokens[i, 1], rows[i, 1] = min(accepted, request.limit), min(checked, request.limit)
         return Offer(tokens, rows, entry_s, self.draft_costs[number])
 
@@ -506,33 +545,28 @@ class Controller:
         seconds = facts.seconds
         self._held_s -= seconds
         self._total_s += seconds
-        if self._total_s == seconds:  # what is unknown may be tried from the start
-            self._credit_s = {"probe": 0.0, "try": 10 * seconds}
         for what in self._credit_s:
             self._credit_s[what] = min(self._credit_s[what] + 0.5 * self.probe_share * seconds, 64 * seconds)
-        if not self._in_probe and facts.outcomes:
-            self._rate.learn(sum(outcome.num_tokens for outcome in facts.outcomes) / seconds)
+        if not self._in_probe and facts.gains:
+            self._rate.learn(sum(tokens for _, tokens in facts.gains) / seconds)
         for call in facts.calls:
             self.draft_costs[call.member].learn(call.drafted, self._num_missed[call.member], call.seconds)
-        number = len(facts.outcomes)
+        number = len(facts.gains)
         if not number:
             return
-        drafted = sum(outcome.num_checked > 0 for outcome in facts.outcomes)
-        checked = sum(outcome.num_checked for outcome in facts.outcomes)
         self.cost.learn(
             num_sequences=number,
             num_rows=facts.num_rows,
-            drafted=drafted,
-            checked=checked,
+            drafted=facts.num_drafted,
+            checked=facts.num_checked,
             seconds=facts.undrafted_s,
         )
         if not self._in_probe:
-            every = -(-number // MAX_LEARNED)
-            self._outcomes.extend(facts.outcomes[self._turn % every :: every])
-            self._depths.append((number, checked))
+            self._outcomes.extend(facts.outcomes)
+            self._depths.append((number, facts.num_checked))
         if not facts.num_others:
             self.realised.learn(
-                ComparedStep(number, facts.seconds, facts.outcomes, drafted > 0), self._in_probe
+                ComparedStep(number, facts.seconds, facts.gains, facts.num_drafted > 0), self._in_probe
             )
             self._probe_left -= self._in_probe
         if len(self._outcomes) >= MAX_UNLEARNED:

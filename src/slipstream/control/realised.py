@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from slipstream.control.report import Speedup
 
@@ -28,13 +28,11 @@ MAX_TASKS = 256
 Z95 = 1.96
 
 
-class Gain(Protocol):
+class Gain(NamedTuple):
     """What a step gave one sequence."""
 
-    @property
-    def task(self) -> str: ...
-    @property
-    def num_tokens(self) -> int: ...
+    task: str
+    num_tokens: int
 
 
 class Step(NamedTuple):

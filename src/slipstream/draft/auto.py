@@ -74,7 +74,8 @@ class Asking:
 class AutoDrafter(DrafterGroup):
     """Asks for each sequence the drafter that was chosen for it: `choose` comes before `propose`.
 
-    All drafters observe all that is committed, so that one that was not asked for a while is not behind the times.
+    Drafters that learn from others' text observe all that is committed, so that one that was not asked for a while is
+    not behind the times.
     """
 
     Options = AutoOptions
@@ -139,9 +140,13 @@ class AutoDrafter(DrafterGroup):
     def observe(self, observations: Seq[Observation]) -> None:
         opened = [self._open.pop(seen.sequence.id, None) for seen in observations]
         for number, member in enumerate(self.members):
-            member.observe(
-                [_share(number, seen, made) for seen, made in zip(observations, opened, strict=True)]
-            )
+            everyone = member.drafter.observes_all
+            shares = [
+                _share(number, seen, made)
+                for seen, made in zip(observations, opened, strict=True)
+                if everyone or (made is not None and made[0] == number)
+            ]
+            member.observe(shares)
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)

@@ -93,6 +93,9 @@ class Drafter(ABC):
     """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
     to see whether it would have been right."""
 
+    observes_all: ClassVar[bool] = True
+    """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
+
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
         """What `slipstream info` says of this drafter with its default options. Loads nothing.

@@ -42,6 +42,7 @@ class CachedDrafter(Drafter):
     """
 
     kinds = frozenset(ProposalKind)
+    observes_all = False
     first_entry = 0
     """Committed tokens before this one are never computed and never seen."""
     keeps_accepted = True

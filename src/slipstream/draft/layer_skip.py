@@ -68,6 +68,7 @@ class LayerSkipDrafter(Drafter):
     """
 
     Options = LayerSkipOptions
+    observes_all = False
     kinds = frozenset(ProposalKind)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:

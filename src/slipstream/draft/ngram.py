@@ -92,6 +92,7 @@ class NgramDrafter(Drafter):
     """
 
     Options = NgramOptions
+    observes_all = False
     looks_up = True
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:

@@ -144,6 +144,7 @@ class SuffixDrafter(Drafter):
     """
 
     Options = SuffixOptions
+    observes_all = False
     looks_up = True
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:

@@ -6,8 +6,18 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.controller import NOTHING, Asked, Call, Choice, Controller, Outcome, StepFacts
+from slipstream.control.controller import (
+    MAX_LEARNED,
+    NOTHING,
+    Asked,
+    Call,
+    Choice,
+    Controller,
+    Outcome,
+    StepFacts,
+)
 from slipstream.control.plan import NOBODY
+from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport
 from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
@@ -31,6 +41,8 @@ class _Step:
     num_others: int = 0
     calls: list[Call] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,8 @@ class Drafting(Guard):
         step = self._step = _Step()
         decoding = [item for item in scheduled if item.decodes]
         step.num_others = sum(item.num_rows for item in scheduled) - len(decoding)
+        if controller.rests(len(decoding)):
+            return []
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
         asked: list[tuple[Sequence, int]] = []
         selected: dict[int, Selection] = {}
@@ -203,10 +217,18 @@ class Drafting(Guard):
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts on its own guesses, and the controller what they were worth."""
-        own = [self._own(seen) for seen in observations]
+        own = [self._own(seen) for seen in observations] if self._changed else observations
         if self.controller is not None:
-            self._step.outcomes = [self._outcome(*both) for both in zip(observations, own, strict=True)]
-            self._score(self.controller)
+            step = self._step
+            step.gains = [
+                Gain(seen.sequence.task, len(seen.sequence.token_ids) - seen.length_before)
+                for seen in observations
+            ]
+            step.num_drafted = sum(len(seen.proposal) > 0 for seen in observations)
+            every = max(1, -(-len(own) // MAX_LEARNED))
+            step.outcomes = [self._outcome(seen) for seen in own[self._turn % every :: every]]
+            if self._unchecked:
+                self._score(self.controller)
         super().observe(own)
 
     def finish(self, report: StepReport) -> None:
@@ -222,6 +244,9 @@ class Drafting(Guard):
                 undrafted_s=report.draft_s + report.verify_s + report.other_s - draft_s,
                 calls=step.calls,
                 outcomes=step.outcomes,
+                num_drafted=step.num_drafted,
+                num_checked=report.num_draft_tokens,
+                gains=step.gains,
             )
         )
         self._step = _Step()
@@ -255,8 +280,8 @@ class Drafting(Guard):
         changed = self._changed.pop(seen.sequence.id, None)
         return seen if changed is None else share_of(seen, *changed)
 
-    def _outcome(self, seen: Observation, own: Observation) -> Outcome:
-        sequence = seen.sequence
+    def _outcome(self, own: Observation) -> Outcome:
+        sequence = own.sequence
         choice = self._step.choices.get(sequence.id, NOTHING)
         member = choice.member
         if self._group is not None and choice is not NOTHING:
@@ -265,12 +290,12 @@ class Drafting(Guard):
         checked, accepted = len(own.proposal), own.num_accepted
         cut = sequence.finished and sequence.from_draft[-1]  # what follows was not looked at
         reached = min(accepted + (not cut), max(own.proposal.depths, default=0))
-        emitted = len(sequence.token_ids) - seen.length_before
+        emitted = len(sequence.token_ids) - own.length_before
         lookup = choice.lookup
         if lookup not in (NOBODY, member) and len(found := self._found(sequence)):
             lookup = NOBODY  # its guess was too short to be taken: time will tell
             self._unchecked.setdefault(
-                sequence.id, _Unchecked(sequence, choice.lookup, found, seen.length_before)
+                sequence.id, _Unchecked(sequence, choice.lookup, found, own.length_before)
             )
         return Outcome(
             sequence.id, sequence.task, member, choice.depth, checked, reached, accepted, emitted, lookup
