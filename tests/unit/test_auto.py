@@ -1,0 +1,186 @@
+"""The drafter that others are chosen from: who is asked, who is told what, and what its configuration may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.draft.auto import AutoDrafter, AutoOptions, Selection
+from slipstream.draft.base import Drafter, Observation
+from slipstream.errors import ConfigError
+from slipstream.models import load_model, load_tokenizer
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.conformance import check_drafter
+from slipstream.testing.stub_drafters import OracleOptions, draft_context
+
+VOCAB = 64
+SAYS = f"{__name__}:SaysDrafter"
+
+
+class SaysDrafter(Drafter):
+    """Proposes the chain that it is told to, and keeps what it is asked and told."""
+
+    Options = OracleOptions
+    looks_up = True
+
+    def __init__(self, options: Any, context: Any) -> None:
+        super().__init__(options, context)
+        self.says: tuple[int, ...] = ()
+        self.asked: list[tuple[int, int]] = []
+        self.seen: list[Observation] = []
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        self.asked += [(sequence.id, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return [Proposal.chain(list(self.says[:budget])) for budget in budgets]
+
+    def max_nodes(self) -> int:
+        return 8
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        self.seen += observations
+
+
+class ForgetfulDrafter(SaysDrafter):
+    """Learns nothing from what others guessed."""
+
+    observes_all = False
+
+
+def make(*methods: str) -> tuple[AutoDrafter, list[SaysDrafter]]:
+    options = AutoOptions(drafters=[{"method": f"{__name__}:{method}", "texts": [[1]]} for method in methods])
+    auto = AutoDrafter(options, draft_context(VOCAB))
+    drafters = [member.drafter for member in auto.members]
+    assert all(isinstance(drafter, SaysDrafter) for drafter in drafters)
+    return auto, drafters  # type: ignore[return-value]
+
+
+def text(number: int, *token_ids: int) -> Sequence:
+    return Sequence(number, "r", 0, list(token_ids) or [1, 2, 3], 1, SamplingParams(), 0)
+
+
+def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
+    auto, (left, right) = make("SaysDrafter", "SaysDrafter")
+    left.says, right.says = (1, 2, 3), (4, 5, 6)
+    auto.choose({0: Selection(0), 1: Selection(1, budget=2), 2: Selection(None)})
+    proposals = auto.propose([text(0), text(1), text(2), text(3)], [8, 8, 8, 1])
+    assert [proposal.token_ids for proposal in proposals] == [(1, 2, 3), (4, 5), (), (1,)]
+    assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
+    assert [(asking.member, len(asking.sequences)) for asking in auto.asked] == [(0, 2), (1, 1)]
+
+
+def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough() -> None:
+    auto, (lookup, draft) = make("SaysDrafter", "SaysDrafter")
+    lookup.says, draft.says = (1, 2, 3), (4, 5, 6)
+    taken, short = Selection(1, 2, lookup=0, min_tokens=3), Selection(1, 2, lookup=0, min_tokens=4)
+    auto.choose({0: taken, 1: short, 2: Selection(None, None, lookup=0, min_tokens=4)})
+    proposals = auto.propose([text(0), text(1), text(2)], [8, 8, 8])
+    assert [proposal.token_ids for proposal in proposals] == [(1, 2, 3), (4, 5), ()]
+    assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
+    assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
+    assert {key: len(found) for key, found in auto.found.items()} == {0: 3, 1: 3, 2: 3}
+    assert [auto.drafted_by(text(number)) for number in range(3)] == [0, 1, 0]
+
+
+def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
+    auto, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
+    left.says, right.says = (7, 8), (9,)
+    sequences = [text(0, 1, 2), text(1, 1, 2)]
+    auto.choose({0: Selection(0), 1: Selection(1)})
+    proposals = auto.propose(sequences, [8, 8])
+    for sequence, proposal in zip(sequences, proposals, strict=True):
+        sequence.token_ids += [*proposal.token_ids, 5]
+    auto.observe(
+        [
+            Observation(sequence, proposal, len(proposal), torch.zeros(1 + len(proposal), VOCAB), 2)
+            for sequence, proposal in zip(sequences, proposals, strict=True)
+        ]
+    )
+    assert [(seen.sequence.id, seen.proposal.token_ids, seen.num_accepted) for seen in left.seen] == [
+        (0, (7, 8), 2),
+        (1, (), 0),
+    ]
+    assert [seen.logits.shape[0] for seen in left.seen] == [3, 1]
+    assert [(seen.sequence.id, seen.proposal.token_ids) for seen in right.seen] == [(1, (9,))]
+    assert auto.num_held() == 0
+
+
+def test_what_a_grammar_took_away_is_not_told() -> None:
+    """The engine may check another tree than the drafter's own: that with which it shares nodes."""
+    auto, (only,) = make("SaysDrafter")
+    only.says = (7, 8)
+    sequence = text(0, 1, 2)
+    auto.propose([sequence], [8])
+    sequence.token_ids += [7, 5]
+    checked = Proposal((7,), (ROOT,))
+    auto.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2)])
+    assert [(seen.proposal.token_ids, seen.num_accepted) for seen in only.seen] == [((7,), 1)]
+
+
+def test_a_failing_member_leaves_the_others_alone() -> None:
+    auto, (left, right) = make("SaysDrafter", "SaysDrafter")
+    left.says, right.says = (99999,), (4,)
+    auto.choose({0: Selection(0), 1: Selection(1)})
+    proposals = auto.propose([text(0), text(1)], [8, 8])
+    assert [proposal.token_ids for proposal in proposals] == [(), (4,)]
+    assert auto.num_failures == 1
+    assert not auto.members[0].serves(text(0))
+    assert auto.members[1].serves(text(0))
+
+
+def test_released_sequences_are_forgotten() -> None:
+    auto, (only,) = make("SaysDrafter")
+    only.says = (7,)
+    auto.choose({0: Selection(0)})
+    auto.propose([text(0)], [8])
+    assert auto.num_held() == 1
+    auto.release(text(0))
+    assert auto.num_held() == 0
+    assert auto.drafted_by(text(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("drafters", "says"),
+    [
+        ([], "auto drafters is empty"),
+        ([{"method": "off"}], "not drafting is always a choice"),
+        ([{"method": "auto"}], "auto drafters has 'auto'"),
+        ([{"method": "sufix"}], "did you mean 'suffix'"),
+        ([{"method": "suffix", "verifier": "block"}], "share its verifier"),
+        ([{"method": "suffix", "depth": 1}], "unknown suffix key 'depth'"),
+        (["suffix"], "must be a mapping"),
+    ],
+)
+def test_bad_configurations_are_refused(drafters: list[Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        AutoOptions(drafters=drafters)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_keeps_the_contract() -> None:
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    target = load_model(EMBEDDED_TARGET, dtype="float32", device="cpu")
+
+    def fresh() -> AutoDrafter:
+        options = AutoOptions(
+            drafters=[{"method": "draft_model", "model": EMBEDDED_DRAFT}, {"method": "suffix"}]
+        )
+        context = replace(draft_context(4096, tokenizer=tokenizer), target=target)
+        auto = AutoDrafter(options, context)
+        auto.allocate(2048)
+        return auto
+
+    check_drafter(fresh, 4096, shares_across_requests=True, num_sequences=4, max_len=48)
+
+
+def test_nothing_is_proposed_where_nothing_is_chosen() -> None:
+    auto, (only,) = make("SaysDrafter")
+    only.says = (7,)
+    auto.choose({0: Selection(None)})
+    assert auto.propose([text(0)], [8]) == [EMPTY_PROPOSAL]
+    assert only.asked == []
