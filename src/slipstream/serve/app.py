@@ -23,7 +23,7 @@ from slipstream.serve.auth import KeyGuard
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.constraints import check_constraints
+from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import read_body
@@ -118,28 +118,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_completion(request)
-        _check(body)
+        check_unsupported(body)
+        constraint = await constraint_of(body, service.tokens)
         prompts = await service.tokens.prompts(body.prompt)
-        job = _job(service, request, body, prompts, "cmpl", body.prompt)
+        job = _job(service, request, body, prompts, "cmpl", body.prompt, constraint)
         return Reply(service, CompletionAnswer(job, service))
 
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_chat(request)
-        _check(body)
-        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs)
+        check_unsupported(body)
+        constraint = await constraint_of(body, service.tokens)
+        tools = constraint.tools.tools if constraint and constraint.tools else None
+        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
         asked = [message.model_dump(exclude_unset=True) for message in body.messages]
-        job = _job(service, request, body, [prompt], "chatcmpl", asked)
+        job = _job(service, request, body, [prompt], "chatcmpl", asked, constraint)
         return Reply(service, ChatAnswer(job, service))
 
 
-def _check(body: GenerationBody) -> None:
-    check_unsupported(body)
-    check_constraints(body)
-
-
 def _job(
-    service: Service, request: Request, body: GenerationBody, prompts: list[list[int]], kind: str, asked: Any
+    service: Service,
+    request: Request,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    kind: str,
+    asked: Any,
+    constraint: Constraint | None,
 ) -> Job:
     """What the engine is to do; raises `ApiError` 400 for what it cannot."""
     facts = request.scope[FACTS]
@@ -149,7 +153,8 @@ def _job(
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
         prompts=prompts,
-        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits),
+        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits, constraint),
+        constraint=constraint,
         tenant=body.user or "",
         task=body.task or "",
         max_draft_tokens=max_draft_tokens(body.speculation, service.method),
