@@ -28,11 +28,10 @@ class ChatAnswer(Answer):
     def deltas(self, prompt: int, update: Update) -> list[dict[str, Any]]:
         """The role comes in a choice's first delta."""
         number = self.number(prompt, update.index)
-        text, finish_reason, reader = update.text, update.finish_reason, self._reader(number)
+        text, reader = update.text, self._reader(number)
         calls: list[dict[str, Any]] = []
         if reader is not None:
-            text, calls = reader.feed(update.text, last=finish_reason is not None)
-            finish_reason = _finish_reason(finish_reason, reader)
+            text, calls = reader.feed(update.text, last=update.finish_reason is not None)
         if number in self._begun:
             delta: dict[str, Any] = {}
         else:
@@ -48,7 +47,7 @@ class ChatAnswer(Answer):
             "index": number,
             "delta": delta,
             "logprobs": chat_logprobs(self.tokens, update.logprobs),
-            "finish_reason": finish_reason,
+            "finish_reason": _finish_reason(update.finish_reason, reader),
         }
         if self.job.return_token_ids:
             choice["token_ids"] = update.token_ids
@@ -65,18 +64,17 @@ class ChatAnswer(Answer):
 
     def choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        finish_reason, reader = answer.finish_reason, self._reader(number)
+        reader = self._reader(number)
         if reader is not None:
             text, _ = reader.feed(answer.text, last=True)
             message["content"] = text or None
-            finish_reason = _finish_reason(finish_reason, reader)
             if reader.calls:
                 message["tool_calls"] = [call.message() for call in reader.calls]
         choice: dict[str, Any] = {
             "index": number,
             "message": message,
             "logprobs": chat_logprobs(self.tokens, answer.logprobs),
-            "finish_reason": finish_reason,
+            "finish_reason": _finish_reason(answer.finish_reason, reader),
             "stop_reason": answer.stop_reason,
         }
         if self.job.return_token_ids:
@@ -93,9 +91,10 @@ class ChatAnswer(Answer):
         return whole
 
 
-def _finish_reason(reason: FinishReason | None, reader: CallReader) -> str | None:
-    """Why an answer that may call tools has ended."""
-    return "tool_calls" if reader.calls and reason == FinishReason.STOP else reason
+def _finish_reason(reason: FinishReason | None, reader: CallReader | None) -> str | None:
+    """Why an answer has ended; the end of one with calls has a name of its own."""
+    has_called = reader is not None and bool(reader.calls)
+    return "tool_calls" if has_called and reason == FinishReason.STOP else reason
 
 
 def chat_logprobs(tokens: Tokens, entries: Seq[TokenLogprob] | None) -> dict[str, Any] | None:

@@ -40,8 +40,8 @@ class ServeConfig:
     max_logprobs: int = 20
     """The most alternatives a token that a request may ask for."""
     tool_call_parser: str | None = None
-    """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it goes
-    by the chat template, and is hermes where that shows none."""
+    """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
+    goes by the chat template, and is hermes where that shows none."""
     request_timeout_s: float = 600.0
     """From a request's arrival to the end of its answer."""
     grace_period_s: float = 30.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.serve.errors import ApiError
-from slipstream.serve.schema import Message
+from slipstream.serve.schema import Message, is_too_deep
 from slipstream.serve.tool_formats import ToolFormat
 from slipstream.serve.tools import described
 
@@ -70,7 +70,9 @@ def _decoded(param: str, calls: Any) -> list[dict[str, Any]]:
             for call in calls
         ]
         if not all(
-            isinstance(call["function"]["name"], str) and isinstance(call["function"]["arguments"], dict)
+            isinstance(call["function"]["name"], str)
+            and isinstance(call["function"]["arguments"], dict)
+            and not is_too_deep(call)
             for call in decoded
         ):
             raise TypeError

@@ -21,6 +21,9 @@ IGNORED = frozenset(
 )
 """Parameters of OpenAI's that change nothing about the text."""
 
+MAX_DEPTH = 100
+"""How deeply a body may be nested."""
+
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """What OpenAI calls functions and schemas."""
 
@@ -213,12 +216,28 @@ def parse(cls: type[B], raw: bytes) -> B:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if is_too_deep(value):
+        message = f"the body is nested deeper than {MAX_DEPTH} levels"
+        raise ApiError(400, message, code="invalid_json")
     if b"\\ud" in raw.lower():
         _reject_lone_surrogates(value)
     try:
         return cls.model_validate({key: item for key, item in value.items() if key not in IGNORED})
     except ValidationError as error:
         raise _refusal(cls, error) from None
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether decoded JSON is nested deeper than `MAX_DEPTH`. Nobody means that, and whatever recurses into it fails."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def _reject_lone_surrogates(value: Any) -> None:

@@ -39,8 +39,6 @@ class ToolFormat:
         return self.begin + (self.between or "").join(texts) + self.end
 
 
-_JSON = {"head": '{"name": "', "middle": '", "arguments": ', "tail": "}", "between": ", ", "end": "]"}
-
 FORMATS = (
     ToolFormat(
         "mistral_args",
@@ -51,9 +49,27 @@ FORMATS = (
         known_by="[ARGS]",
     ),
     ToolFormat(
-        "mistral_tekken", mark="[TOOL_CALLS]", begin="[TOOL_CALLS][", **_JSON, known_by="[TOOL_CALLS]["
+        "mistral_tekken",
+        mark="[TOOL_CALLS]",
+        begin="[TOOL_CALLS][",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        between=", ",
+        end="]",
+        known_by="[TOOL_CALLS][",
     ),
-    ToolFormat("mistral", mark="[TOOL_CALLS]", begin="[TOOL_CALLS] [", **_JSON, known_by="[TOOL_CALLS]"),
+    ToolFormat(
+        "mistral",
+        mark="[TOOL_CALLS]",
+        begin="[TOOL_CALLS] [",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        between=", ",
+        end="]",
+        known_by="[TOOL_CALLS]",
+    ),
     ToolFormat(
         "llama3_json",
         mark='{"name": "',
@@ -74,7 +90,7 @@ FORMATS = (
         known_by="<tool_call>",
     ),
 )
-"""Looked up in this order. Names are those of vLLM's parsers where there is one: hermes (Qwen too), llama3_json, mistral."""
+"""Looked up in this order. `hermes`, which is Qwen's too, `llama3_json` and `mistral` are vLLM's names."""
 
 FORMAT_NAMES = tuple(tool_format.name for tool_format in FORMATS)
 DEFAULT = FORMATS[-1]
