@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
-from slipstream.serve import errors
+from slipstream.serve import errors, openapi
 from slipstream.serve.auth import KeyGuard
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
@@ -71,6 +71,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
     )
     app.state.service = service
     errors.install(app)
+    openapi.install(app, config)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
@@ -93,12 +94,6 @@ def _middleware(service: Service) -> list[Middleware]:
     return [*layers, Middleware(KeyGuard, keys=service.config.api_key)]
 
 
-def _body(cls: type[Body]) -> dict[str, Any]:
-    """How `/openapi.json` shows a body that the route reads by itself."""
-    schema = {"application/json": {"schema": cls.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": schema}}
-
-
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:
     """Reads and checks a body of `cls`."""
 
@@ -115,7 +110,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     read_completion = _reader(service, CompletionBody)
     read_chat = _reader(service, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_completion(request)
         check_unsupported(body)
@@ -124,7 +119,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         job = _job(service, request, body, prompts, "cmpl", body.prompt, constraint)
         return Reply(service, CompletionAnswer(job, service))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read_chat(request)
         check_unsupported(body)
@@ -170,7 +165,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     read_text = _reader(service, TokenizeBody)
     read_tokens = _reader(service, DetokenizeBody)
 
-    @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_text(request)
         if (body.prompt is None) == (body.messages is None):
@@ -184,7 +179,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         limit = service.limits.max_model_len
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
-    @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_tokens(request)
         return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})

@@ -19,7 +19,6 @@ from slipstream.serve.schema import ChatBody, GenerationBody, ResponseFormat, St
 from slipstream.serve.tokens import Tokens
 from slipstream.serve.tools import ToolUse, tool_use
 
-
 _KINDS = ("json_", "json_object", "regex", "grammar", "choice")
 
 

@@ -228,7 +228,7 @@ def parse(cls: type[B], raw: bytes) -> B:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether decoded JSON is nested deeper than `MAX_DEPTH`. Nobody means that, and whatever recurses into it fails."""
+    """Whether decoded JSON is nested deeper than `MAX_DEPTH`; what recurses into it would fail."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
