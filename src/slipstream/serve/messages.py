@@ -34,20 +34,17 @@ def _plain(number: int, message: Message, spelled: ToolFormat | None) -> dict[st
     fields = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         fields["content"] = _joined(f"messages.{number}.content", message.content)
-    if "tool_calls" not in fields:
-        return fields
-    calls = fields.pop("tool_calls")
+    calls = fields.pop("tool_calls", None)
     if not calls:
         return fields
-    decoded = _decoded(f"messages.{number}.tool_calls", calls)
     fields["content"] = fields.get("content") or ""
+    for call in calls:
+        call["function"]["arguments"] = _decoded(number, call["function"]["arguments"])
     if spelled is None:
-        return fields | {"tool_calls": decoded}
+        return fields | {"tool_calls": calls}
+    functions = [call["function"] for call in calls]
     written = spelled.written(
-        [
-            (call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
-            for call in decoded
-        ]
+        [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
     )
     return fields | {"content": fields["content"] + written}
 
@@ -61,21 +58,14 @@ def _joined(param: str, parts: list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _decoded(param: str, calls: Any) -> list[dict[str, Any]]:
-    """The calls of an earlier answer with their arguments as objects."""
-    message = f"{param} is a list of calls as an answer has them, their arguments a JSON object as text"
+def _decoded(number: int, arguments: str) -> dict[str, Any]:
+    """The arguments of an earlier call."""
     try:
-        decoded = [
-            call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
-            for call in calls
-        ]
-        if not all(
-            isinstance(call["function"]["name"], str)
-            and isinstance(call["function"]["arguments"], dict)
-            and not is_too_deep(call)
-            for call in decoded
-        ):
-            raise TypeError
-    except (TypeError, KeyError, ValueError, RecursionError):
-        raise ApiError(400, message, param=param, code="invalid_value") from None
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict) or is_too_deep(decoded):
+        param = f"messages.{number}.tool_calls"
+        message = f"{param}: the arguments of a call are a JSON object, as text"
+        raise ApiError(400, message, param=param, code="invalid_value")
     return decoded

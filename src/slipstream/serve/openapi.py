@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from slipstream.sampling.params import MAX_SEED
 from slipstream.serve.auth import is_guarded
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.schema import (
@@ -35,6 +36,28 @@ _ERRORS = {
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
 _GENERATION = (400, 404, 413, 429, 500, 503, 504)
 _TOKENS = (400, 404, 413, 500, 503)
+
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "n": {"minimum": 1},
+    "temperature": {"minimum": 0},
+    "top_k": {"minimum": -1},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "seed": {"minimum": 0, "maximum": MAX_SEED},
+    "max_tokens": {"minimum": 1},
+    "max_completion_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "logprobs": {"minimum": 0},
+    "top_logprobs": {"minimum": 0},
+    "prompt_logprobs": {"minimum": 0},
+    "allowed_token_ids": {"minItems": 1},
+    "messages": {"minItems": 1},
+}
+"""What `SamplingParams` checks and a schema can say. What goes together it cannot: some requests that it allows are
+refused with 400."""
 
 STRING: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}
@@ -63,6 +86,7 @@ _MESSAGE = _object(
     refusal=_nullable(STRING),
     tool_calls=_list(_TOOL_CALL),
 )
+_EVENT = _object(data={"type": "string", "description": "A chunk as JSON, an error, or at last [DONE]."})
 _USAGE = _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
 
 
@@ -166,6 +190,9 @@ def _body_schema(cls: type[Body], schemas: dict[str, Schema]) -> Schema:
     """A reference to the body's schema, which is put into `schemas` with all that it refers to."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
+    for name, bounds in _BOUNDS.items():
+        if name in schema["properties"]:
+            schema["properties"][name] |= bounds
     schema["properties"] |= {name: {"description": "Without effect."} for name in sorted(IGNORED)}
     schemas[cls.__name__] = schema
     return {"$ref": f"#/components/schemas/{cls.__name__}"}
@@ -174,7 +201,7 @@ def _body_schema(cls: type[Body], schemas: dict[str, Schema]) -> Schema:
 def _responses(operation: _Operation, guarded: bool) -> Schema:
     content: Schema = {operation.media_type: {"schema": operation.answer}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": STRING}
+        content["text/event-stream"] = {"schema": _EVENT}
     responses: Schema = {"200": {"description": operation.summary, "content": content}}
     for status in sorted((*operation.errors, *((401,) if guarded else ()))):
         error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

@@ -9,7 +9,7 @@ import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from slipstream.serve.errors import ApiError
 
@@ -158,12 +158,42 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
 
 
+class CalledFunction(BaseModel):
+    """A function and what it was called with."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class MessageCall(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    function: CalledFunction
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+"""The only content that is read; others are known, and refused."""
+
+
 class Message(BaseModel):
     """One message; what else a chat template may read is passed on to it."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]},
+    )
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
+    tool_calls: list[MessageCall] | None = None
+    """What an earlier answer called."""
 
 
 class ChatBody(GenerationBody):
