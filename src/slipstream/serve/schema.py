@@ -283,15 +283,13 @@ def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
     """The first thing that is wrong, in words."""
     first = error.errors(include_url=False)[0]
     path = [part for part in first["loc"] if not _names_a_type(part)]
-    if path[0] == "tool_choice":  # one of two shapes: what is wrong depends on which one was meant
-        path = path[:1]
     param = ".".join(map(str, path))
-    if first["type"] == "extra_forbidden" and param not in _SHAPES:
+    if first["type"] == "extra_forbidden":
         names = _known_names(cls, path[:-1])
         near = difflib.get_close_matches(str(path[-1]), names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
-    if first["type"] == "missing" and param not in _SHAPES:
+    if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     message = _SHAPES.get(param.split(".")[0], f"{param}: {first['msg']}")
     return ApiError(400, message, param=param, code="invalid_type")
