@@ -71,7 +71,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
     )
     app.state.service = service
     errors.install(app)
-    openapi.install(app, config)
+    openapi.install(app, config, service.model_name)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)

@@ -55,6 +55,9 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"minimum": 0},
     "allowed_token_ids": {"minItems": 1},
     "messages": {"minItems": 1},
+    "best_of": {"const": None},
+    "echo": {"enum": [False, None]},
+    "suffix": {"enum": ["", None]},
 }
 """What `SamplingParams` checks and a schema can say. What goes together it cannot: some requests that it allows are
 refused with 400."""
@@ -153,18 +156,18 @@ OPERATIONS: dict[str, _Operation] = {
 """By path; a path has one method. Routes that are not here are shown as FastAPI finds them."""
 
 
-def install(app: FastAPI, config: ServeConfig) -> None:
+def install(app: FastAPI, config: ServeConfig, model_name: str) -> None:
     """Have the application publish this document."""
 
     def document() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, with_keys=bool(config.api_key))
+            app.openapi_schema = _document(app, bool(config.api_key), model_name)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, with_keys: bool) -> Schema:
+def _document(app: FastAPI, with_keys: bool, model_name: str) -> Schema:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": _ERROR}
     for path, methods in document["paths"].items():
@@ -178,7 +181,7 @@ def _document(app: FastAPI, with_keys: bool) -> Schema:
         if guarded:
             found["security"] = [{"key": []}]
         if operation.body is not None:
-            schema = _body_schema(operation.body, schemas)
+            schema = _body_schema(operation.body, model_name, schemas)
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     document["components"] = {"schemas": schemas}
     if with_keys:
@@ -186,10 +189,11 @@ def _document(app: FastAPI, with_keys: bool) -> Schema:
     return document
 
 
-def _body_schema(cls: type[Body], schemas: dict[str, Schema]) -> Schema:
+def _body_schema(cls: type[Body], model_name: str, schemas: dict[str, Schema]) -> Schema:
     """A reference to the body's schema, which is put into `schemas` with all that it refers to."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
+    schema["properties"]["model"] = {"enum": [model_name, None]}
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds
