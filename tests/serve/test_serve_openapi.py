@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import jsonschema
 import pytest
 from serve_cases import DRAFT, MESSAGES, MODEL, running
@@ -42,6 +43,8 @@ def url() -> Iterator[str]:
     assert llm.engine.integrity() == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180 + 2 * NUM_CASES)
 def test_no_request_breaks_the_server(url: str, tmp_path: Path) -> None:
     """No 5xx, no hang, no answer that the document does not describe, and nothing that it forbids is let through."""
     phases = "fuzzing" if NUM_CASES <= 1000 else "coverage,fuzzing"
@@ -117,8 +120,6 @@ def test_answers_are_as_described(shared: TestClient, document: dict[str, Any]) 
 
 
 def test_keys_are_described_where_there_are_any(url: str, document: dict[str, Any]) -> None:
-    import httpx2
-
     guarded = httpx2.get(f"{url}/openapi.json").json()
     for path, methods in guarded["paths"].items():
         [operation] = methods.values()
