@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, running
 
@@ -122,3 +124,100 @@ def test_a_stream_that_is_closed_early(api: openai.OpenAI) -> None:
     next(iter(stream))
     stream.close()
     assert api.completions.create(model=MODEL, prompt="Once", max_tokens=2).choices[0].finish_reason
+
+
+class Booking(pydantic.BaseModel):
+    """What is parsed."""
+
+    place: Literal["garden", "hall"]
+    guests: list[Literal["Ann", "Bob", "Cy"]] = pydantic.Field(max_length=3)
+
+
+class get_weather(pydantic.BaseModel):
+    """The weather in a city."""
+
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2, 3]
+
+
+TOOL = openai.pydantic_function_tool(get_weather)
+
+
+def test_parsed_answers(api: openai.OpenAI) -> None:
+    for seed in range(3):
+        answer = api.chat.completions.parse(
+            model=MODEL, messages=MESSAGES, response_format=Booking, seed=seed, max_tokens=200
+        )
+        booking = answer.choices[0].message.parsed
+        assert isinstance(booking, Booking)
+        assert json.loads(answer.choices[0].message.content or "") == booking.model_dump()
+
+
+def test_parsed_tool_calls(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.parse(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+    )
+    [call] = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, get_weather)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    again = api.chat.completions.create(
+        model=MODEL,
+        messages=[  # type: ignore[list-item]
+            *MESSAGES,
+            answer.choices[0].message.to_dict(),
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        ],
+        tools=[TOOL],
+        max_tokens=5,
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens > (answer.usage and answer.usage.prompt_tokens)
+
+
+def test_streamed_tool_calls(api: openai.OpenAI) -> None:
+    with api.chat.completions.stream(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice="required",
+        seed=2,
+        max_tokens=400,
+        stream_options={"include_usage": True},
+    ) as stream:
+        seen = list(stream)
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls or []
+    assert calls
+    for number, call in enumerate(calls):
+        assert isinstance(call.function.parsed_arguments, get_weather)
+        deltas = [
+            event.arguments_delta
+            for event in seen
+            if event.type == "tool_calls.function.arguments.delta" and event.index == number
+        ]
+        assert "".join(deltas) == call.function.arguments
+    assert len([event for event in seen if event.type == "tool_calls.function.arguments.done"]) == len(calls)
+    assert final.choices[0].message.content is None
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.usage is not None
+
+
+def test_a_streamed_form(api: openai.OpenAI) -> None:
+    with api.chat.completions.stream(
+        model=MODEL, messages=MESSAGES, response_format=Booking, seed=1, max_tokens=200
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Booking)
+
+
+def test_tools_that_cannot_be_called_are_the_clients_own_errors(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        api.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=[TOOL, TOOL], tool_choice="required", stream=True
+        )  # type: ignore[call-overload]
+    assert bad.value.param == "tools"

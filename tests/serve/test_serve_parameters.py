@@ -36,20 +36,25 @@ CASES: list[dict[str, Any]] = [
     {"bad_words": ["SELECT"]},
     {"skip_special_tokens": False, "ignore_eos": True},
     {"n": 3},
+    {"structured": {"choice": ["SELECT 1", "SELECT 2"]}},
 ]
+OTHER_NAMES = {"structured": "structured_outputs"}
+"""Parameters that clients know by another name."""
 
 
 def test_the_cases_cover_every_parameter() -> None:
     """A parameter that the engine gains must be served and tested."""
     tested = {name for case in CASES for name in case} | {"logprobs", "prompt_logprobs"}
     assert tested == set(Params.__dataclass_fields__)
-    assert set(Params.__dataclass_fields__) <= set(CompletionBody.model_fields)
+    served = {OTHER_NAMES.get(name, name) for name in Params.__dataclass_fields__}
+    assert served <= set(CompletionBody.model_fields)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
 def test_parameter(shared: TestClient, plain: LLM, chat_prompt: list[int], case: dict[str, Any]) -> None:
     values = BASE | case
-    answer = shared.post("/v1/completions", json={"prompt": chat_prompt, "return_token_ids": True, **values})
+    asked = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
+    answer = shared.post("/v1/completions", json={"prompt": chat_prompt, "return_token_ids": True, **asked})
     assert answer.status_code == 200, answer.text
     expected = plain.generate(chat_prompt, SamplingParams.from_mapping(values))[0].outputs
     for choice, own in zip(answer.json()["choices"], expected, strict=True):

@@ -30,6 +30,28 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     return error
 
 
+def schema(value: Any) -> dict[str, Any]:
+    """Asks for JSON under a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": value}}}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of arrays in arrays."""
+    return {} if depth == 0 else {"type": "array", "items": nested(depth - 1)}
+
+
 BAD = [
     ("chat", {"temperature": -1}, "temperature", "of at least 0"),
     ("chat", {"temperature": "warm"}, "temperature", "valid number"),
@@ -87,9 +109,77 @@ BAD = [
         "messages.0.content",
         "text only",
     ),
-    ("chat", {"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ("chat", {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ("text", {"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+    ("chat", {"response_format": {"type": "json"}}, "response_format.type", "'json_object'"),
+    ("chat", {"response_format": {}}, "response_format.type", "missing"),
+    ("text", {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    (
+        "text",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing",
+    ),
+    ("chat", schema({"type": "strin"}), "response_format", "Invalid type: strin"),
+    ("text", schema({"not": {}}), "response_format", "cannot be followed"),
+    ("chat", schema({"enum": []}), "response_format", "cannot be followed"),
+    ("chat", schema(False), "response_format.json_schema.schema", "allows nothing"),
+    ("chat", schema(nested(150)), None, "nested deeper"),
+    ("text", {"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    ("text", {"structured_outputs": {"regex": ""}}, "structured_outputs", "not empty"),
+    ("text", {"structured_outputs": {"grammar": "start: gone"}}, "structured_outputs", "gone"),
+    ("text", {"structured_outputs": {"choice": []}}, "structured_outputs", "not empty"),
+    ("text", {"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
+    ("text", {"structured_outputs": {"json": "[" * 9999}}, "structured_outputs", "not valid JSON"),
+    ("text", {"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
+    ("text", {"structured_outputs": {"json_object": True, "regex": "a"}}, "structured_outputs", "one of"),
+    (
+        "text",
+        {"structured_outputs": {"jso": {}}},
+        "structured_outputs.jso",
+        "did you mean json?",
+    ),
+    (
+        "chat",
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "give one of them",
+    ),
+    ("chat", {"structured_outputs": {"regex": "a"}, "tools": [tool()]}, "structured_outputs", "exclude"),
+    ("chat", {"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+    ("chat", {"tools": [{"type": "custom", "function": {}}]}, "tools.0.type", "'function'"),
+    ("chat", {"tools": [tool(name="a b")]}, "tools.0.function.name", "pattern"),
+    ("chat", {"tools": [tool(parameter={})]}, "tools.0.function.parameter", "did you mean parameters?"),
+    ("chat", {"tools": [tool(), tool()]}, "tools", "two functions called 'f'"),
+    ("chat", {"tools": [tool()] * 129}, "tools", "at most 128"),
+    (
+        "chat",
+        {"tools": [tool(), tool(name="g", parameters={"type": "array"})]},
+        "tools.1.function.parameters",
+        "must be 'object'",
+    ),
+    (
+        "chat",
+        {"tools": [tool(parameters={"properties": {"a": {"type": "str"}}})]},
+        "tools.0.function.parameters",
+        "Invalid type: str",
+    ),
+    ("chat", {"tool_choice": "required"}, "tool_choice", "no tools"),
+    ("chat", {"tool_choice": "any", "tools": [tool()]}, "tool_choice", "must be 'none', 'auto'"),
+    ("chat", {"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "not among the tools"),
+    ("chat", {"tool_choice": named("g")}, "tool_choice", "no tools"),
+    ("chat", {"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "must be 'none'"),
+    ("text", {"tools": [tool()]}, "tools", "unknown parameter"),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+        "missing",
+    ),
+    (
+        "chat",
+        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called("[1]")]}]},
+        "messages.1.tool_calls",
+        "JSON object",
+    ),
     ("chat", {"speculation": {"method": "eagle3"}}, "speculation.method", "'draft_model' or 'off'"),
     ("chat", {"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
     ("chat", {"speculation": {"enable": True}}, "speculation.enable", "did you mean enabled?"),

@@ -126,6 +126,21 @@ def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> LL
     return LLTokenizer(wrapper, n_vocab=num_tokens, eos_token=ends)
 
 
+def check_followed(structured: StructuredOutput) -> None:
+    """Raise `RequestError` where llguidance cannot follow a constraint, whatever the model.
+
+    What it finds too complex only with a vocabulary passes here, and is refused by the compiler.
+    """
+    from llguidance import LLMatcher
+
+    try:
+        failed, messages = LLMatcher.validate_grammar_with_warnings(_source(structured))
+    except ValueError as error:
+        raise RequestError(_refusal(structured, str(error))) from None
+    if failed:
+        raise RequestError(_refusal(structured, messages[0]))
+
+
 def kind(structured: StructuredOutput) -> str:
     """Which constraint it is."""
     return next(name for name in CONSTRAINTS if getattr(structured, name))

@@ -41,11 +41,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len
 
 
 def encode_chat(
-    tokenizer: Any, messages: Seq[dict[str, Any]], template_options: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Seq[dict[str, Any]],
+    template_options: Mapping[str, Any] | None = None,
+    tools: Seq[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the assistant's answer.
 
-    `template_options` are variables of the model's own template, such as `enable_thinking`.
+    `template_options` are variables of the model's own template, such as `enable_thinking`. `tools` are functions in
+    OpenAI's shape; a template that does not know tools says nothing of them.
     """
     if not tokenizer.chat_template:
         raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
@@ -63,6 +67,7 @@ def encode_chat(
         return list(
             tokenizer.apply_chat_template(
                 list(messages),
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,

@@ -78,7 +78,7 @@ def _schema_text(schema: Mapping[str, Any] | bool | str) -> str:
     try:
         decoded = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(decoded)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json_schema is not valid JSON: {error}") from None
     if not isinstance(decoded, (Mapping, bool)):
         raise RequestError(f"json_schema must be an object or true, got {decoded!r}")

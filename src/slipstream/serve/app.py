@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
-from slipstream.serve import errors
+from slipstream.serve import errors, openapi
 from slipstream.serve.auth import KeyGuard
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.constraints import check_constraints
+from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import read_body
@@ -71,6 +71,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
     )
     app.state.service = service
     errors.install(app)
+    openapi.install(app, config, service.model_name)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
@@ -93,12 +94,6 @@ def _middleware(service: Service) -> list[Middleware]:
     return [*layers, Middleware(KeyGuard, keys=service.config.api_key)]
 
 
-def _body(cls: type[Body]) -> dict[str, Any]:
-    """How `/openapi.json` shows a body that the route reads by itself."""
-    schema = {"application/json": {"schema": cls.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": schema}}
-
-
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:
     """Reads and checks a body of `cls`."""
 
@@ -115,31 +110,35 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     read_completion = _reader(service, CompletionBody)
     read_chat = _reader(service, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_completion(request)
-        _check(body)
+        check_unsupported(body)
+        constraint = await constraint_of(body, service.tokens)
         prompts = await service.tokens.prompts(body.prompt)
-        job = _job(service, request, body, prompts, "cmpl", body.prompt)
+        job = _job(service, request, body, prompts, "cmpl", body.prompt, constraint)
         return Reply(service, CompletionAnswer(job, service))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read_chat(request)
-        _check(body)
-        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs)
+        check_unsupported(body)
+        constraint = await constraint_of(body, service.tokens)
+        tools = constraint.tools.tools if constraint and constraint.tools else None
+        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
         asked = [message.model_dump(exclude_unset=True) for message in body.messages]
-        job = _job(service, request, body, [prompt], "chatcmpl", asked)
+        job = _job(service, request, body, [prompt], "chatcmpl", asked, constraint)
         return Reply(service, ChatAnswer(job, service))
 
 
-def _check(body: GenerationBody) -> None:
-    check_unsupported(body)
-    check_constraints(body)
-
-
 def _job(
-    service: Service, request: Request, body: GenerationBody, prompts: list[list[int]], kind: str, asked: Any
+    service: Service,
+    request: Request,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    kind: str,
+    asked: Any,
+    constraint: Constraint | None,
 ) -> Job:
     """What the engine is to do; raises `ApiError` 400 for what it cannot."""
     facts = request.scope[FACTS]
@@ -149,7 +148,8 @@ def _job(
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
         prompts=prompts,
-        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits),
+        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits, constraint),
+        constraint=constraint,
         tenant=body.user or "",
         task=body.task or "",
         max_draft_tokens=max_draft_tokens(body.speculation, service.method),
@@ -165,7 +165,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     read_text = _reader(service, TokenizeBody)
     read_tokens = _reader(service, DetokenizeBody)
 
-    @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_text(request)
         if (body.prompt is None) == (body.messages is None):
@@ -179,7 +179,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         limit = service.limits.max_model_len
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
-    @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_tokens(request)
         return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
+from slipstream.serve.tool_formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "text")
@@ -38,6 +39,9 @@ class ServeConfig:
     """Answers that may wait for their turn; a request that would make it more is refused with 429."""
     max_logprobs: int = 20
     """The most alternatives a token that a request may ask for."""
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
+    goes by the chat template, and is hermes where that shows none."""
     request_timeout_s: float = 600.0
     """From a request's arrival to the end of its answer."""
     grace_period_s: float = 30.0
@@ -70,6 +74,8 @@ class ServeConfig:
             raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
         reject_unknown([self.log_format], LOG_FORMATS, "log_format")
+        if self.tool_call_parser is not None:
+            reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
         if self.metrics_alias is not None:
             reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
         for name in ("api_key", "cors_origins"):

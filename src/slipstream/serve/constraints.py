@@ -1,21 +1,140 @@
-"""What a request wants its text to obey: JSON, a schema, tools.
+"""What a request wants its text to obey: JSON, a schema, a form, or calls of tools.
 
-The one place where `response_format` and `tools` are read. Constrained decoding is not built yet, so whatever asks
-for it is refused; free text and `tool_choice` none ask for nothing.
+The one place where `response_format`, `structured_outputs` and `tools` become what the engine is asked.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.engine.grammars import WHITESPACE, check_followed
+from slipstream.errors import RequestError
+from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.errors import ApiError
-from slipstream.serve.schema import ChatBody, GenerationBody
+from slipstream.serve.schema import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
+from slipstream.serve.tokens import Tokens
+from slipstream.serve.tools import ToolUse, tool_use
+
+_KINDS = ("json_", "json_object", "regex", "grammar", "choice")
 
 
-def check_constraints(body: GenerationBody) -> None:
-    """Raise `ApiError` 400 for a request whose text would have to obey something."""
-    wanted = (body.response_format or {"type": "text"}).get("type")
-    if wanted != "text":
-        message = f"response_format of type {wanted!r} is not supported by this server; only 'text' is"
-        raise ApiError(400, message, param="response_format", code="unsupported_parameter")
-    if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-        message = "tools are not supported by this server; leave them out, or set tool_choice to 'none'"
-        raise ApiError(400, message, param="tools", code="unsupported_parameter")
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of an answer, and the parameter that asked for it."""
+
+    param: str
+    structured: StructuredOutput
+    tools: ToolUse | None = None
+    shows_special: bool = False
+    """Special tokens are part of the form, so the text must have them."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the sampling parameters say about it."""
+        values: dict[str, Any] = {"structured": self.structured}
+        return values | {"skip_special_tokens": False} if self.shows_special else values
+
+    def refusal(self, error: RequestError) -> ApiError:
+        """What the engine's compiler refused."""
+        return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
+
+
+async def constraint_of(body: GenerationBody, tokens: Tokens) -> Constraint | None:
+    """What the text of an answer has to obey; None where it is free.
+
+    Raises `ApiError` 400 for what contradicts itself, and for what llguidance cannot follow.
+    """
+    use = None
+    if isinstance(body, ChatBody):
+        use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
+    asked = await asyncio.to_thread(_asked, body)
+    if use is None:
+        return asked
+    return _with_tools(use, asked, tokens.special)
+
+
+def _asked(body: GenerationBody) -> Constraint | None:
+    """The form of the text itself."""
+    given = {
+        "response_format": _of_response_format(body.response_format),
+        "structured_outputs": _of_structured_outputs(body.structured_outputs),
+    }
+    found = [Constraint(param, structured) for param, structured in given.items() if structured is not None]
+    if len(found) == 2:
+        message = "response_format and structured_outputs both ask for a form; give one of them"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    if not found:
+        return None
+    try:
+        check_followed(found[0].structured)
+    except RequestError as error:
+        raise found[0].refusal(error) from None
+    return found[0]
+
+
+def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, int]) -> Constraint:
+    """Tools beside the form that the text has otherwise."""
+    schema = None
+    if asked is not None and not use.must_call:
+        if asked.param != "response_format":
+            message = (
+                "structured_outputs and tools exclude each other; set tool_choice to 'none' or 'required'"
+            )
+            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        if use.format.mark.startswith("{"):
+            message = (
+                "response_format and tools exclude each other with this model, whose calls are JSON too; "
+                "set tool_choice to 'none' or 'required'"
+            )
+            raise ApiError(400, message, param="response_format", code="invalid_value")
+        decoded = json.loads(str(asked.structured.json_schema or '{"type": "object"}'))
+        guidance = {"whitespace_pattern": WHITESPACE}
+        schema = json.dumps({"x-guidance": guidance} | decoded if isinstance(decoded, dict) else decoded)
+    form = use.format
+    fixed = form.written([("", "")] * 2)
+    return Constraint(
+        "tools",
+        use.grammar(special, schema),
+        use,
+        shows_special=any(token in fixed for token in special),
+    )
+
+
+def _of_response_format(form: ResponseFormat | None) -> StructuredOutput | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return StructuredOutput(json_object=True)
+    if form.json_schema is None:
+        message = "response_format.json_schema is missing: type json_schema needs it"
+        raise ApiError(400, message, param="response_format.json_schema", code="missing_required_parameter")
+    try:
+        return StructuredOutput(json_schema=form.json_schema.schema_)
+    except RequestError as error:
+        param = "response_format.json_schema.schema"
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+
+
+def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput | None:
+    """vLLM's names for the same."""
+    if form is None:
+        return None
+    if sum(getattr(form, name) not in (None, False) for name in _KINDS) != 1:
+        message = "structured_outputs needs exactly one of json, json_object, regex, grammar and choice"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    try:
+        return StructuredOutput(
+            json_schema=form.json_,
+            json_object=bool(form.json_object),
+            regex=form.regex,
+            grammar=form.grammar,
+            choice=form.choice,
+            compact=bool(form.disable_any_whitespace),
+        )
+    except RequestError as error:
+        message = f"structured_outputs: {error}"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value") from None

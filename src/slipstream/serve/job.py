@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.sampling.params import SamplingParams
+from slipstream.serve.constraints import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class Job:
     """As the client sees it."""
     prompts: list[list[int]]
     params: SamplingParams
+    constraint: Constraint | None = None
+    """Where the parameters' structured output is from."""
     tenant: str = ""
     task: str = ""
     max_draft_tokens: int | None = None

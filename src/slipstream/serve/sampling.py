@@ -11,6 +11,7 @@ from slipstream.errors import RequestError
 from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.constraints import Constraint
 from slipstream.serve.errors import ApiError
 from slipstream.serve.schema import ChatBody, CompletionBody, GenerationBody, Speculation
 
@@ -55,7 +56,12 @@ def check_unsupported(body: GenerationBody) -> None:
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
 
 
-def sampling_params(body: GenerationBody, prompt_lengths: Seq[int], limits: Limits) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody,
+    prompt_lengths: Seq[int],
+    limits: Limits,
+    constraint: Constraint | None = None,
+) -> SamplingParams:
     """The engine's parameters for all prompts of a request; raises `ApiError` 400 for what cannot be had.
 
     `prompt_lengths` are in tokens. A seed is drawn where none is given, so that the client can be told.
@@ -65,6 +71,7 @@ def sampling_params(body: GenerationBody, prompt_lengths: Seq[int], limits: Limi
     }
     values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
     values["logprobs"] = _logprobs(body)
+    values |= constraint.sampling if constraint is not None else {}
     values["seed"] = draw_seed() if body.seed is None else body.seed
     for name in ("logprobs", "prompt_logprobs"):
         if (values.get(name) or 0) > limits.config.max_logprobs:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from slipstream.serve.errors import ApiError
 
 IGNORED = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls"),
+        "prompt_cache_retention",
     }
 )
-"""Parameters of OpenAI's that change nothing about the text, or nothing without tools."""
+"""Parameters of OpenAI's that change nothing about the text."""
+
+MAX_DEPTH = 100
+"""How deeply a body may be nested."""
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""What OpenAI calls functions and schemas."""
 
 
 class Body(BaseModel):
@@ -45,6 +51,65 @@ class Speculation(Body):
     max_tokens: int | None = None
     """The most draft tokens a step."""
     method: str | None = None
+
+
+class JsonSchemaFormat(Body):
+    """A schema and its name."""
+
+    name: Name
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Without effect: every schema is kept to."""
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a form; exactly one of the first five is given."""
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; none are taken where it is missing."""
+    strict: bool | None = None
+    """Without effect: every schema is kept to."""
+
+
+class Tool(Body):
+    """OpenAI's envelope."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ToolName(Body):
+    """One of the functions."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class GenerationBody(Body):
@@ -80,7 +145,8 @@ class GenerationBody(Body):
     task: Annotated[str, Field(max_length=128)] | None = None
     """A name for the kind of request; drafters and metrics go by it."""
     speculation: Speculation | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -92,12 +158,42 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
 
 
+class CalledFunction(BaseModel):
+    """A function and what it was called with."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class MessageCall(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    function: CalledFunction
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+"""The only content that is read; others are known, and refused."""
+
+
 class Message(BaseModel):
     """One message; what else a chat template may read is passed on to it."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]},
+    )
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
+    tool_calls: list[MessageCall] | None = None
+    """What an earlier answer called."""
 
 
 class ChatBody(GenerationBody):
@@ -108,8 +204,9 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(Body):
@@ -135,6 +232,8 @@ B = TypeVar("B", bound=Body)
 _SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "stop must be a string, or a list of at most 64 strings",
+    "tool_choice": "tool_choice must be 'none', 'auto', 'required' or "
+    '{"type": "function", "function": {"name": ...}}',
 }
 """What is said of parameters that may have several types."""
 
@@ -147,12 +246,28 @@ def parse(cls: type[B], raw: bytes) -> B:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if is_too_deep(value):
+        message = f"the body is nested deeper than {MAX_DEPTH} levels"
+        raise ApiError(400, message, code="invalid_json")
     if b"\\ud" in raw.lower():
         _reject_lone_surrogates(value)
     try:
         return cls.model_validate({key: item for key, item in value.items() if key not in IGNORED})
     except ValidationError as error:
         raise _refusal(cls, error) from None
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether decoded JSON is nested deeper than `MAX_DEPTH`; what recurses into it would fail."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def _reject_lone_surrogates(value: Any) -> None:
@@ -186,7 +301,16 @@ def _names_a_type(part: int | str) -> bool:
 
 
 def _known_names(cls: type[BaseModel], path: list[int | str]) -> list[str]:
-    """The names that a nested object knows."""
-    nested: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "speculation": Speculation}
-    known = nested.get(str(path[0]), cls) if path else cls
-    return list(known.model_fields)
+    """The names that the object at `path` knows."""
+    for part in path:
+        if isinstance(part, str):
+            fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+            cls = _model_in(fields[part].annotation) or cls
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model within `list[Model] | None` and the like."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import Update
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
@@ -44,6 +44,7 @@ class Service:
             inner.tokenizer,
             inner.model.vocab_size,
             config.max_prompt_tokens or inner.max_model_len - 1,  # one is left to answer with
+            config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
         self.metrics = Metrics(self.model_name, self.method, config.max_task_labels, config.metrics_alias)
@@ -118,5 +119,7 @@ class Service:
                 max_draft_tokens=job.max_draft_tokens,
             ):
                 arrived.put_nowait((number, update))
+        except RequestError as error:  # all else in a job has been checked
+            arrived.put_nowait(error if job.constraint is None else job.constraint.refusal(error))
         except Exception as error:
             arrived.put_nowait(error)

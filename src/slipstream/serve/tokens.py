@@ -12,7 +12,9 @@ from slipstream.draft.token_bytes import TokenBytes
 from slipstream.engine.inputs import encode_chat
 from slipstream.errors import RequestError, VocabularyMismatchError
 from slipstream.serve.errors import ApiError
+from slipstream.serve.messages import for_template
 from slipstream.serve.schema import Message
+from slipstream.serve.tool_formats import chat_template, shows_tools, tool_format
 
 T = TypeVar("T")
 
@@ -20,10 +22,18 @@ T = TypeVar("T")
 class Tokens:
     """The tokenizer, used from one thread of its own: long prompts hold up no stream."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, max_prompt_tokens: int, tool_call_parser: str | None = None
+    ) -> None:
+        """`tool_call_parser` names the format of calls; without one it goes by the chat template."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_prompt_tokens = max_prompt_tokens
+        template = chat_template(tokenizer)
+        self.tool_format = tool_format(tool_call_parser, template)
+        self.special: dict[str, int] = dict(tokenizer.get_added_vocab())
+        """Added tokens, which llguidance does not take for text."""
+        self._shows_tools = shows_tools(template)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-tokenizer")
         try:
             said = TokenBytes(tokenizer, "the served model")
@@ -41,9 +51,14 @@ class Tokens:
             for one in many
         ]
 
-    async def chat(self, messages: Seq[Message], options: Mapping[str, Any] | None) -> list[int]:
+    async def chat(
+        self,
+        messages: Seq[Message],
+        options: Mapping[str, Any] | None,
+        tools: Seq[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """The token ids of a conversation; raises `ApiError` 400 for what cannot be answered."""
-        return self._checked(await self.encode_chat(messages, options), "messages")
+        return self._checked(await self.encode_chat(messages, options, tools), "messages")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids."""
@@ -53,11 +68,16 @@ class Tokens:
             )
         )
 
-    async def encode_chat(self, messages: Seq[Message], options: Mapping[str, Any] | None) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Seq[Message],
+        options: Mapping[str, Any] | None,
+        tools: Seq[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer."""
-        plain = [_plain(number, message) for number, message in enumerate(messages)]
+        plain = for_template(messages, None if self._shows_tools else self.tool_format, tools)
         try:
-            return await self._run(lambda: encode_chat(self._tokenizer, plain, options))
+            return await self._run(lambda: encode_chat(self._tokenizer, plain, options, tools))
         except RequestError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
@@ -99,18 +119,3 @@ class Tokens:
             if not 0 <= token_id < self._vocab_size:
                 message = f"{param} has token id {token_id}; this model's ids are 0 to {self._vocab_size - 1}"
                 raise ApiError(400, message, param=param, code="invalid_value")
-
-
-def _plain(number: int, message: Message) -> dict[str, Any]:
-    """The message as a chat template reads it: its text in one piece, and only the fields that were given."""
-    fields = message.model_dump(exclude_unset=True)
-    if not isinstance(message.content, list):
-        return fields
-    texts: list[str] = []
-    for part in message.content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            param = f"messages.{number}.content"
-            message_ = f"{param} has a part of type {part.get('type')!r}; this model reads text only"
-            raise ApiError(400, message_, param=param, code="invalid_value")
-        texts.append(part["text"])
-    return fields | {"content": "".join(texts)}
