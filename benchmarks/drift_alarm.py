@@ -2,11 +2,12 @@
 
     python -m benchmarks.drift_alarm [--quick]
 
-First the embedded pair answers its sample prompts, which gives, by task, the mean of the conditional acceptance, how far
-requests differ beyond the luck of their tokens (ρ of a beta-binomial) and how many positions a request checks. Then
-requests like them are simulated: steady ones for the false alarms, and ones whose α falls by 0.15 for the delay, as it
-is when 100, 200 or 400 requests were seen before. Beside each task's own ρ stands a larger one, 0.2. `topics` are steady requests
-that come in runs of 20 with a level of their own (standard deviation 0.05), which the test does not promise to bear.
+First the embedded pair answers its sample prompts, which gives, by task, the mean of the conditional acceptance, how
+far requests differ beyond the luck of their tokens (ρ of a beta-binomial) and how many positions a request checks.
+Then requests like them are simulated: steady ones for the false alarms, and ones whose α falls by 0.15 for the delay,
+as it is when 100, 200 or 400 requests were seen before. Beside each task's own ρ stands a larger one, 0.2. `topics`
+are steady requests that come in runs of 20 with a level of their own (standard deviation 0.05), which the test does
+not promise to bear.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for row in falls:
         print(
-            f"{row['task']:9} ρ {row['rho']:.2f} after {row['seen']:3}: α falls by {FALL}, alarm after {row['p50']:.0f} "
-            f"requests (median), {row['p90']:.0f} (90 %), {row['p99']:.0f} (99 %); within 300: {row['within_300']:.1%}"
+            f"{row['task']:9} ρ {row['rho']:.2f} after {row['seen']:3}: α falls by {FALL}, alarm after "
+            f"{row['p50']:.0f} requests (median), {row['p90']:.0f} (90 %), {row['p99']:.0f} (99 %); "
+            f"within 300: {row['within_300']:.1%}"
         )
     for topics in (False, True):
         rows = [row for row in steady if row["topics"] == topics]

@@ -102,15 +102,10 @@ class Alarms:
         """The oldest first."""
         return list(self._raised.values())
 
-    def state(self, task: str) -> tuple[str, float | None, float | None, int]:
-        """Of the acceptance of a task: `learning`, `steady` or `drifting`; the usual level, that of late, and how
-        many requests of those that the first reference needs have been seen."""
+    def acceptance(self, task: str) -> ShiftWatch | None:
+        """What is known of the conditional α of a task; None where it is not watched."""
         watched = self._tasks.get(task)
-        if watched is None:
-            return "learning", None, None, 0
-        drift = watched.acceptance
-        name = "drifting" if drift.shift else "learning" if drift.reference is None else "steady"
-        return name, drift.reference and drift.reference.mean, drift.level, drift.num_learned
+        return None if watched is None else watched.acceptance
 
     def on_request(self, facts: RequestFacts) -> None:
         """Take in a request that has finished."""
@@ -202,7 +197,10 @@ class Alarms:
     def _check_count(self, facts: RequestFacts) -> None:
         if facts.num_streamed != facts.num_counted:
             self._num_mismatched += 1
-            message = f"a request's streams gave out {facts.num_streamed} tokens where the engine counted {facts.num_counted}"
+            message = (
+                f"a request's streams gave out {facts.num_streamed} tokens where the engine counted "
+                f"{facts.num_counted}"
+            )
             self._set(Kind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
 
     def _set(

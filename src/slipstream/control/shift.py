@@ -54,7 +54,7 @@ class Reference:
     variance: float
     """Of weight·(value - mean), from request to request: requests differ by more than the luck of their tokens."""
     tolerance: float
-    """How far from `mean` the true mean may lie without an alarm: what is not worth one, or what is not known better."""
+    """How far from `mean` the true mean may lie without an alarm: what is not worth one, or not known better."""
 
     @classmethod
     def of(cls, values: Seq[Value]) -> Reference:

@@ -48,6 +48,8 @@ class ServeConfig:
     """`vllm`: show the metrics that vLLM has too under its names as well."""
     max_task_labels: int = 32
     """Tasks that get metrics of their own; later ones share the label `other`."""
+    dashboard_texts: bool = False
+    """Show the last answers' texts on the dashboard, to whoever may read it. Off, it keeps no text."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"
