@@ -23,6 +23,7 @@ from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
+from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
 
 PREFIX = "slipstream_"
@@ -162,8 +163,8 @@ class Metrics:
                 drafted += num_drafted
                 accepted += seen.num_accepted
                 self._length.observe(seen.num_accepted)
-                _add_to_first(drafted_at, max(seen.proposal.depths))
-                _add_to_first(accepted_at, seen.num_accepted)
+                add_to_first(drafted_at, max(seen.proposal.depths))
+                add_to_first(accepted_at, seen.num_accepted)
             counted = tasks.setdefault(self.task_label(sequence.task), [0, 0, 0, 0])
             for i, number in enumerate((1, num_drafted, seen.num_accepted, num_emitted)):
                 counted[i] += number
@@ -290,13 +291,6 @@ class Watch:
         """The request is over; answers that did not end were broken off."""
         if self._unfinished:
             self._metrics.on_abort(self._unfinished)
-
-
-def _add_to_first(counts: list[int], number: int) -> None:
-    """Add one to each of the first `number` counts, lengthening the list where needed."""
-    counts.extend([0] * (number - len(counts)))
-    for position in range(number):
-        counts[position] += 1
 
 
 class _Labelled(Collector):
