@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import re
+import threading
+import time
 from importlib import resources
 from itertools import zip_longest
 from typing import Any
@@ -19,6 +21,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.control.alarms import Kind
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
+from slipstream.control.shift import Value
 from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.logs import JsonFormatter
@@ -76,13 +79,7 @@ def test_the_data_is_the_requests_own(make_app: MakeApp) -> None:
     assert tasks["sql"]["num_tokens"] == 80
     assert tasks["sql"]["num_drafted"] == figures[0]["num_draft_tokens"] + figures[2]["num_draft_tokens"]
     assert tasks["none"]["num_accepted"] == figures[1]["num_accepted_draft_tokens"]
-    assert tasks["none"]["drift"] == {
-        "state": "learning",
-        "usual": None,
-        "level": pytest.approx(tasks["none"]["num_accepted"] / tasks["none"]["num_reached"]),
-        "num_learned": 1,
-        "num_needed": 100,
-    }
+    assert tasks["none"]["drift"] == {"state": "learning", "num_learned": 1, "num_needed": 100}
     conditional = [a / b for a, b in zip_longest(told["accepted"], told["reached"], fillvalue=0)]
     assert conditional == pytest.approx(figures[1]["conditional_acceptance"])  # three times the same answer
     assert told["draft_s"] > 0
@@ -244,6 +241,42 @@ def test_the_controls_report_is_shown(make_app: MakeApp, monkeypatch: pytest.Mon
     assert [method["name"] for method in told["methods"]] == ["eagle3", "suffix"]
     assert {alarm["kind"] for alarm in told["alarms"]} == {Kind.DRAFTER_FAILED}
     assert "slipstream_realised_speedup" not in gone
+
+
+def test_a_drift_shows_at_its_task(make_app: MakeApp) -> None:
+    app = make_app(max_task_labels=1)
+    service: Service = app.state.service
+    with TestClient(app) as client:
+        ask(client, task="sql")
+        ask(client, task="chat")
+        watch = service.watching.alarms.acceptance("sql")
+        assert watch is not None
+        for number in range(300):
+            watch.add(Value((number % 3) / 10 + (0.2 if number < 150 else 0.6)))
+        told = {task["task"]: task["drift"] for task in data(client)["tasks"]}
+    assert told["sql"]["state"] == "drifting"
+    assert told["sql"]["usual"] == pytest.approx(0.3, abs=0.05)
+    assert told["sql"]["level"] == pytest.approx(0.7, abs=0.05)
+    assert told["other"] == {"state": "unwatched"}
+
+
+def test_a_step_that_takes_long_does_not_stop_the_page(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.dashboard.READ_TIMEOUT_S", 0.05)
+    app = make_app()
+    service: Service = app.state.service
+    with TestClient(app) as client:
+        ask(client)
+        before = data(client)
+        begun, done = threading.Event(), threading.Event()
+        service.engine._post(lambda: (begun.set(), done.wait(10)))  # type: ignore[arg-type, func-returns-value]
+        begun.wait()
+        time.sleep(0.1)
+        told = data(client)
+        done.set()
+    assert told["num_steps"] == before["num_steps"]
+    assert told["age_s"] >= 0.1
 
 
 def test_a_stopped_engine_still_shows_what_was(make_app: MakeApp) -> None:

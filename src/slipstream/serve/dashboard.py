@@ -121,7 +121,7 @@ def _data(service: Service) -> dict[str, Any]:
         "version": __version__,
         "model": service.model_name,
         "method": service.method,
-        "now": time.time(),
+        "age_s": watching.age_s,
         "is_ready": service.is_ready,
         "has_stopped": service.engine.has_stopped,
         "max_num_seqs": service.engine.engine.config.max_num_seqs,
@@ -160,18 +160,12 @@ def _tasks(service: Service, counted: dict[str, list[int]]) -> list[dict[str, An
 
 def _drift(watch: ShiftWatch | None) -> dict[str, Any]:
     """Of a task's conditional α."""
-    state, usual, level, num_learned = "learning", None, None, 0
-    if watch is not None:
-        level, num_learned = watch.level, watch.num_learned
-        if watch.reference is not None:
-            state, usual = ("drifting" if watch.shift else "steady"), watch.reference.mean
-    return {
-        "state": state,
-        "usual": usual,
-        "level": level,
-        "num_learned": num_learned,
-        "num_needed": REFERENCE_SIZES[0],
-    }
+    if watch is None:
+        return {"state": "unwatched"}
+    if watch.reference is None:
+        return {"state": "learning", "num_learned": watch.num_learned, "num_needed": REFERENCE_SIZES[0]}
+    state = "drifting" if watch.shift else "steady"
+    return {"state": state, "usual": watch.reference.mean, "level": watch.level}
 
 
 def _told(task: TaskReport | None) -> dict[str, Any]:

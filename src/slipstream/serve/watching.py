@@ -52,6 +52,7 @@ class Watching:
         self.history = History(metrics.task_label)
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
+        self._read_s = time.monotonic()
         self.recent = Recent(with_texts)
         self.alarms = Alarms(self._on_raise, self._on_clear)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
@@ -65,6 +66,11 @@ class Watching:
     def report(self) -> ControlReport | None:
         """The control's last one."""
         return self._control.report
+
+    @property
+    def age_s(self) -> float:
+        """Since the engine was last read: long only where a step takes long, or the engine has stopped."""
+        return time.monotonic() - self._read_s
 
     async def run(self, engine: AsyncEngine) -> None:
         """Read the engine every few seconds, until it stops."""
@@ -80,6 +86,7 @@ class Watching:
     async def read(self, engine: AsyncEngine) -> None:
         """Bring gauges, alarms and the snapshot up to date. Raises `EngineStoppedError`."""
         report, self.snapshot = await engine.ask(self._read)
+        self._read_s = time.monotonic()
         self._control.report = report
         self._control.batches = self.snapshot.batches()
         if report is not None:
