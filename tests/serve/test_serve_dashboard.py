@@ -296,8 +296,9 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
     llm = LLM(speculative_config={**DRAFT, **tree}, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
     history = History(lambda task: task or "none")
     llm.engine.on_step, llm.engine.on_observe = history.on_step, history.on_observe
-    prompts = [prompt["messages"][:1] for prompt in sample_prompts()[:6]]
-    outputs = llm.chat(prompts, SamplingParams(temperature=0.8, max_tokens=30, seed=3))
+    prompts = [prompt["messages"][:1] for prompt in sample_prompts()[:14]]
+    outputs = llm.chat(prompts, SamplingParams(temperature=0.8, max_tokens=40, seed=3))
+    assert any(output.outputs[0].from_draft[-1] for output in outputs), "a stop among accepted tokens"
     metrics = RequestMetrics.merged([output.metrics for output in outputs])
     told = history.snapshot().told()
     assert told["reached"] == metrics.reached_per_position

@@ -116,6 +116,17 @@ def test_an_acknowledged_level_is_usual(heard: Heard) -> None:
     assert watch.reference.mean == pytest.approx(0.4, abs=0.03)
 
 
+def test_what_lasts_is_usual_for_the_traffic_too(heard: Heard) -> None:
+    longer = replace(TRAITS, num_prompt_tokens=700)
+    for _ in range(200):
+        heard.request(0.6)
+    for level in [0.4] * 1000 + [0.7] * 200:
+        heard.request(level, traits=longer)
+    assert [alarm.kind for alarm in heard.raised] == [Kind.ACCEPTANCE_DRIFT] * 2
+    assert "prompt length" in heard.raised[0].message
+    assert "nothing else that is watched moved" in heard.raised[1].message
+
+
 def test_truncation_tells_the_context_from_the_limit(heard: Heard) -> None:
     for number in range(500):
         cut = number > 200 and number % 3 == 0
@@ -209,9 +220,14 @@ def test_tasks_are_bounded_and_their_alarms_go_with_them(heard: Heard) -> None:
     assert len(heard.raised) == 1
     for number in range(2 * MAX_TASKS):
         heard.request(task=f"task {number}")
+        heard.request(task="busy")
     assert len(heard.alarms._tasks) == MAX_TASKS
     assert heard.alarms.raised == []
     assert "no longer watched" in heard.cleared[0][1]
+    busy = heard.alarms.acceptance("busy")
+    assert busy is not None
+    assert busy.num_learned == 100
+    assert heard.alarms.acceptance("old") is None
 
 
 def test_causes() -> None:
@@ -225,6 +241,9 @@ def test_causes() -> None:
     before = some(100)
     assert suspected_causes(before, some(80)) == []
     assert suspected_causes(before, some(5, temperature=1.5)) == []  # too few to tell
+    warm = [replace(TRAITS, temperature=0.5 + 0.1 * (number % 5)) for number in range(20)]
+    warmer = [replace(traits, temperature=traits.temperature + 0.12) for traits in warm]
+    assert suspected_causes(warm, warmer) == []  # far enough, but so few requests may differ by chance
     [cause] = suspected_causes(before, some(80, temperature=1.2))
     assert str(cause) == "temperature went from 0.70 to 1.20"
     [cause] = suspected_causes(before, some(80, num_output_tokens=200))

@@ -88,6 +88,33 @@ def test_steady_requests_raise_nothing() -> None:
             assert delay(ShiftWatch(), requests(10_000, level, seed, rho)) is None
 
 
+def test_the_alarm_comes_at_the_stated_evidence() -> None:
+    test, eager = (
+        ShiftTest(Reference.of(requests(400, 0.6, 1)), rate=rate) for rate in (FALSE_ALARM_RATE, 0.1)
+    )
+    raised = []
+    for number, item in enumerate(requests(300, 0.4, 2)):
+        before = test.evidence
+        if eager.add(item):
+            raised.append(number)
+        if test.add(item):
+            assert before < 1 / FALSE_ALARM_RATE <= test.evidence
+            assert number > raised[0] + 10
+            return
+    raise AssertionError("no alarm")
+
+
+def test_suspicious_requests_do_not_improve_the_reference() -> None:
+    watch = ShiftWatch()
+    for item in [*requests(160, 0.6, 1), *requests(40, 0.4, 2)]:
+        watch.add(item)
+    assert watch.shift is None
+    assert watch.evidence > 3
+    assert watch.num_learned == 100
+    assert watch.reference is not None
+    assert watch.reference.mean > 0.57
+
+
 def test_what_is_not_watched_for_raises_nothing() -> None:
     assert delay(watching(falls=False), requests(1000, 0.3, 5)) is None
     assert delay(watching(rises=False), requests(1000, 0.9, 5)) is None

@@ -24,11 +24,9 @@ class Recent:
         self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
 
     def add(self, job: Job, output: RequestOutput, pieces: dict[int, list[tuple[str, bool]]]) -> None:
-        """A request that has finished; `pieces` are the texts of its answers, by index."""
+        """A request that has finished; `pieces` are the texts of its answers, by index, where they are kept."""
         for answer in output.outputs:
-            self._answers.appendleft(
-                _told(job, output, answer, pieces.get(answer.index) if self.with_texts else None)
-            )
+            self._answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
 
     def told(self) -> list[dict[str, Any]]:
         """As JSON, the latest first."""
