@@ -42,12 +42,13 @@ def main() -> None:
     quick = parser.parse_args().quick
     num_falls, num_streams = (20, 2) if quick else (200, 20)
     torch.set_num_threads(1)
+    origin = provenance()
     rng = np.random.default_rng(7)
     kinds = [kind for task in measured_tasks() for kind in (task, task | {"rho": WIDE_RHO, "wide": True})]
     falls = [fall_delays(kind, seen, num_falls, rng) for kind in kinds for seen in REFERENCE_SIZES]
     steady = [false_alarms(kind, num_streams, rng, topics) for kind in kinds for topics in (False, True)]
     result = {
-        "provenance": provenance(),
+        "provenance": origin,
         "stated_rate": FALSE_ALARM_RATE,
         "fall": FALL,
         "tasks": [{key: kind[key] for key in kind if key != "sizes"} for kind in kinds],

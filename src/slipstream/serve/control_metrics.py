@@ -22,7 +22,7 @@ class ControlMetrics(Collector):
         self._method = method
         self._task_label = task_label
         self.report: ControlReport | None = None
-        """None where the engine has no control."""
+        """None before the first."""
         self.batches: dict[int, list[int]] = {}
         """As `Snapshot.batches` has them."""
 

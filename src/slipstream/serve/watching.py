@@ -32,13 +32,6 @@ READ_EVERY_S = 2.0
 """How often the engine is asked for its state, whether or not somebody looks."""
 
 
-def control_report(engine: Engine) -> ControlReport | None:
-    """What the engine's control reports; None where it has none. To be called between two steps."""
-    ask = getattr(engine, "control_report", None)
-    report: ControlReport | None = None if ask is None else ask()
-    return report
-
-
 class Watching:
     """Metrics, history, recent answers and alarms of one engine.
 
@@ -64,7 +57,7 @@ class Watching:
 
     @property
     def report(self) -> ControlReport | None:
-        """The control's last one."""
+        """The control's last one; None before the first."""
         return self._control.report
 
     @property
@@ -89,8 +82,7 @@ class Watching:
         self._read_s = time.monotonic()
         self._control.report = report
         self._control.batches = self.snapshot.batches()
-        if report is not None:
-            self.alarms.on_report(report)
+        self.alarms.on_report(report)
 
     def follow(self, job: Job) -> Follower:
         """Watches one job's updates."""
@@ -145,9 +137,9 @@ class Watching:
         self.metrics.on_observe(observations)
         self.history.on_observe(observations)
 
-    def _read(self, engine: Engine) -> tuple[ControlReport | None, Snapshot]:
+    def _read(self, engine: Engine) -> tuple[ControlReport, Snapshot]:
         self.history.sample(*self.metrics.read_engine(engine))
-        return control_report(engine), self.history.snapshot()
+        return engine.control_report(), self.history.snapshot()
 
     # --- alarms -------------------------------------------------------------------------------------------------
 
