@@ -34,8 +34,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of traffic before the picture")
     seconds = parser.parse_args().seconds
     chromium = os.environ.get("SLIPSTREAM_CHROMIUM") or shutil.which("chromium")
-    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-    engine = AsyncEngine(speculative_config=draft, max_num_seqs=8, num_threads=1)
+    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 6}
+    auto = {"method": "auto", "drafters": [{"method": "suffix"}, draft]}
+    engine = AsyncEngine(speculative_config=auto, max_num_seqs=8, num_threads=1)
     server = Server(create_app(engine, ServeConfig(dashboard_texts=True), "embedded-pair"))
     listening = bind("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"

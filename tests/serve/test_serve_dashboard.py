@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
+import torch
 from serve_cases import DRAFT, MESSAGES, QUESTION, MakeApp, counters
 from starlette.testclient import TestClient
 
@@ -23,6 +24,8 @@ from slipstream.assets import sample_prompts
 from slipstream.control.alarms import Kind
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.control.shift import Value
+from slipstream.core import Proposal, Sequence
+from slipstream.draft.base import Observation
 from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.logs import JsonFormatter
@@ -317,6 +320,22 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
         sum(metrics.reached_per_position),
     ]
     assert max(told["batches"]) == 4
+
+
+def test_a_snapshot_stays_as_it_was() -> None:
+    """It is read in another thread than the one that goes on counting."""
+    history = History(str, lambda: 1000.0)
+    sequence = Sequence(0, "0", 0, [1, 2, 3, 4, 5], 2, SamplingParams(), 0, from_draft=[True, True, False])
+    seen = [Observation(sequence, Proposal.chain((3, 4, 9)), 2, torch.empty(0))]
+    history.on_observe(seen)
+    snapshot = history.snapshot()
+    before = snapshot.told()
+    assert before["reached"] == [1, 1, 1]
+    assert before["accepted"] == [1, 1]
+    history.on_observe(seen)
+    history.sample(1, 1, 0.5)
+    assert snapshot.told() == before
+    assert history.snapshot().told() != before
 
 
 def test_history_is_bounded_and_has_gaps() -> None:
