@@ -54,9 +54,9 @@ class RequestMetrics:
         self.num_steps += 1
         self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
-        _add_to_first(self.proposed_per_position, proposed_depth)
-        _add_to_first(self.reached_per_position, path_proposed)
-        _add_to_first(self.accepted_per_position, num_accepted)
+        add_to_first(self.proposed_per_position, proposed_depth)
+        add_to_first(self.reached_per_position, path_proposed)
+        add_to_first(self.accepted_per_position, num_accepted)
         while len(self.acceptance_histogram) <= num_accepted:
             self.acceptance_histogram.append(0)
         self.acceptance_histogram[num_accepted] += 1
@@ -105,7 +105,7 @@ class RequestMetrics:
         return self.num_output_tokens / self.total_s if self.total_s else 0.0
 
 
-def _add_to_first(counts: list[int], num: int) -> None:
+def add_to_first(counts: list[int], num: int) -> None:
     """Add one to each of the first `num` entries, lengthening the list where needed."""
     counts.extend([0] * (num - len(counts)))
     for position in range(num):

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
-from slipstream.serve import errors, openapi
+from slipstream.serve import dashboard, errors, openapi
 from slipstream.serve.auth import KeyGuard
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
@@ -57,7 +57,9 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.watching.run(engine))
         yield
+        watching.cancel()
         await asyncio.to_thread(engine.close)
 
     app = FastAPI(
@@ -75,6 +77,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    dashboard.add_routes(app, service)
     return app
 
 
@@ -223,5 +226,5 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         with suppress(EngineStoppedError, TimeoutError):  # the counters still tell what was
             async with asyncio.timeout(STATE_TIMEOUT_S):
-                await service.engine.ask(service.metrics.read_engine)
+                await service.watching.read(service.engine)
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.serve.errors import ApiError
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+API = ("/v1", "/tokenize", "/detokenize")
+GUARDED = (*API, "/dashboard/data", "/dashboard/acknowledge")
 
 
 class KeyGuard:
@@ -43,4 +44,13 @@ class KeyGuard:
 
 def is_guarded(path: str) -> bool:
     """True for the paths that need a key."""
-    return any(path == root or path.startswith(root + "/") for root in GUARDED)
+    return _is_under(path, GUARDED)
+
+
+def is_api(path: str) -> bool:
+    """True for the paths that clients use, each of whose requests is counted and logged."""
+    return _is_under(path, API)
+
+
+def _is_under(path: str, roots: Seq[str]) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in roots)

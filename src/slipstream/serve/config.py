@@ -25,8 +25,8 @@ class ServeConfig:
     served_model_name: str | None = None
     """The model's name for clients; MODEL as it was given unless set."""
     api_key: Seq[str] = field(default=(), repr=False)
-    """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics and
-    /version. Without one everybody is served."""
+    """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics,
+    /version and the dashboard's empty page. Without one everybody is served."""
     cors_origins: Seq[str] = ()
     """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
     max_body_bytes: int = 4 * 2**20
@@ -52,6 +52,8 @@ class ServeConfig:
     """`vllm`: show the metrics that vLLM has too under its names as well."""
     max_task_labels: int = 32
     """Tasks that get metrics of their own; later ones share the label `other`."""
+    dashboard_texts: bool = False
+    """Show the last answers' texts on the dashboard, to whoever may read it. Off, it keeps no text."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"

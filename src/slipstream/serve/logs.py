@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.auth import is_guarded
+from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.metrics import Metrics
 
@@ -97,8 +97,8 @@ class RequestLog:
             self._write(scope, status, time.perf_counter() - started_s)
 
     def _write(self, scope: Scope, status: int, duration_s: float) -> None:
-        guarded = is_guarded(scope["path"])
-        if guarded:
+        api = is_api(scope["path"])
+        if api:
             self._metrics.on_response(status)
         line = {
             "method": scope["method"],
@@ -106,5 +106,7 @@ class RequestLog:
             "status": status,
             "duration_ms": round(1000 * duration_s, 3),
         }
-        level = logging.INFO if guarded else logging.DEBUG  # probes and scrapes would drown the rest
+        level = (
+            logging.INFO if api else logging.DEBUG
+        )  # probes, scrapes and the dashboard would drown the rest
         logger.log(level, "request", extra={"facts": line | scope[FACTS]})

@@ -11,16 +11,19 @@ import copy
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from slipstream.control.alarms import Alarm
 from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
+from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
 
 PREFIX = "slipstream_"
@@ -52,6 +55,8 @@ class Metrics:
         self._method = method
         self._max_tasks = max_tasks
         self._tasks: set[str] = set()
+        self._by_task: dict[str, tuple[Counter, ...]] = {}
+        self._by_position: list[tuple[Counter, Counter]] = []
         self._registry = registry = CollectorRegistry()
         self._exposed = CollectorRegistry()
         self._exposed.register(_Labelled(registry, {"model_name": model_name}, with_vllm=alias == "vllm"))
@@ -101,7 +106,7 @@ class Metrics:
         self._ends = counter("request_success", "Answers that ended, by reason.", "finished_reason")
         for reason in FinishReason:
             self._ends.labels(str(reason))
-        self._responses = counter("http_responses", "HTTP responses of guarded paths, by status.", "status")
+        self._responses = counter("http_responses", "HTTP responses of the API's paths, by status.", "status")
 
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
         self._itl = histogram(
@@ -120,6 +125,14 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all."
         )
 
+        on_what = ("kind", "task", "method")
+        self._alarms = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
+        self._raises = counter("alarm_raises", "Alarms that were raised.", *on_what)
+
+    def register(self, collector: Collector) -> None:
+        """Show what `collector` has, its names without the prefix, among these metrics."""
+        self._registry.register(collector)
+
     # --- in the engine's thread ---------------------------------------------------------------------------------
 
     def on_step(self, step: StepReport) -> None:
@@ -131,34 +144,62 @@ class Metrics:
         self._rows.observe(step.num_rows)
 
     def on_observe(self, observations: Seq[Observation]) -> None:
-        """Count what a step drafted, accepted and emitted."""
+        """Count what a step drafted, accepted and emitted: added up first, since every counter takes a lock."""
+        prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
+        drafted_at: list[int] = []
+        accepted_at: list[int] = []
+        tasks: dict[str, list[int]] = {}
         for seen in observations:
-            sequence, accepted = seen.sequence, seen.num_accepted
+            sequence = seen.sequence
             # The last token is the target's own, unless a stop rule cut the answer among accepted ones.
-            emitted = accepted + (not sequence.from_draft[-1])
-            self._output_tokens.inc(emitted)
-            if sequence.num_output_tokens == emitted and sequence.index == 0:
-                self._prompt_tokens.inc(sequence.num_prompt_tokens)
-                self._queries.inc(sequence.num_prompt_tokens)
-                self._hits.inc(sequence.metrics.num_cached_tokens)
-            labels = (self._task_label(sequence.task), self._method)
-            self._task_steps.labels(*labels).inc()
-            self._task_output.labels(*labels).inc(emitted)
-            drafted = len(seen.proposal)
-            if not drafted:
-                continue
-            self._drafts.inc()
+            num_emitted = seen.num_accepted + (not sequence.from_draft[-1])
+            emitted += num_emitted
+            if sequence.num_output_tokens == num_emitted and sequence.index == 0:
+                prompt_tokens += sequence.num_prompt_tokens
+                hits += sequence.metrics.num_cached_tokens
+            num_drafted = len(seen.proposal)
+            if num_drafted:
+                num_drafts += 1
+                drafted += num_drafted
+                accepted += seen.num_accepted
+                self._length.observe(seen.num_accepted)
+                add_to_first(drafted_at, max(seen.proposal.depths))
+                add_to_first(accepted_at, seen.num_accepted)
+            counted = tasks.setdefault(self.task_label(sequence.task), [0, 0, 0, 0])
+            for i, number in enumerate((1, num_drafted, seen.num_accepted, num_emitted)):
+                counted[i] += number
+        self._output_tokens.inc(emitted)
+        if prompt_tokens:
+            self._prompt_tokens.inc(prompt_tokens)
+            self._queries.inc(prompt_tokens)
+            self._hits.inc(hits)
+        for label, counted in tasks.items():
+            for counter, number in zip(self._task_counters(label), counted, strict=True):
+                counter.inc(number)
+        if num_drafts:
+            self._drafts.inc(num_drafts)
             self._drafted.inc(drafted)
             self._accepted.inc(accepted)
             self._wasted.inc(drafted - accepted)
-            self._length.observe(accepted)
-            self._task_drafted.labels(*labels).inc(drafted)
-            self._task_accepted.labels(*labels).inc(accepted)
-            for position in range(max(seen.proposal.depths)):
-                self._drafted_at.labels(position).inc()
-                self._accepted_at.labels(position).inc(position < accepted)
+            for position, numbers in enumerate(zip_longest(drafted_at, accepted_at, fillvalue=0)):
+                for counter, number in zip(self._position_counters(position), numbers, strict=True):
+                    counter.inc(number)
 
-    def _task_label(self, task: str) -> str:
+    def _task_counters(self, label: str) -> tuple[Counter, ...]:
+        """Passes, and drafted, accepted and emitted tokens of a task; looking children up by label takes a while."""
+        if label not in self._by_task:
+            counters = (self._task_steps, self._task_drafted, self._task_accepted, self._task_output)
+            self._by_task[label] = tuple(counter.labels(label, self._method) for counter in counters)
+        return self._by_task[label]
+
+    def _position_counters(self, position: int) -> tuple[Counter, ...]:
+        """Drafted and accepted tokens at a depth, from 0."""
+        while len(self._by_position) <= position:
+            number = len(self._by_position)
+            self._by_position.append((self._drafted_at.labels(number), self._accepted_at.labels(number)))
+        return self._by_position[position]
+
+    def task_label(self, task: str) -> str:
         """The task's own name for the first few tasks, so that clients cannot make labels without end."""
         if not task:
             return "none"
@@ -203,12 +244,23 @@ class Metrics:
         """Count a response of a guarded path."""
         self._responses.labels(status).inc()
 
-    def read_engine(self, engine: Engine) -> None:
-        """Set the gauges; to be called between two steps."""
+    def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
+        """Count an alarm that was raised or cleared."""
+        task = "" if alarm.task is None else self.task_label(alarm.task)
+        labels = (str(alarm.kind), task, alarm.method or "")
+        self._alarms.labels(*labels).inc(1 if raised else -1)
+        if raised:
+            self._raises.labels(*labels).inc()
+
+    def read_engine(self, engine: Engine) -> tuple[int, int, float]:
+        """Set the gauges, to be called between two steps; returns answers that run and wait, and the cache's use."""
         accounting = engine.runner.cache.accounting
-        self._running.set(len(engine.scheduler.running))
-        self._waiting.set(len(engine.scheduler.waiting))
-        self._kv_usage.set(accounting.num_held / accounting.num_slots)
+        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        kv_usage = accounting.num_held / accounting.num_slots
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+        return running, waiting, kv_usage
 
     def exposition(self) -> bytes:
         """Prometheus text."""

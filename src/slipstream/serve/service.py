@@ -16,6 +16,7 @@ from slipstream.serve.limits import Admission
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.sampling import Limits
 from slipstream.serve.tokens import Tokens
+from slipstream.serve.watching import Watching
 
 PromptUpdate = tuple[int, Update]
 """Which prompt of the request, and what was added to one of its answers."""
@@ -48,8 +49,7 @@ class Service:
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
         self.metrics = Metrics(self.model_name, self.method, config.max_task_labels, config.metrics_alias)
-        inner.on_step = self.metrics.on_step
-        inner.on_observe = self.metrics.on_observe
+        self.watching = Watching(inner, self.metrics, self.method, config.dashboard_texts)
 
     @property
     def is_ready(self) -> bool:
@@ -81,6 +81,7 @@ class Service:
             asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
         ]
         watch = self.metrics.watch(job.num_answers)
+        follower = self.watching.follow(job)
         unfinished = len(readers)
         try:
             while unfinished:
@@ -100,6 +101,7 @@ class Service:
                 number, update = item
                 unfinished -= update.output is not None
                 watch.add(number, update)
+                follower.add(number, update)
                 yield item
         finally:
             for reader in readers:

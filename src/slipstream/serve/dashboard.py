@@ -1,0 +1,192 @@
+"""`/dashboard`: one page that shows what the engine does, and the data that it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from slipstream import __version__
+from slipstream.control.alarms import Alarm, Kind
+from slipstream.control.drift import REFERENCE_SIZES, ShiftWatch
+from slipstream.control.report import TaskReport
+from slipstream.errors import EngineStoppedError
+from slipstream.serve.errors import ApiError
+from slipstream.serve.limits import read_body
+from slipstream.serve.schema import Body, parse
+from slipstream.serve.service import Service
+
+READ_TIMEOUT_S = 1.0
+"""How long the page waits for a step to end; after that it shows what was read last."""
+_MAX_ACKNOWLEDGE_BYTES = 4096
+_COUNTED = ("num_passes", "num_tokens", "num_drafted", "num_accepted", "num_reached")
+"""What the history has of a task, in its order."""
+
+
+class AcknowledgeBody(Body):
+    """Which alarm somebody has taken note of."""
+
+    kind: str
+    task: str | None = None
+    drafter: str | None = None
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """The page itself holds no data and needs no key; what it asks for does where the server has keys."""
+    page, policy = _page()
+    started = time.time()
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def dashboard() -> Response:
+        return Response(
+            page,
+            media_type="text/html; charset=utf-8",
+            headers={
+                "Content-Security-Policy": policy,
+                "Cache-Control": "no-cache",
+                "Referrer-Policy": "no-referrer",
+                "X-Content-Type-Options": "nosniff",
+            },
+        )
+
+    @app.get("/dashboard/data", include_in_schema=False)
+    async def data() -> Response:
+        with suppress(EngineStoppedError, TimeoutError):  # what was read last is still worth showing
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                await service.watching.read(service.engine)
+        told = {"uptime_s": time.time() - started, **_data(service)}
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+
+    @app.post("/dashboard/acknowledge", include_in_schema=False)
+    async def acknowledge(request: Request) -> Response:
+        """Clears an alarm: what is now counts as usual from here on."""
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            # A form on another site's page could send it otherwise, with no question asked by the browser.
+            raise ApiError(415, "the body must be application/json", code="invalid_type")
+        body = parse(AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES))
+        if body.kind not in list(Kind) or not service.watching.alarms.acknowledge(
+            Kind(body.kind), body.task, body.drafter
+        ):
+            raise ApiError(404, "there is no such alarm", code="not_found")
+        return JSONResponse({"acknowledged": True})
+
+
+def _page() -> tuple[str, str]:
+    """The page, and a policy under which nothing but its own style and script counts, and its own server is asked."""
+    page = resources.files("slipstream.serve").joinpath("dashboard.html").read_text(encoding="utf-8")
+    [style] = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    policy = {
+        "default-src": "'none'",
+        "style-src": _hash(style),
+        "script-src": _hash(script),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    return page, "; ".join(f"{name} {value}" for name, value in policy.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _data(service: Service) -> dict[str, Any]:
+    """All that the page shows."""
+    watching, config = service.watching, service.config
+    history = watching.snapshot.told()
+    report = watching.report
+    speculation = None
+    if report is not None:
+        speculation = {
+            "adaptive": report.adaptive,
+            "speculating": report.speculating,
+            "estimated_speedup": report.estimated_speedup,
+            "realised": report.realised and asdict(report.realised),
+            "probe_share": report.probe_share,
+        }
+    return {
+        "version": __version__,
+        "model": service.model_name,
+        "method": service.method,
+        "age_s": watching.age_s,
+        "is_ready": service.is_ready,
+        "has_stopped": service.engine.has_stopped,
+        "max_num_seqs": service.engine.engine.config.max_num_seqs,
+        "max_waiting": config.max_waiting,
+        "num_under_way": service.admission.num_answers,
+        **history,
+        "tasks": _tasks(service, history["tasks"]),
+        "speculation": speculation,
+        "methods": [asdict(method) for method in report.methods] if report else [],
+        "alarms": [_alarm(alarm) for alarm in watching.alarms.raised],
+        "cleared": [
+            {**_alarm(alarm), "cleared": cleared, "why": why} for alarm, cleared, why in watching.cleared
+        ],
+        "with_texts": watching.recent.with_texts,
+        "recent": watching.recent.told(),
+    }
+
+
+def _tasks(service: Service, counted: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """What was counted by task, beside what the control and the test of drift know of it."""
+    watching = service.watching
+    reports = {
+        watching.metrics.task_label(task.task): task
+        for task in (watching.report.tasks if watching.report else ())
+    }
+    return [
+        {
+            "task": label,
+            **dict(zip(_COUNTED, sums, strict=True)),
+            "drift": _drift(watching.alarms.acceptance("" if label == "none" else label)),
+            **_told(reports.get(label)),
+        }
+        for label, sums in counted.items()
+    ]
+
+
+def _drift(watch: ShiftWatch | None) -> dict[str, Any]:
+    """Of a task's conditional α."""
+    if watch is None:
+        return {"state": "unwatched"}
+    if watch.reference is None:
+        return {"state": "learning", "num_learned": watch.num_learned, "num_needed": REFERENCE_SIZES[0]}
+    state = "drifting" if watch.shift else "steady"
+    return {"state": state, "usual": watch.reference.mean, "level": watch.level}
+
+
+def _told(task: TaskReport | None) -> dict[str, Any]:
+    """Of the control's report on a task."""
+    if task is None:
+        return {}
+    return {
+        "method": task.method or "off",
+        "depth": task.depth,
+        "break_even": task.break_even,
+        "estimated_speedup": task.estimated_speedup,
+        "realised": task.realised and asdict(task.realised),
+    }
+
+
+def _alarm(alarm: Alarm) -> dict[str, Any]:
+    return {
+        "kind": alarm.kind,
+        "task": alarm.task,
+        "drafter": alarm.method,
+        "since": alarm.since,
+        "message": alarm.message,
+        "value": alarm.value,
+    }

@@ -1,0 +1,193 @@
+"""The last few minutes of the engine, for the dashboard: counted in its steps, in bounded memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slipstream.core import ROOT
+from slipstream.draft.base import Observation
+from slipstream.metrics.step import StepReport
+
+K = TypeVar("K", int, str)
+
+BUCKET_S = 2.0
+NUM_BUCKETS = 180
+MAX_POSITIONS = 32
+"""Deeper draft tokens are not told apart from these."""
+
+
+class _Bucket:
+    """Two seconds."""
+
+    __slots__ = (
+        *("index", "num_tokens", "num_steps", "draft_s", "verify_s", "other_s"),
+        *("reached", "accepted", "tasks", "batches", "num_running", "num_waiting", "kv_usage"),
+    )
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.num_tokens = self.num_steps = 0
+        self.draft_s = self.verify_s = self.other_s = 0.0
+        self.reached = [0] * MAX_POSITIONS
+        self.accepted = [0] * MAX_POSITIONS
+        self.tasks: dict[str, list[int]] = {}
+        """Label to passes, and emitted, drafted, accepted and reached tokens."""
+        self.batches: dict[int, list[int]] = {}
+        """Sequences that decode to steps and answers in them, and the depths of their drafts, added up."""
+        self.num_running = self.num_waiting = 0
+        self.kv_usage = 0.0
+
+    def copy(self) -> _Bucket:
+        """One that is not counted in."""
+        other = copy.copy(self)
+        other.reached, other.accepted = self.reached[:], self.accepted[:]
+        other.tasks = {label: sums[:] for label, sums in self.tasks.items()}
+        other.batches = {size: sums[:] for size, sums in self.batches.items()}
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What no step changes any more."""
+
+    buckets: list[_Bucket]
+    newest: int
+    """The index of the bucket that was being counted in."""
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: series of buckets, oldest first, the newest left out; and sums over all of them."""
+        kept = [bucket for bucket in self.buckets if bucket.index >= self.newest - NUM_BUCKETS]
+        by_index = {bucket.index: bucket for bucket in kept}
+        series = [by_index.get(index) for index in range(min(by_index, default=self.newest), self.newest)]
+        return {
+            "bucket_s": BUCKET_S,
+            "tokens_per_s": [bucket.num_tokens / BUCKET_S if bucket else 0.0 for bucket in series],
+            "kv_usage": [bucket.kv_usage if bucket else 0.0 for bucket in series],
+            "num_running": [bucket.num_running if bucket else 0 for bucket in series],
+            "num_waiting": [bucket.num_waiting if bucket else 0 for bucket in series],
+            "num_steps": sum(bucket.num_steps for bucket in kept),
+            "draft_s": sum(bucket.draft_s for bucket in kept),
+            "verify_s": sum(bucket.verify_s for bucket in kept),
+            "other_s": sum(bucket.other_s for bucket in kept),
+            "reached": _added([bucket.reached for bucket in kept]),
+            "accepted": _added([bucket.accepted for bucket in kept]),
+            "tasks": _by_key([bucket.tasks for bucket in kept]),
+            "batches": self.batches(),
+        }
+
+    def batches(self) -> dict[int, list[int]]:
+        """Answers in a step to such steps, and the answers and the depths of the drafts in them."""
+        return _by_key([bucket.batches for bucket in self.buckets])
+
+
+class History:
+    """Counts in the engine's thread, where `snapshot` is to be called as well."""
+
+    def __init__(self, task_label: Callable[[str], str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`task_label` bounds the names of tasks."""
+        self._task_label = task_label
+        self._clock = clock
+        self._buckets: deque[_Bucket] = deque(maxlen=NUM_BUCKETS)
+        self.reached = [0] * MAX_POSITIONS
+        """Since the start: drafts that were checked at this position below an accepted path."""
+        self.accepted = [0] * MAX_POSITIONS
+        """Of them, those that were accepted."""
+
+    def on_step(self, step: StepReport) -> None:
+        """Count a step's time."""
+        bucket = self._bucket()
+        bucket.num_steps += 1
+        bucket.draft_s += step.draft_s
+        bucket.verify_s += step.verify_s
+        bucket.other_s += max(step.other_s, 0.0)
+
+    def on_observe(self, observations: Seq[Observation]) -> None:
+        """Count what a step drafted, accepted and emitted."""
+        if not observations:
+            return
+        bucket = self._bucket()
+        depths = 0
+        for seen in observations:
+            emitted = seen.num_accepted + (not seen.sequence.from_draft[-1])
+            bucket.num_tokens += emitted
+            label = self._task_label(seen.sequence.task)
+            task = bucket.tasks.get(label)
+            if task is None:
+                task = bucket.tasks[label] = [0] * 5
+            task[0] += 1
+            task[1] += emitted
+            if len(seen.proposal):
+                depths += max(seen.proposal.depths)
+                reached = num_reached(seen)
+                task[2] += len(seen.proposal)
+                task[3] += seen.num_accepted
+                task[4] += reached
+                for position in range(min(reached, MAX_POSITIONS)):
+                    bucket.reached[position] += 1
+                    self.reached[position] += 1
+                for position in range(min(seen.num_accepted, MAX_POSITIONS)):
+                    bucket.accepted[position] += 1
+                    self.accepted[position] += 1
+        batch = bucket.batches.setdefault(len(observations), [0, 0, 0])
+        batch[0] += 1
+        batch[1] += len(observations)
+        batch[2] += depths
+
+    def sample(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        """Note the state of the queue and the cache."""
+        bucket = self._bucket()
+        bucket.num_running, bucket.num_waiting, bucket.kv_usage = num_running, num_waiting, kv_usage
+
+    def snapshot(self) -> Snapshot:
+        """All of it at this moment; quick."""
+        buckets = list(self._buckets)
+        if buckets:
+            buckets[-1] = buckets[-1].copy()  # it may still be counted in
+        return Snapshot(buckets, self._index())
+
+    def _index(self) -> int:
+        return int(self._clock() / BUCKET_S)
+
+    def _bucket(self) -> _Bucket:
+        """The one of this moment."""
+        index = self._index()
+        if not self._buckets or self._buckets[-1].index != index:
+            self._buckets.append(_Bucket(index))
+        return self._buckets[-1]
+
+
+def num_reached(seen: Observation) -> int:
+    """Positions at which something was proposed below an accepted path: the accepted ones, and the one that failed."""
+    proposal, accepted = seen.proposal, seen.num_accepted
+    if seen.sequence.from_draft[-1]:  # a stop rule cut the answer there
+        return accepted
+    if max(proposal.depths) == len(proposal):  # a chain
+        return min(accepted + 1, len(proposal))
+    node = ROOT
+    for token_id in seen.sequence.token_ids[seen.length_before : seen.length_before + accepted]:
+        node = next(child for child in proposal.children[node] if proposal.token_ids[child] == token_id)
+    return accepted + (node in proposal.children)
+
+
+def _added(lists: Seq[Seq[int]]) -> list[int]:
+    """Element by element; the zeros at the end are left out."""
+    sums = [sum(values) for values in zip(*lists, strict=True)]
+    while sums and not sums[-1]:
+        sums.pop()
+    return sums
+
+
+def _by_key(parts: Iterable[dict[K, list[int]]]) -> dict[K, list[int]]:
+    """The lists of equal keys added up, sorted by key."""
+    sums: dict[K, list[int]] = {}
+    for part in parts:
+        for key, values in part.items():
+            old = sums.get(key)
+            sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+    return dict(sorted(sums.items()))

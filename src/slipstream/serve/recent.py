@@ -1,0 +1,68 @@
+"""The last few answers, token by token: which of them the drafts had right."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
+from slipstream.serve.job import Job
+
+MAX_ANSWERS = 8
+MAX_TOKENS = 400
+"""Of an answer; what is behind them is not shown."""
+
+
+class Recent:
+    """Used from the event loop. Without `with_texts` no text is kept, nor how long any token's text is: from lengths
+    alone texts can be guessed (Weiss et al., "What Was Your Prompt? A Remote Keylogging Attack on AI Assistants",
+    2024)."""
+
+    def __init__(self, with_texts: bool) -> None:
+        self.with_texts = with_texts
+        self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
+
+    def add(self, job: Job, output: RequestOutput, pieces: dict[int, list[tuple[str, bool]]]) -> None:
+        """A request that has finished; `pieces` are the texts of its answers, by index, where they are kept."""
+        for answer in output.outputs:
+            self._answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
+
+    def told(self) -> list[dict[str, Any]]:
+        """As JSON, the latest first."""
+        return list(self._answers)
+
+
+class Pieces:
+    """Collects the texts of one prompt's answers from their updates."""
+
+    def __init__(self) -> None:
+        self.by_answer: dict[int, list[tuple[str, bool]]] = {}
+
+    def add(self, update: Update) -> None:
+        """Take in an update's text; what is behind the first few hundred tokens is left out."""
+        pieces = self.by_answer.setdefault(update.index, [])
+        pieces += [(piece.text, piece.from_draft) for piece in update.pieces[: MAX_TOKENS - len(pieces)]]
+
+
+def _told(
+    job: Job, output: RequestOutput, answer: CompletionOutput, pieces: list[tuple[str, bool]] | None
+) -> dict[str, Any]:
+    metrics = answer.metrics
+    flags = answer.from_draft[:MAX_TOKENS]
+    return {
+        "id": job.id,
+        "task": job.task,
+        "finished": time.time(),
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": metrics.num_output_tokens,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "acceptance_rate": metrics.acceptance_rate if metrics.num_draft_tokens else None,
+        "acceptance_length": metrics.acceptance_length,
+        "total_s": metrics.total_s,
+        "time_to_first_token_s": metrics.time_to_first_token_s,
+        "tokens_per_s": metrics.tokens_per_s,
+        "finish_reason": answer.finish_reason,
+        "from_draft": "".join("01"[flag] for flag in flags),
+        "pieces": pieces,
+    }

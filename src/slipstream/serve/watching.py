@@ -1,0 +1,188 @@
+"""What the server sees of its engine: the one place where steps, requests and the control's reports are told on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from slipstream.control.alarms import Alarm, Alarms, RequestFacts
+from slipstream.control.causes import Traits
+from slipstream.control.report import ControlReport
+from slipstream.core import FinishReason
+from slipstream.draft.base import Observation
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import RequestOutput, Update
+from slipstream.errors import EngineStoppedError
+from slipstream.metrics.request import RequestMetrics
+from slipstream.metrics.step import StepReport
+from slipstream.serve.control_metrics import ControlMetrics
+from slipstream.serve.history import History, Snapshot
+from slipstream.serve.job import Job
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.recent import Pieces, Recent
+
+logger = logging.getLogger("slipstream.serve.alarms")
+
+READ_EVERY_S = 2.0
+"""How often the engine is asked for its state, whether or not somebody looks."""
+
+
+class Watching:
+    """Metrics, history, recent answers and alarms of one engine.
+
+    Counting happens in the engine's thread, `read` between two of its steps; the rest belongs to the event loop.
+    """
+
+    def __init__(self, engine: Engine, metrics: Metrics, method: str, with_texts: bool) -> None:
+        self._method = method
+        self._max_model_len = engine.max_model_len
+        self.metrics = metrics
+        self.history = History(metrics.task_label)
+        self.snapshot = self.history.snapshot()
+        """When the engine was last read."""
+        self._read_s = time.monotonic()
+        self.recent = Recent(with_texts)
+        self.alarms = Alarms(self._on_raise, self._on_clear)
+        self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
+        """Alarms that are over, the latest first: when they were cleared, and why."""
+        self._control = ControlMetrics(self.history, method, metrics.task_label)
+        metrics.register(self._control)
+        engine.on_step = self._on_step
+        engine.on_observe = self._on_observe
+
+    @property
+    def report(self) -> ControlReport | None:
+        """The control's last one; None before the first."""
+        return self._control.report
+
+    @property
+    def age_s(self) -> float:
+        """Since the engine was last read: long only where a step takes long, or the engine has stopped."""
+        return time.monotonic() - self._read_s
+
+    async def run(self, engine: AsyncEngine) -> None:
+        """Read the engine every few seconds, until it stops."""
+        while not engine.has_stopped:
+            try:
+                await self.read(engine)
+            except EngineStoppedError:
+                return
+            except Exception:
+                logger.exception("the engine could not be read")
+            await asyncio.sleep(READ_EVERY_S)
+
+    async def read(self, engine: AsyncEngine) -> None:
+        """Bring gauges, alarms and the snapshot up to date. Raises `EngineStoppedError`."""
+        report, self.snapshot = await engine.ask(self._read)
+        self._read_s = time.monotonic()
+        self._control.report = report
+        self._control.batches = self.snapshot.batches()
+        self.alarms.on_report(report)
+
+    def follow(self, job: Job) -> Follower:
+        """Watches one job's updates."""
+        return Follower(self, job)
+
+    def on_request(self, job: Job, output: RequestOutput, num_streamed: int, pieces: Pieces) -> None:
+        """A prompt's last answer has ended."""
+        self.recent.add(job, output, pieces.by_answer)
+        self.alarms.on_request(self._facts(job, output, num_streamed))
+
+    def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> RequestFacts:
+        metrics = output.metrics
+        num = len(output.outputs)
+        truncated = [answer for answer in output.outputs if answer.finish_reason == FinishReason.LENGTH]
+        full = [
+            answer
+            for answer in truncated
+            if len(output.prompt_token_ids) + len(answer.token_ids) >= self._max_model_len
+        ]
+        return RequestFacts(
+            task=job.task,
+            traits=Traits(
+                num_prompt_tokens=len(output.prompt_token_ids),
+                num_output_tokens=metrics.num_output_tokens // num,
+                temperature=job.params.temperature,
+                structured=job.params.structured is not None,
+                method=self._method_of(job.task),
+            ),
+            num_reached=sum(metrics.reached_per_position),
+            num_accepted=sum(metrics.accepted_per_position),
+            num_reached_first=sum(metrics.reached_per_position[:1]),
+            num_accepted_first=sum(metrics.accepted_per_position[:1]),
+            num_streamed=num_streamed,
+            num_counted=sum(_counted(answer.metrics, answer.from_draft) for answer in output.outputs),
+            share_truncated=len(truncated) / num,
+            share_out_of_context=len(full) / num,
+        )
+
+    def _method_of(self, task: str) -> str:
+        for told in self.report.tasks if self.report else ():
+            if told.task == task:
+                return told.method or "off"
+        return self._method
+
+    # --- in the engine's thread ---------------------------------------------------------------------------------
+
+    def _on_step(self, step: StepReport) -> None:
+        self.metrics.on_step(step)
+        self.history.on_step(step)
+
+    def _on_observe(self, observations: Seq[Observation]) -> None:
+        self.metrics.on_observe(observations)
+        self.history.on_observe(observations)
+
+    def _read(self, engine: Engine) -> tuple[ControlReport, Snapshot]:
+        self.history.sample(*self.metrics.read_engine(engine))
+        return engine.control_report(), self.history.snapshot()
+
+    # --- alarms -------------------------------------------------------------------------------------------------
+
+    def _on_raise(self, alarm: Alarm) -> None:
+        self.metrics.on_alarm(alarm, raised=True)
+        logger.warning("alarm raised: %s", alarm.message, extra={"facts": _alarm_facts(alarm)})
+
+    def _on_clear(self, alarm: Alarm, why: str) -> None:
+        self.metrics.on_alarm(alarm, raised=False)
+        self.cleared.appendleft((alarm, time.time(), why))
+        logger.warning("alarm cleared: %s", why, extra={"facts": _alarm_facts(alarm)})
+
+
+class Follower:
+    """One job's updates as they are given out."""
+
+    def __init__(self, watching: Watching, job: Job) -> None:
+        self._watching = watching
+        self._job = job
+        self._num_streamed = [0] * len(job.prompts)
+        self._pieces = [Pieces() for _ in job.prompts]
+
+    def add(self, prompt: int, update: Update) -> None:
+        """Take in an update of the `prompt`-th prompt."""
+        self._num_streamed[prompt] += len(update.token_ids)
+        if self._watching.recent.with_texts:
+            self._pieces[prompt].add(update)
+        if update.output is not None:
+            self._watching.on_request(
+                self._job, update.output, self._num_streamed[prompt], self._pieces[prompt]
+            )
+
+
+def _counted(metrics: RequestMetrics, from_draft: list[bool]) -> int:
+    """Output tokens by the counters of steps: one a step and the accepted ones, unless a stop cut among these."""
+    return metrics.num_steps + metrics.num_accepted_tokens - bool(from_draft and from_draft[-1])
+
+
+def _alarm_facts(alarm: Alarm) -> dict[str, Any]:
+    return {
+        "kind": alarm.kind,
+        "task": alarm.task,
+        "drafter": alarm.method,
+        "since": alarm.since,
+        "value": alarm.value,
+    }
