@@ -48,6 +48,9 @@ class ServeConfig:
     """`vllm`: show the metrics that vLLM has too under its names as well."""
     max_task_labels: int = 32
     """Tasks that get metrics of their own; later ones share the label `other`."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry traces there, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The standard
+    OTEL_* variables work as well."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"
