@@ -58,27 +58,37 @@ class Answered:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the server of the soak takes."""
+
+    max_tokens: int
+    """The longest answer that is asked for."""
+    max_model_len: int
+    with_schemas: bool
+
+
 def lone_engine() -> LLM:
     """One request at a time, speculation off, nothing reused."""
     return LLM(kv_cache_bytes=32 * 2**20, enable_prefix_caching=False)
 
 
-def make_cases(num: int, seed: int, llm: LLM, with_schemas: bool, max_tokens: int) -> list[Answered]:
+def make_cases(num: int, seed: int, llm: LLM, rules: Rules) -> list[Answered]:
     """`num` different requests over the sample prompts, with their lone answers."""
     rng = random.Random(seed)
     rows = sample_prompts()
-    cases = []
+    cases: list[Answered] = []
     while len(cases) < num:
-        case = _case(rng, rows, llm, with_schemas, max_tokens)
+        case = _case(rng, rows, llm, rules)
+        if max(map(len, case.prompts)) + case.params.max_tokens > rules.max_model_len:
+            continue
         outputs = [llm.generate(prompt, case.params)[0] for prompt in case.prompts]
         cases.append(Answered(case, [answer for output in outputs for answer in output.outputs]))
     return cases
 
 
-def _case(
-    rng: random.Random, rows: Seq[dict[str, Any]], llm: LLM, with_schemas: bool, max_tokens: int
-) -> Case:
-    same = _same_in_both(rng, max_tokens)
+def _case(rng: random.Random, rows: Seq[dict[str, Any]], llm: LLM, rules: Rules) -> Case:
+    same = _same_in_both(rng, rules.max_tokens)
     body: dict[str, Any] = dict(same)
     params: dict[str, Any] = dict(same)
     row = rng.choice(rows)
@@ -98,7 +108,7 @@ def _case(
         body["prompt"] = given[0] if len(given) == 1 else given
         if rng.random() < 0.15:
             params["logprobs"] = body["logprobs"] = rng.randrange(4)
-    if with_schemas and rng.random() < 0.1:
+    if rules.with_schemas and rng.random() < 0.1:
         schema = rng.choice(SCHEMAS)
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         params["structured"] = {"json_schema": schema}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import sys
 from typing import Any
+
+import psutil
 
 from slipstream import AsyncEngine
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
@@ -17,15 +22,48 @@ from slipstream.serve.lifecycle import Server, bind
 
 
 def books(engine: Engine) -> dict[str, Any]:
-    """What an idle engine holds, and what is wrong with it. Asked between two steps."""
+    """What an idle engine holds, and what is wrong with it. Asked between two steps.
+
+    Memory is told as Python's containers and small blocks, as bytes in use in the C library's heap, and as what the
+    process holds: a heap with holes holds more than is in use, and a leak shows in all of them.
+    """
     accounting = engine.runner.cache.accounting
+    gc.collect()
     return {
         "faults": engine.integrity(),
         "num_running": len(engine.scheduler.running),
         "num_waiting": len(engine.scheduler.waiting),
         "num_held_slots": accounting.num_held,
         "has_unfinished": engine.has_unfinished,
+        "num_objects": len(gc.get_objects()),
+        "num_blocks": sys.getallocatedblocks(),
+        "malloc_bytes": malloc_bytes(),
+        "rss_bytes": psutil.Process().memory_info().rss,
     }
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def malloc_bytes() -> int | None:
+    """Bytes in use in the C library's heap, after what is free was given back; None where it cannot say."""
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        library.mallinfo2.restype = _Mallinfo
+        info = library.mallinfo2()
+    except (OSError, AttributeError):
+        return None
+    return int(info.uordblks + info.hblkhd)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 Off unless there is somewhere to send them: `--otlp-traces-endpoint`, or the standard variables
 `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`. Off, nothing of OpenTelemetry is imported here
-and requests pass through nothing. The `OTEL_*` variables set the rest: sampler, resource, propagators, headers, batches.
-No text of a request or answer is in a span.
+and requests pass through nothing. The `OTEL_*` variables set the rest: sampler, resource, propagators, headers,
+batches. No text of a request or answer is in a span.
 """
 
 from __future__ import annotations
