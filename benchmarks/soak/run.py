@@ -80,6 +80,8 @@ def server_process(spec: str | None) -> Iterator[tuple[str, subprocess.Popen[str
     finally:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def wait_until_ready(url: str, seconds: float = 120.0) -> None:

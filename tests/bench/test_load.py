@@ -152,11 +152,15 @@ def test_time_is_a_bound(fake: FakeServer, arrivals: dict[str, Any]) -> None:
     assert len(few.requests) == 3, "whichever bound comes first"
 
 
-def test_answers_in_one_piece(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_in_one_piece(fake: FakeServer) -> None:
     result = load.run(plan(fake.url, stream=False, num_requests=2))
     assert "stream" not in fake.requests[0]
     assert result.figures[0].time_to_first_token_s is None
+    assert result.figures[0].num_output_tokens == 2 * TOKENS
+    assert result.acceptance["all"].rate == pytest.approx(5 / 9)
     assert not result.stream
+    with serve(html=True) as page, pytest.raises(RemoteError, match="the response is no answer: <p>hello"):
+        load.run(plan(page.url, stream=False))
 
 
 def test_errors_are_counted_by_status_and_message() -> None:
