@@ -48,15 +48,15 @@ class ServeConfig:
     """`vllm`: show the metrics that vLLM has too under its names as well."""
     max_task_labels: int = 32
     """Tasks that get metrics of their own; later ones share the label `other`."""
-    otlp_traces_endpoint: str | None = None
-    """Send OpenTelemetry traces there, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The standard
-    OTEL_* variables work as well."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"
     """json, one object a line, or text."""
     log_prompts: bool = False
     """Write what was asked into the log. Off, no text of a request or answer is ever logged."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry traces there, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The standard
+    OTEL_* variables work as well."""
 
     def __post_init__(self) -> None:
         check_types(self, "serve")
