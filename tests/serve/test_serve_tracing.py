@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -23,6 +27,14 @@ from slipstream.serve.tracing import make_provider
 CHAT = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "task": "sql"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NOWHERE = "http://127.0.0.1:9/v1/traces"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a proxy of the environment nor its own wishes for traces."""
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -120,6 +132,40 @@ def test_probes_and_scrapes_have_no_spans(traced: TestClient, exporter: InMemory
     for path in ("/health", "/metrics", "/v1/models"):
         assert traced.get(path).status_code == 200
     assert exporter.get_finished_spans() == ()
+
+
+def test_spans_arrive_at_a_collector(drafting: LLM) -> None:
+    """Over OTLP, sent at the latest when the server goes."""
+    bodies: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = threading.Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        endpoint = f"http://127.0.0.1:{collector.server_address[1]}/v1/traces"
+        drafting.reset_caches()
+        server = create_app(
+            AsyncEngine(engine=drafting.engine), ServeConfig(otlp_traces_endpoint=endpoint), MODEL
+        )
+        with TestClient(server) as client:
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        collector.shutdown()
+        thread.join()
+    [(path, body)] = bodies
+    assert path == "/v1/traces"
+    [resource] = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert ("service.name", "slipstream") in {
+        (a.key, a.value.string_value) for a in resource.resource.attributes
+    }
+    assert resource.scope_spans[0].spans[0].name == f"chat {MODEL}"
 
 
 NOBODY_ASKED: list[dict[str, str]] = [
