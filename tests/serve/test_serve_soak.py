@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import cast
 
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from benchmarks.soak.cases import Answered, Case, Rules, lone_engine, make_cases
 from benchmarks.soak.client import Choice, Received, shape_fault
 from benchmarks.soak.comparison import difference, prefix_fault
 from benchmarks.soak.ledger import memory, samples
 from benchmarks.soak.run import Plan, soak
+from slipstream.serve.lifecycle import Server
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +42,11 @@ def test_a_small_soak() -> None:
         "refused",
     }
     assert result["checks"]["tokens as counted"]["server"] > 500
+
+
+def test_clients_close_idle_connections_first(shared: TestClient) -> None:
+    """A request that is sent while the server closes is lost; proxies keep connections for 60 seconds."""
+    assert Server(cast(FastAPI, shared.app)).config.timeout_keep_alive > 60
 
 
 @pytest.fixture(scope="module")
