@@ -149,7 +149,7 @@ class _Soak:
             "num_cases": len(self._cases),
             "max_tokens": self._plan.max_tokens,
             "seed": self._plan.seed,
-            "spec": self._plan.spec or "draft",
+            "spec": self._plan.spec or "the default",
             "wall_s": round(wall_s, 1),
             "num_output_tokens": int(grown["generation_tokens_total"]),
             "num_preemptions": int(grown["num_preemptions_total"]),
