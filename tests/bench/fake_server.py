@@ -119,11 +119,25 @@ class _Handler(BaseHTTPRequestHandler):
                 self._error(fake.status, "the model is not loaded")
             elif fake.html:
                 self._send(200, "text/html", "<p>hello</p>")
+            elif not body.get("stream"):
+                self._whole()
             else:
                 self._stream(body)
         finally:
             with fake.lock:
                 fake.num_at_once -= 1
+
+    def _whole(self) -> None:
+        """The answer of a chat in one piece, with the request's own figures in vLLM's shape."""
+        self.fake.count()
+        usage = {"prompt_tokens": 7, "completion_tokens": len(PIECES) * TOKENS_PER_PIECE}
+        own = {"num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 5}
+        answer = {
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": "".join(PIECES)}}],
+            "usage": usage,
+            "metrics": {"speculative_decoding": own},
+        }
+        self._send(200, "application/json", json.dumps(answer))
 
     def _stream(self, body: dict[str, Any]) -> None:
         fake, chat = self.fake, self.path.endswith("/chat/completions")

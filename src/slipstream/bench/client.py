@@ -1,4 +1,4 @@
-"""One client of an OpenAI-compatible server: a streamed answer, timed as it arrives."""
+"""One client of an OpenAI-compatible server: an answer, timed as it arrives."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Exchange:
     """One request and what came of it. Seconds count from when it was sent."""
 
     prompt: int
+    status: int | None = None
+    """HTTP's; None where no response came."""
+    started_s: float = 0.0
+    """When it was sent, on `time.perf_counter`'s clock."""
     text: str = ""
     num_chunks: int = 0
     time_to_first_token_s: float | None = None
@@ -48,6 +52,8 @@ class Exchange:
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     """From `usage`; None where the server does not say."""
+    speculation: dict[str, Any] | None = None
+    """`metrics.speculative_decoding` in vLLM's shape, from servers that show a request its own figures."""
     error: str | None = None
 
 
@@ -67,17 +73,21 @@ async def ask(
     prompt: Prompt,
     raw: bool,
     extra: Mapping[str, Any],
+    stream: bool = True,
 ) -> Exchange:
     """Ask one prompt and read its answer. What goes wrong is in `Exchange.error`."""
-    path, body = request_body(server.model, prompt, raw, extra)
-    exchange = Exchange(number)
+    path, body = request_body(server.model, prompt, raw, extra, stream)
     started_s = time.perf_counter()
+    exchange = Exchange(number, started_s=started_s)
     try:
         async with client.stream("POST", f"{server.url}/{path}", json=body) as response:
+            exchange.status = response.status_code
             if response.status_code >= 400:
                 exchange.error = error_of(response.status_code, await response.aread())
-            else:
+            elif stream:
                 await _read(response, exchange, started_s)
+            else:
+                _read_whole(await response.aread(), exchange)
     except httpx2.TimeoutException:
         exchange.error = f"no byte came for {server.timeout_s:g} s"
     except httpx2.HTTPError as error:
@@ -87,16 +97,11 @@ async def ask(
 
 
 def request_body(
-    model: str, prompt: Prompt, raw: bool, extra: Mapping[str, Any]
+    model: str, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """Path below `/v1`, and JSON: a chat, or a completion for plain prompts that stay as they are."""
-    common = {
-        "model": model,
-        "max_tokens": prompt.max_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **extra,
-    }
+    streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    common = {"model": model, "max_tokens": prompt.max_tokens, **streamed, **extra}
     if prompt.text is not None and raw:
         return "completions", {**common, "prompt": prompt.text}
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
@@ -130,9 +135,7 @@ async def _read(response: httpx2.Response, exchange: Exchange, started_s: float)
         if message is not None:
             exchange.error = f"in the stream: {message}"
             return
-        usage = payload.get("usage") or {}
-        exchange.num_prompt_tokens = usage.get("prompt_tokens", exchange.num_prompt_tokens)
-        exchange.num_output_tokens = usage.get("completion_tokens", exchange.num_output_tokens)
+        _take_figures(payload, exchange)
         for choice in payload.get("choices") or []:
             finished = finished or choice.get("finish_reason") is not None
             text = _text(choice)
@@ -150,9 +153,32 @@ async def _read(response: httpx2.Response, exchange: Exchange, started_s: float)
         exchange.error = "the stream ended before the answer did"
 
 
+def _read_whole(body: bytes, exchange: Exchange) -> None:
+    """Fill the exchange from a response in one piece."""
+    try:
+        payload = json.loads(body)
+        exchange.text = "".join(_text(choice) for choice in payload["choices"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        exchange.error = f"the response is no answer: {body[:_BODY_SHOWN].decode(errors='replace')}"
+        return
+    exchange.num_chunks = 1
+    _take_figures(payload, exchange)
+
+
+def _take_figures(payload: Mapping[str, Any], exchange: Exchange) -> None:
+    """Token counts, and the request's own figures of speculation, where the server sends them."""
+    usage = payload.get("usage") or {}
+    exchange.num_prompt_tokens = usage.get("prompt_tokens", exchange.num_prompt_tokens)
+    exchange.num_output_tokens = usage.get("completion_tokens", exchange.num_output_tokens)
+    metrics = payload.get("metrics")
+    found = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if isinstance(found, dict):
+        exchange.speculation = found
+
+
 def _text(choice: Mapping[str, Any]) -> str:
     """What a chunk adds to the answer, thoughts included: they are tokens too."""
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta") or choice.get("message") or {}
     parts = (
         delta.get("reasoning_content") or delta.get("reasoning"),
         delta.get("content"),
@@ -169,19 +195,35 @@ def _message(payload: Any) -> str | None:
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)
 
 
+def find_url(url: str, api_key: str | None, timeout_s: float) -> str:
+    """`url` as the server's interface begins, with the `/v1` that people leave out; asks only where that is open.
+
+    Raises `RemoteError` when nobody is there, or nobody who speaks HTTP.
+    """
+    url = url.rstrip("/")
+    if url.endswith("/v1") or _models(url, api_key, timeout_s).status_code != 404:
+        return url
+    longer = f"{url}/v1"
+    return url if _models(longer, api_key, timeout_s).status_code == 404 else longer
+
+
 def find_model(url: str, api_key: str | None, timeout_s: float) -> str:
     """The first model that the server lists; raises `RemoteError` when it cannot be asked."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx2.get(f"{url}/models", headers=headers, timeout=timeout_s)
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
+    response = _models(url, api_key, timeout_s)
     if response.status_code >= 400:
         raise RemoteError(f"{url}/models answers {error_of(response.status_code, response.content)}")
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise RemoteError(f"{url}/models lists no model; name one with --served-model") from None
+
+
+def _models(url: str, api_key: str | None, timeout_s: float) -> httpx2.Response:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return httpx2.get(f"{url}/models", headers=headers, timeout=timeout_s)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
 
 
 def scrape(server: Server) -> str | None:

@@ -92,10 +92,10 @@ def run(plan: RemotePlan) -> ServerResult:
 
 def _measure(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
     """Fill `level`; returns where the counters came from, or why there are none."""
-    before, where = _read_counters(plan.server)
+    before, where = read_counters(plan.server)
     for _ in range(plan.asked.repeats):
         asyncio.run(_closed_loop(plan, prompts, level, progress))
-    after, _ = _read_counters(plan.server)
+    after, _ = read_counters(plan.server)
     if before is not None and after is not None:
         level.counters = growth(before, after)
         if level.counters is None:
@@ -136,7 +136,7 @@ def _must_answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
     return exchange
 
 
-def _read_counters(server: Server) -> tuple[Counters | None, str]:
+def read_counters(server: Server) -> tuple[Counters | None, str]:
     """The counters, and where they came from or why there are none."""
     text = scrape(server)
     if text is None:
@@ -160,16 +160,22 @@ def _sampling(plan: RemotePlan, number: int) -> dict[str, Any]:
 
 def _figures(level: _Level, prompts: Seq[Prompt]) -> Iterator[ServerFigures]:
     """Over all tasks, then by task where there are several."""
-    yield _cell(level, level.exchanges, None)
+    yield summarised(level.exchanges, level.wall_s, level.concurrency, None, level.counters)
     tasks = task_names(prompts)
     for task in tasks if len(tasks) > 1 else []:
         of_task = [exchange for exchange in level.exchanges if prompts[exchange.prompt].task == task]
         if of_task:
-            yield _cell(level, of_task, task)
+            yield summarised(of_task, level.wall_s, level.concurrency, task)
 
 
-def _cell(level: _Level, exchanges: Seq[Exchange], task: str | None) -> ServerFigures:
-    whole = task is None
+def summarised(
+    exchanges: Seq[Exchange],
+    wall_s: float,
+    concurrency: int,
+    task: str | None = None,
+    counters: Counters | None = None,
+) -> ServerFigures:
+    """The figures of some exchanges that took `wall_s` together. `counters` are about all tasks, so a task has none."""
     answered = [exchange for exchange in exchanges if exchange.error is None]
     counts = ClientCounts(
         num_requests=len(answered),
@@ -181,7 +187,7 @@ def _cell(level: _Level, exchanges: Seq[Exchange], task: str | None) -> ServerFi
     firsts = [e.time_to_first_token_s for e in answered if e.time_to_first_token_s is not None]
     tokens = counts.num_output_tokens
     return ServerFigures(
-        concurrency=level.concurrency,
+        concurrency=concurrency,
         task=task,
         num_requests=counts.num_requests,
         num_failed=counts.num_failed,
@@ -189,14 +195,14 @@ def _cell(level: _Level, exchanges: Seq[Exchange], task: str | None) -> ServerFi
         num_prompt_tokens=counts.num_prompt_tokens,
         num_output_tokens=tokens,
         num_chunks=counts.num_chunks,
-        tokens_per_s=ratio(tokens, level.wall_s) if whole and tokens is not None else None,
-        requests_per_s=ratio(len(answered), level.wall_s) if whole else None,
+        tokens_per_s=ratio(tokens, wall_s) if task is None and tokens is not None else None,
+        requests_per_s=ratio(len(answered), wall_s) if task is None else None,
         time_to_first_token_s=percentiles(firsts),
         time_per_output_token_s=percentiles([*_seconds_per_token(answered)]),
         inter_token_latency_s=percentiles([gap for exchange in answered for gap in exchange.gaps_s]),
         latency_s=percentiles([exchange.latency_s for exchange in answered]),
-        server=_server_counts(level.counters) if whole else None,
-        disagreements=disagreements(counts, level.counters if whole else None),
+        server=_server_counts(counters),
+        disagreements=disagreements(counts, counters),
     )
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
 from slipstream.bench.grid import Grid, count, milliseconds, number, rates
 from slipstream.bench.result import ServerFigures, ServerResult
+
+Namer = Callable[[ServerFigures], str]
 
 
 def server_tables(result: ServerResult) -> list[Grid]:
     """What the clients saw, and what the server counted."""
-    grids = [_clients(result)]
-    if any(figures.server is not None for figures in result.figures):
-        grids.append(_counters(result))
+    return tables_of(result.figures)
+
+
+def tables_of(figures: Seq[ServerFigures], name: Namer | None = None) -> list[Grid]:
+    """The same for figures alone; `name` says what to call each of them."""
+    grids = [_clients(figures, name or _name)]
+    if any(f.server is not None for f in figures):
+        grids.append(_counters(figures, name or _name))
     return grids
 
 
@@ -19,9 +29,15 @@ def server_remarks(result: ServerResult) -> list[str]:
     lines: list[str] = []
     if not result.complete:
         lines.append("interrupted: the figures are of the requests that were answered until then")
-    if all(figures.server is None for figures in result.figures):
-        lines.append(f"note: no counters of the server's own: {result.metrics}")
-    for f in result.figures:
+    return [*lines, *remarks_on(result.figures, result.metrics)]
+
+
+def remarks_on(all_figures: Seq[ServerFigures], metrics: str) -> list[str]:
+    """What must be said beside figures; `metrics` is where the server's counters came from, or why there are none."""
+    lines: list[str] = []
+    if all(figures.server is None for figures in all_figures):
+        lines.append(f"note: no counters of the server's own: {metrics}")
+    for f in all_figures:
         if f.task is not None:
             continue
         if f.num_requests and f.num_output_tokens is None:
@@ -31,7 +47,7 @@ def server_remarks(result: ServerResult) -> list[str]:
     return lines
 
 
-def _clients(result: ServerResult) -> Grid:
+def _clients(figures: Seq[ServerFigures], name: Namer) -> Grid:
     grid = Grid(
         "Seen by the clients",
         (
@@ -47,9 +63,9 @@ def _clients(result: ServerResult) -> Grid:
         ),
         "latencies: p50 / p90 / p99; piece: from one streamed piece to the next, which may hold several tokens",
     )
-    for f in result.figures:
+    for f in figures:
         grid.add(
-            _name(f),
+            name(f),
             count(f.num_requests),
             count(f.num_failed),
             count(f.num_output_tokens),
@@ -62,18 +78,18 @@ def _clients(result: ServerResult) -> Grid:
     return grid
 
 
-def _counters(result: ServerResult) -> Grid:
+def _counters(figures: Seq[ServerFigures], name: Namer) -> Grid:
     grid = Grid(
         "The server's own counters",
         ("", "requests", "tokens", "τ", "α", "α by position", "drafted", "wasted"),
         "τ: of the steps that drafted; α by position: a lower bound where drafts vary in depth",
     )
-    for f in result.figures:
+    for f in figures:
         if f.server is None:
             continue
         a = f.server.acceptance
         grid.add(
-            _name(f),
+            name(f),
             count(f.server.num_requests),
             count(f.server.num_output_tokens),
             number(a.length if a else None),

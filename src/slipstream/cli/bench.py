@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.console import notes, wide_results
-from slipstream.cli.flags import FlagSet, Values, with_flags
+from slipstream.cli.flags import Values, with_flags
 from slipstream.cli.options import ENGINE, Json, print_json
+from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
@@ -22,19 +23,12 @@ if TYPE_CHECKING:
     from slipstream.bench.asked import Asked
     from slipstream.bench.result import BenchResult, ServerResult
 
-_SAMPLING = FlagSet(
-    SamplingParams,
-    "Sampling",
-    skip=frozenset({"n", "max_tokens", "temperature", "seed", "logprobs", "prompt_logprobs"}),
-)
-"""One answer a prompt, and no log-probabilities: they would be timed. The others have flags of the verb's own."""
-
 _TOKENIZER_FLAGS = ("tokenizer", "revision", "trust_remote_code")
 _SPECULATION = "Speculation"
 _SERVER = "A server instead of an engine"
 
 
-@with_flags(sampling=_SAMPLING, engine=ENGINE)
+@with_flags(sampling=TIMED_SAMPLING, engine=ENGINE)
 def bench(
     model: Annotated[
         str | None,
@@ -175,7 +169,7 @@ def bench(
         _refuse(
             {f"--{name.replace('_', '-')}": value for name, value in others.items()}, "does not go with --url"
         )
-        key = _api_key(api_key_env)
+        key = api_key_of(api_key_env)
         result = _bench_server(
             asked, url.rstrip("/"), served_model, metrics_url, key, timeout_s, sampling, engine
         )
@@ -223,8 +217,7 @@ def _bench_server(
     from slipstream.bench.remote import RemotePlan, run
 
     name = model or find_model(url, api_key, timeout_s)
-    metrics = metrics_url or f"{url.removesuffix('/v1')}/metrics"
-    server = Server(url, name, metrics, api_key, timeout_s)
+    server = Server(url, name, metrics_url or metrics_url_of(url), api_key, timeout_s)
     return run(RemotePlan(asked, server, sampling, _counter(tokenizer)))
 
 
@@ -237,15 +230,6 @@ def _counter(options: Values) -> Callable[[str], int] | None:
     rest = {name: value for name, value in options.items() if name != "tokenizer"}
     tokenizer = load_tokenizer(options["tokenizer"], **rest)
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
-    return key
 
 
 def _max_tokens(text: str) -> int | None:

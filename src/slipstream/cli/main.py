@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, doctor, generate, info, serve, train, tree
+from slipstream.cli import bench, chat, doctor, generate, info, load, serve, train, tree
 from slipstream.errors import SlipstreamError
 
 
@@ -64,6 +64,7 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(info.info)
 app.command()(bench.bench)
+app.command()(load.load)
 app.command()(tree.tree)
 app.command()(doctor.doctor)
 app.add_typer(train.app, name="train")

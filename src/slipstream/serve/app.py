@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -40,6 +41,10 @@ from slipstream.serve.schema import (
 )
 from slipstream.serve.service import Service
 from slipstream.serve.stream import SEED_HEADER, Reply
+from slipstream.serve.tracing import TraceRequests, make_provider
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 B = TypeVar("B", bound=Body)
 
@@ -47,12 +52,16 @@ STATE_TIMEOUT_S = 2.0
 """How long a scrape waits for a step to end; after that, queue and cache are as they were at the last one."""
 
 
-def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> FastAPI:
+def create_app(
+    engine: AsyncEngine, config: ServeConfig, model_name: str, traces: TracerProvider | None = None
+) -> FastAPI:
     """The ASGI application around a running engine; its `state.service` is what the routes use.
 
     `model_name` is how clients name the model unless the configuration says otherwise. The engine is closed when
-    the application shuts down. Raises `ConfigError` for limits that the model cannot have.
+    the application shuts down. `traces` is where spans go, instead of where the configuration and the environment
+    say. Raises `ConfigError` for limits that the model cannot have.
     """
+    traces = traces or make_provider(config.otlp_traces_endpoint, os.environ)
     service = Service(engine, config, model_name)
 
     @asynccontextmanager
@@ -61,6 +70,8 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
         yield
         watching.cancel()
         await asyncio.to_thread(engine.close)
+        if traces is not None:
+            await asyncio.to_thread(traces.shutdown)  # sends what waits in its batch
 
     app = FastAPI(
         title="Slipstream",
@@ -69,7 +80,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        middleware=_middleware(service),
+        middleware=_middleware(service, traces),
     )
     app.state.service = service
     errors.install(app)
@@ -81,9 +92,12 @@ def create_app(engine: AsyncEngine, config: ServeConfig, model_name: str) -> Fas
     return app
 
 
-def _middleware(service: Service) -> list[Middleware]:
+def _middleware(service: Service, traces: TracerProvider | None) -> list[Middleware]:
     """From the outside in."""
     layers = [Middleware(RequestLog, metrics=service.metrics)]
+    if traces is not None:
+        names = {"model_name": service.model_name, "method": service.method}
+        layers.append(Middleware(TraceRequests, provider=traces, **names))
     if service.config.cors_origins:
         layers.append(
             Middleware(

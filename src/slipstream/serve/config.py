@@ -60,6 +60,9 @@ class ServeConfig:
     """json, one object a line, or text."""
     log_prompts: bool = False
     """Write what was asked into the log. Off, no text of a request or answer is ever logged."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry traces there, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The standard
+    OTEL_* variables work as well."""
 
     def __post_init__(self) -> None:
         check_types(self, "serve")

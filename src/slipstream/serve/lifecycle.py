@@ -16,6 +16,9 @@ from slipstream.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients and proxies keep theirs (mostly 60 s at most), so that it
+is they who close. A server that closes first loses the request that is just then on its way."""
 _LAST_WRITES_S = 5
 """For responses that were broken off to reach their clients."""
 
@@ -51,6 +54,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_LAST_WRITES_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="on",
             )
         )

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from slipstream.serve.errors import ApiError, unavailable
 
+DRAIN_BYTES = 64 * 2**20
+DRAIN_S = 5.0
+"""What is read of a body that is too large, and for how long, before it is refused. Closing a connection on bytes that
+nobody has read resets it, and many a client then never sees the refusal."""
+
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; raises `ApiError` 413 as soon as it is known to be larger than `max_bytes`."""
+    """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept."""
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
+    length = int(announced) if announced.isdecimal() else None
+    if length is not None and length > max_bytes:
+        waits = request.headers.get("expect", "").lower() == "100-continue"  # nothing has been sent
+        if length <= DRAIN_BYTES and not waits:
+            await _drain(request)
         raise _too_large(max_bytes)
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_bytes:
+                body.clear()
+                await _drain(request)
                 raise _too_large(max_bytes)
     except ClientDisconnect:  # nobody will read this; the log will
         raise ApiError(400, "the client left before its body was complete", code="client_left") from None
     return bytes(body)
 
 
+async def _drain(request: Request) -> None:
+    """Read and forget, within bounds."""
+    num_bytes = 0
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DRAIN_S):
+            while num_bytes <= DRAIN_BYTES:
+                message = await request.receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
 def _too_large(max_bytes: int) -> ApiError:
     message = f"the body is larger than {max_bytes:,} bytes"
-    # Closing spares reading what is left of the body.
+    # Closing spares reading what is still left of the body.
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 

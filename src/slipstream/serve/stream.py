@@ -15,6 +15,8 @@ from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
 DONE = b"data: [DONE]\n\n"
+ANSWER = "slipstream.answer"
+"""Where in an ASGI scope a reply leaves its answer for those who look on."""
 
 
 def event(payload: Any) -> bytes:
@@ -37,6 +39,7 @@ class Reply(Response):
         self._extra = {SEED_HEADER: str(answer.job.params.seed)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ANSWER] = self._answer
         work = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:

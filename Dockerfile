@@ -1,0 +1,61 @@
+# syntax=docker/dockerfile:1
+
+# The server in a container:
+#
+#     docker build --target cpu -t slipstream:cpu .
+#     docker run --rm -p 127.0.0.1:8000:8000 slipstream:cpu
+#
+# `cuda` is the same for one NVIDIA GPU. It has never been run, as the code for GPUs has not.
+
+FROM python:3.12-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    SLIPSTREAM_HOST=0.0.0.0 \
+    SLIPSTREAM_PORT=8000 \
+    SLIPSTREAM_CACHE=/home/slipstream/.cache/slipstream \
+    HF_HOME=/home/slipstream/.cache/huggingface
+RUN useradd --create-home --uid 10001 slipstream \
+    && install -d -o slipstream -g slipstream /home/slipstream/.cache
+WORKDIR /app
+EXPOSE 8000
+# The start loads a model, and on a CPU compiles the kernels once.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['SLIPSTREAM_PORT']}/health\", timeout=4)"]
+# SIGTERM ends what is under way first: give `docker stop` more than --grace-period-s.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["slipstream"]
+CMD ["serve"]
+
+FROM base AS wheel
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY src ./src
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip wheel --no-deps --wheel-dir /wheels .
+
+FROM base AS cpu
+# The kernels are compiled for the very processor that they run on (-march=native): at the first start, not here.
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    rm -f /etc/apt/apt.conf.d/docker-clean \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends g++
+COPY constraints.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install -c constraints.txt "$(echo /wheels/*.whl)[otel]"
+USER slipstream
+
+FROM base AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY constraints.txt ./
+# PyTorch's default build for Linux brings CUDA's libraries; the driver is the host's.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install -c constraints.txt "$(echo /wheels/*.whl)[otel]"
+USER slipstream
+CMD ["serve", "--device", "cuda"]
