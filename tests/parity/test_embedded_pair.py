@@ -65,6 +65,12 @@ SPECS: dict[str, dict[str, Any]] = {
         "min_tokens": 2,
         "members": [{"method": "suffix"}, DRAFT],
     },
+    "auto": {"method": "auto", "drafters": [{"method": "suffix"}, {**DRAFT, "num_speculative_tokens": 6}]},
+    "auto-block": {
+        "method": "auto",
+        "verifier": "block",
+        "drafters": [{"method": "token_recycling"}, {**EAGLE3, "tree_top_k": 1, "num_draft_nodes": None}],
+    },
     "tli-chain": {"method": "tli"},
     "tli-tree": {"method": "tli", "tree_top_k": 3, "num_draft_nodes": 10},
     "slem": {"method": "slem"},

@@ -7,6 +7,7 @@ taken in turn, so a wrong row or a wrong q shows as a gap, without sampling erro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.control.controller import Asked, Choice, Controller
+from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind
 from slipstream.draft.growth import Growth
 from slipstream.draft.registry import drafter_names
@@ -69,6 +72,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
         "method": "ensemble",
         "members": [{"method": "ngram"}, {**DRAFT, **CHAIN, "draft_sample_method": "greedy"}],
     },
+    {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
+    {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
 ]
 
 
@@ -102,10 +107,27 @@ def test_every_drafter_is_here() -> None:
     assert {spec["method"] for spec in SPECS} == set(drafter_names()) - {"off"}
 
 
+def chosen_by_length(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+    """A lookup and a draft in turn, and nothing, of other depths each time. A run of the enumeration must not depend on
+    the runs before it, as what a controller has learned does."""
+    turns = [
+        Choice(1, 2, lookup=0, min_tokens=2),
+        Choice(1, 1),
+        Choice(NOBODY, 0, lookup=0, min_tokens=1),
+        Choice(1, 2),
+    ]
+    return [turns[each.length % 4] if each.limit >= 2 else Choice(NOBODY, 0) for each in asked]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_the_distribution_stays(
-    spec: dict[str, Any], prompt: list[int], truth: Distribution, cut_draft: str
+    spec: dict[str, Any],
+    prompt: list[int],
+    truth: Distribution,
+    cut_draft: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Controller, "_chosen_now", chosen_by_length)
     given = spec
     if spec.get("model") == TRAINED:
         spec = {**spec, "model": trained_heads(spec["method"])}

@@ -68,7 +68,8 @@ def test_the_page_is_whole_and_locked_down(client: TestClient) -> None:
 def test_an_unused_server_says_so(client: TestClient) -> None:
     told = data(client)
     assert told["num_steps"] == 0
-    assert told["recent"] == told["alarms"] == told["methods"] == []
+    assert told["recent"] == told["alarms"] == []
+    assert [(method["name"], method["num_steps"]) for method in told["methods"]] == [("draft_model", 0)]
     assert not told["speculation"]["adaptive"]
     assert told["speculation"]["realised"] is None
     assert told["is_ready"]
@@ -310,7 +311,8 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
     told = history.snapshot().told()
     assert told["reached"] == metrics.reached_per_position
     assert told["accepted"] == metrics.accepted_per_position
-    assert history.reached[: len(told["reached"])] == told["reached"]
+    [(method, (reached, _))] = history.positions.items()
+    assert (method, reached[: len(told["reached"])]) == ("draft_model", told["reached"])
     [counted] = told["tasks"].values()
     assert counted == [
         metrics.num_steps,

@@ -84,7 +84,7 @@ def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough()
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
     assert {key: len(found) for key, found in auto.found.items()} == {0: 3, 1: 3, 2: 3}
-    assert [auto.drafted_by(text(number)) for number in range(3)] == [0, 1, 0]
+    assert [auto.drafted_by(text(number)) for number in range(3)] == [0, 1, None]
 
 
 def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:

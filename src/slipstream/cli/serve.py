@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,9 @@ from slipstream.cli.flags import FlagSet, Values, with_flags
 from slipstream.cli.options import ENGINE, SPECULATION, announce_engine, chosen_speculation
 from slipstream.cli.settings import merged
 from slipstream.serve.config import ServeConfig
+
+PROBE_SHARE = 0.005
+"""Unless the speculative configuration says otherwise."""
 
 SERVER = FlagSet(ServeConfig, "Server")
 
@@ -53,6 +57,8 @@ def serve(
     from slipstream.serve.app import create_app
     from slipstream.serve.lifecycle import Server
 
+    if speculative.probe_share is None:  # whoever serves is shown what speculation really gains
+        speculative = replace(speculative, probe_share=PROBE_SHARE)
     made = make_engine(model, speculative, settings["engine"])
     announce_engine(made)
     logs.configure(server_config)

@@ -40,7 +40,7 @@ FIRST_TRIES = 10.0
 """Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
 """Steps' worth of credit that can be saved up."""
-PROBE_EVERY = 32
+PROBE_EVERY = 8
 """Steps between two looks at whether a probe is due."""
 MAX_LEARNED = 12
 """Requests of a step that are learned from; of more, each in its turn."""

@@ -108,6 +108,8 @@ class AutoDrafter(DrafterGroup):
                 self.found[sequence.id] = proposal
                 if len(proposal) >= self._chosen[sequence.id].min_tokens:
                     proposals[sequence.id] = proposal
+                else:
+                    self._open.pop(sequence.id, None)
         for number in range(len(self.members)):
             asked = [
                 (s, budget if selection.budget is None else min(selection.budget, budget))
@@ -133,7 +135,7 @@ class AutoDrafter(DrafterGroup):
         return list(zip(sequences, answers, strict=True))
 
     def drafted_by(self, sequence: Sequence) -> int | None:
-        """Who made the sequence's last proposal, until it is observed."""
+        """Who was asked for the sequence's last proposal, until it is observed; None where nobody was."""
         made = self._open.get(sequence.id)
         return None if made is None else made[0]
 

@@ -51,6 +51,8 @@ class Observation:
     follows node i, accepted or not. Valid during the call only."""
     num_before: int | None = None
     """Tokens that the text had when `propose` was called; None where that follows from `num_accepted`."""
+    method: str = ""
+    """Who guessed, by name; of `auto` the drafter that was asked, or `off`."""
 
     @property
     def length_before(self) -> int:

@@ -90,6 +90,7 @@ class AsyncEngine:
         tenant: str = "",
         task: str = "",
         max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
     ) -> AsyncIterator[Update]:
         """The request's updates as they come; the last one carries the whole `output`.
 
@@ -108,6 +109,7 @@ class AsyncEngine:
                     tenant=tenant,
                     task=task,
                     max_draft_tokens=max_draft_tokens,
+                    draft_method=draft_method,
                     on_update=stream.put,
                 )
                 self._streams[name] = stream
@@ -138,6 +140,7 @@ class AsyncEngine:
         tenant: str = "",
         task: str = "",
         max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
     ) -> RequestOutput:
         """The finished request; parameters and errors as for `stream`."""
         updates = self.stream(
@@ -147,6 +150,7 @@ class AsyncEngine:
             tenant=tenant,
             task=task,
             max_draft_tokens=max_draft_tokens,
+            draft_method=draft_method,
         )
         async for update in updates:
             if update.output is not None:

@@ -18,7 +18,7 @@ from slipstream.control.controller import (
 )
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
-from slipstream.control.report import ControlReport
+from slipstream.control.report import ControlReport, MethodReport
 from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
 from slipstream.draft.auto import AutoDrafter, Selection
@@ -61,6 +61,7 @@ class Drafting(Guard):
     def __init__(
         self,
         drafter: Drafter,
+        method: str,
         vocab_size: int,
         kinds: frozenset[ProposalKind],
         timeout_s: float,
@@ -69,6 +70,7 @@ class Drafting(Guard):
         """Without a controller everybody is drafted for as far as the scheduler allows."""
         super().__init__(drafter, vocab_size, kinds, timeout_s)
         self.controller = controller
+        self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
         self._step = _Step()
         self._unchecked: dict[int, _Unchecked] = {}
@@ -231,6 +233,13 @@ class Drafting(Guard):
                 self._score(self.controller)
         super().observe(own)
 
+    def method_of(self, sequence: Sequence) -> str:
+        """Who was asked for a sequence in this step, until it is observed; `off` where `auto` asked nobody."""
+        if self._group is None:
+            return self._method
+        member = self._group.drafted_by(sequence)
+        return "off" if member is None else self._group.names[member]
+
     def finish(self, report: StepReport) -> None:
         """The step is over; `report` says what it took."""
         if self.controller is None:
@@ -264,7 +273,10 @@ class Drafting(Guard):
         """What is known of the drafter's worth."""
         guards = [self] if self._group is None else self._group.members
         if self.controller is None:
-            return ControlReport(False, self._speculates(), None, None, 0.0, (), (), ())
+            alone = MethodReport(self._method, None, (), 0, self.num_failures, bool(self.retired))
+            methods = (alone,) if self.drafter.max_nodes() else ()
+            speculating = bool(methods) and not self.retired
+            return ControlReport(False, speculating, None, None, 0.0, methods, (), ())
         return self.controller.report(
             [guard.num_failures for guard in guards], [bool(guard.retired) for guard in guards]
         )
@@ -272,9 +284,6 @@ class Drafting(Guard):
     def num_held(self) -> int:
         controlled = 0 if self.controller is None else self.controller.num_held
         return max(super().num_held(), controlled, len(self._changed))
-
-    def _speculates(self) -> bool:
-        return self.drafter.max_nodes() > 0 and not self.retired
 
     def _own(self, seen: Observation) -> Observation:
         changed = self._changed.pop(seen.sequence.id, None)

@@ -141,6 +141,7 @@ class Engine:
         self.runner = ModelRunner(self.model, cache, feature_layers)
         self.drafting = Drafting(
             self.drafter,
+            speculative.method,
             self.model.vocab_size,
             self.verifier.kinds,
             speculative.draft_timeout_s,
@@ -328,7 +329,14 @@ class Engine:
             _record_acceptance(sequence, proposal, kept, emitted)
             decoded.append((answer, emitted))
             observations.append(
-                Observation(sequence, proposal, len(kept), rows[-1 - len(proposal) :], length)
+                Observation(
+                    sequence,
+                    proposal,
+                    len(kept),
+                    rows[-1 - len(proposal) :],
+                    length,
+                    self.drafting.method_of(sequence),
+                )
             )
         self.drafting.observe(observations)
         if self.on_observe is not None:

@@ -46,15 +46,19 @@ class LLM:
         tenant: str = "",
         task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
     ) -> list[RequestOutput]:
         """Answer the prompts, texts or token ids, in one batch; the outputs come in the order of the prompts.
 
         `sampling_params` is one for all or one for each, and so is `task`, a name for the kind of request that some
-        drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off.
+        drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off; `draft_method` is the only one of
+        `auto`'s drafters that may draft.
         `on_update` sees every step's new tokens as they are committed.
         """
-        return self._run(_as_list(prompts), sampling_params, tenant, task, max_draft_tokens, on_update)
+        return self._run(
+            _as_list(prompts), sampling_params, tenant, task, max_draft_tokens, draft_method, on_update
+        )
 
     def chat(
         self,
@@ -64,12 +68,13 @@ class LLM:
         tenant: str = "",
         task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`."""
         several = conversations if _are_several(conversations) else [conversations]
         prompts = [encode_chat(self.engine.tokenizer, messages) for messages in several]  # type: ignore[arg-type]
-        return self._run(prompts, sampling_params, tenant, task, max_draft_tokens, on_update)
+        return self._run(prompts, sampling_params, tenant, task, max_draft_tokens, draft_method, on_update)
 
     def reset_caches(self) -> None:
         """Forget what finished requests left behind: retained prefixes, and what the drafter learned from them."""
@@ -82,6 +87,7 @@ class LLM:
         tenant: str,
         task: str | Seq[str],
         max_draft_tokens: int | None,
+        draft_method: str | None,
         on_update: UpdateCallback | None,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -108,6 +114,7 @@ class LLM:
                     tenant=tenant,
                     task=name,
                     max_draft_tokens=max_draft_tokens,
+                    draft_method=draft_method,
                     on_update=on_update,
                 )
                 ids.append(request_id)

@@ -29,7 +29,7 @@ from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import read_body
 from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
-from slipstream.serve.sampling import check_unsupported, max_draft_tokens, sampling_params
+from slipstream.serve.sampling import check_unsupported, drafting, sampling_params
 from slipstream.serve.schema import (
     Body,
     ChatBody,
@@ -162,6 +162,7 @@ def _job(
     if service.config.log_prompts:
         facts["asked"] = asked
     options = body.stream_options
+    max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
         prompts=prompts,
@@ -169,7 +170,8 @@ def _job(
         constraint=constraint,
         tenant=body.user or "",
         task=body.task or "",
-        max_draft_tokens=max_draft_tokens(body.speculation, service.method),
+        max_draft_tokens=max_draft_tokens,
+        draft_method=draft_method,
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),

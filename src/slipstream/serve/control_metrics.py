@@ -17,9 +17,8 @@ OTHER = "other"
 class ControlMetrics(Collector):
     """Metrics of the last report, and of the acceptance by position. A task or drafter that is gone has none."""
 
-    def __init__(self, history: History, method: str, task_label: Callable[[str], str]) -> None:
+    def __init__(self, history: History, task_label: Callable[[str], str]) -> None:
         self._history = history
-        self._method = method
         self._task_label = task_label
         self.report: ControlReport | None = None
         """None before the first."""
@@ -41,10 +40,11 @@ class ControlMetrics(Collector):
             "conditional_reached", "Drafts checked at this position below an accepted path.", labels=labels
         )
         accepted = CounterMetricFamily("conditional_accepted", "Of them, those accepted.", labels=labels)
-        for position in range(MAX_POSITIONS):
-            if self._history.reached[position]:
-                reached.add_metric([self._method, str(position)], self._history.reached[position])
-                accepted.add_metric([self._method, str(position)], self._history.accepted[position])
+        for method, counts in list(self._history.positions.items()):
+            for position, (num_reached, num_accepted) in enumerate(zip(*counts, strict=True)):
+                if num_reached:
+                    reached.add_metric([method, str(position)], num_reached)
+                    accepted.add_metric([method, str(position)], num_accepted)
         yield reached
         yield accepted
 

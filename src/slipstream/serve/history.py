@@ -94,10 +94,9 @@ class History:
         self._task_label = task_label
         self._clock = clock
         self._buckets: deque[_Bucket] = deque(maxlen=NUM_BUCKETS)
-        self.reached = [0] * MAX_POSITIONS
-        """Since the start: drafts that were checked at this position below an accepted path."""
-        self.accepted = [0] * MAX_POSITIONS
-        """Of them, those that were accepted."""
+        self.positions: dict[str, tuple[list[int], list[int]]] = {}
+        """Since the start, by drafter: drafts that were checked at each position below an accepted path, and of them
+        those that were accepted."""
 
     def on_step(self, step: StepReport) -> None:
         """Count a step's time."""
@@ -128,12 +127,15 @@ class History:
                 task[2] += len(seen.proposal)
                 task[3] += seen.num_accepted
                 task[4] += reached
+                counts = self.positions.get(seen.method)
+                if counts is None:
+                    counts = self.positions[seen.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
                 for position in range(min(reached, MAX_POSITIONS)):
                     bucket.reached[position] += 1
-                    self.reached[position] += 1
+                    counts[0][position] += 1
                 for position in range(min(seen.num_accepted, MAX_POSITIONS)):
                     bucket.accepted[position] += 1
-                    self.accepted[position] += 1
+                    counts[1][position] += 1
         batch = bucket.batches.setdefault(len(observations), [0, 0, 0])
         batch[0] += 1
         batch[1] += len(observations)

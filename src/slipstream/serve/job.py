@@ -23,6 +23,7 @@ class Job:
     tenant: str = ""
     task: str = ""
     max_draft_tokens: int | None = None
+    draft_method: str | None = None
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

@@ -51,11 +51,10 @@ _AS_VLLM = frozenset(
 class Metrics:
     """One server's registry. Counting is safe from the engine's thread and the event loop alike."""
 
-    def __init__(self, model_name: str, method: str, max_tasks: int, alias: str | None) -> None:
-        self._method = method
+    def __init__(self, model_name: str, max_tasks: int, alias: str | None) -> None:
         self._max_tasks = max_tasks
         self._tasks: set[str] = set()
-        self._by_task: dict[str, tuple[Counter, ...]] = {}
+        self._by_task: dict[tuple[str, str], tuple[Counter, ...]] = {}
         self._by_position: list[tuple[Counter, Counter]] = []
         self._registry = registry = CollectorRegistry()
         self._exposed = CollectorRegistry()
@@ -148,7 +147,7 @@ class Metrics:
         prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []
-        tasks: dict[str, list[int]] = {}
+        tasks: dict[tuple[str, str], list[int]] = {}
         for seen in observations:
             sequence = seen.sequence
             # The last token is the target's own, unless a stop rule cut the answer among accepted ones.
@@ -165,7 +164,7 @@ class Metrics:
                 self._length.observe(seen.num_accepted)
                 add_to_first(drafted_at, max(seen.proposal.depths))
                 add_to_first(accepted_at, seen.num_accepted)
-            counted = tasks.setdefault(self.task_label(sequence.task), [0, 0, 0, 0])
+            counted = tasks.setdefault((self.task_label(sequence.task), seen.method), [0, 0, 0, 0])
             for i, number in enumerate((1, num_drafted, seen.num_accepted, num_emitted)):
                 counted[i] += number
         self._output_tokens.inc(emitted)
@@ -173,8 +172,8 @@ class Metrics:
             self._prompt_tokens.inc(prompt_tokens)
             self._queries.inc(prompt_tokens)
             self._hits.inc(hits)
-        for label, counted in tasks.items():
-            for counter, number in zip(self._task_counters(label), counted, strict=True):
+        for labels, counted in tasks.items():
+            for counter, number in zip(self._task_counters(labels), counted, strict=True):
                 counter.inc(number)
         if num_drafts:
             self._drafts.inc(num_drafts)
@@ -185,12 +184,13 @@ class Metrics:
                 for counter, number in zip(self._position_counters(position), numbers, strict=True):
                     counter.inc(number)
 
-    def _task_counters(self, label: str) -> tuple[Counter, ...]:
-        """Passes, and drafted, accepted and emitted tokens of a task; looking children up by label takes a while."""
-        if label not in self._by_task:
+    def _task_counters(self, labels: tuple[str, str]) -> tuple[Counter, ...]:
+        """Passes, and drafted, accepted and emitted tokens of a task and drafter; looking children up by label takes a
+        while."""
+        if labels not in self._by_task:
             counters = (self._task_steps, self._task_drafted, self._task_accepted, self._task_output)
-            self._by_task[label] = tuple(counter.labels(label, self._method) for counter in counters)
-        return self._by_task[label]
+            self._by_task[labels] = tuple(counter.labels(*labels) for counter in counters)
+        return self._by_task[labels]
 
     def _position_counters(self, position: int) -> tuple[Counter, ...]:
         """Drafted and accepted tokens at a depth, from 0."""

@@ -85,23 +85,24 @@ def sampling_params(
     return params
 
 
-def max_draft_tokens(speculation: Speculation | None, method: str) -> int | None:
-    """The request's own bound on draft tokens a step: 0 is off, None the engine's choice.
+def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | None, str | None]:
+    """The request's own bound on draft tokens a step, 0 being off, and the drafter that it wants; None leaves either
+    to the engine.
 
-    `method` is the drafter that the engine runs with; raises `ApiError` 400 where another is asked for.
+    `methods` are the drafters that the engine has; raises `ApiError` 400 where another is asked for.
     """
     if speculation is None:
-        return None
+        return None, None
     if speculation.max_tokens is not None and speculation.max_tokens < 0:
         message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
         raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")
-    if speculation.method not in (None, "off", method):
-        choice = "'off'" if method == "off" else f"{method!r} or 'off'"
+    if speculation.method not in (None, "off", *methods):
+        choice = " or ".join(map(repr, dict.fromkeys([*methods, "off"])))
         message = f"this server does not draft by {speculation.method!r}; speculation.method may be {choice}"
         raise ApiError(400, message, param="speculation.method", code="invalid_value")
     if speculation.enabled is False or speculation.method == "off":
-        return 0
-    return speculation.max_tokens
+        return 0, None
+    return speculation.max_tokens, speculation.method
 
 
 def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:

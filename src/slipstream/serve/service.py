@@ -32,6 +32,7 @@ class Service:
         self.model_name = config.served_model_name or model_name
         self.model_root = inner.config.model
         self.method = inner.speculative.method
+        self.methods = inner.draft_methods
         self.num_speculative_tokens: int | None = getattr(
             inner.drafter.options, "num_speculative_tokens", None
         )
@@ -48,7 +49,7 @@ class Service:
             config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
-        self.metrics = Metrics(self.model_name, self.method, config.max_task_labels, config.metrics_alias)
+        self.metrics = Metrics(self.model_name, config.max_task_labels, config.metrics_alias)
         self.watching = Watching(inner, self.metrics, self.method, config.dashboard_texts)
 
     @property
@@ -119,6 +120,7 @@ class Service:
                 tenant=job.tenant,
                 task=job.task,
                 max_draft_tokens=job.max_draft_tokens,
+                draft_method=job.draft_method,
             ):
                 arrived.put_nowait((number, update))
         except RequestError as error:  # all else in a job has been checked

@@ -50,7 +50,7 @@ class Watching:
         self.alarms = Alarms(self._on_raise, self._on_clear)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
         """Alarms that are over, the latest first: when they were cleared, and why."""
-        self._control = ControlMetrics(self.history, method, metrics.task_label)
+        self._control = ControlMetrics(self.history, metrics.task_label)
         metrics.register(self._control)
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe

@@ -1,0 +1,226 @@
+"""Control in the real engine: whatever is chosen the text stays, and a drafter that misbehaves harms nobody."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from conftest import MakeLLM
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.control.controller import Asked, Choice, Controller
+from slipstream.control.plan import NOBODY
+from slipstream.core import Proposal, Sequence
+from slipstream.draft.base import Drafter
+from slipstream.errors import ConfigError, RequestError
+from slipstream.testing.stub_drafters import OracleOptions
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 5}
+AUTO = {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT]}
+PARAMS = SamplingParams(temperature=0, max_tokens=24)
+HANGS = f"{__name__}:HangingDrafter"
+release_all = threading.Event()
+
+
+class HangingDrafter(Drafter):
+    """Never answers from its third call on, unless the test is over."""
+
+    Options = OracleOptions
+
+    def __init__(self, options: Any, context: Any) -> None:
+        super().__init__(options, context)
+        self.calls = 0
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        self.calls += 1
+        if self.calls >= 3:
+            release_all.wait(60)
+        return [Proposal.chain([7] * min(budget, 2)) for budget in budgets]
+
+    def max_nodes(self) -> int:
+        return 2
+
+
+class BusyDrafter(HangingDrafter):
+    """Computes for ever."""
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        while not release_all.is_set():
+            pass
+        return [Proposal()] * len(sequences)
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Any:
+    release_all.clear()
+    yield
+    release_all.set()
+
+
+def texts(
+    llm: LLM, prompts: Seq[list[int]], params: SamplingParams = PARAMS, **options: Any
+) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), params, **options)]
+
+
+def random_choices(seed: int) -> Any:
+    """In the place of the controller's own choice: anything that the contract allows, anew in every step."""
+    rng = random.Random(seed)
+
+    def chosen_now(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+        choices = []
+        for request in asked:
+            member = rng.choice([NOBODY, *range(len(self.members))])
+            lookup = rng.choice([NOBODY, 0])
+            depth = rng.randint(1, max(request.limit, 1))
+            chain = member != NOBODY and request.limit > 0
+            choices.append(
+                Choice(member if chain else NOBODY, depth if chain else 0, lookup, rng.randint(1, 4))
+                if request.limit
+                else Choice(NOBODY, 0)
+            )
+        return choices
+
+    return chosen_now
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_any_choice_gives_the_same_text(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members change from step to step, drafts have to catch up, and a request may rest for a while."""
+    monkeypatch.setattr(Controller, "_chosen_now", random_choices(3))
+    third = {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 5}
+    config = {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT, third], "verifier": verifier}
+    llm = make_llm(config, max_num_seqs=6)
+    drafted: set[str] = set()
+    llm.engine.on_observe = lambda seen: drafted.update(one.method for one in seen if len(one.proposal))
+    assert texts(llm, prompts[:12]) == texts(plain, prompts[:12])
+    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.drafter.num_failures == 0  # type: ignore[attr-defined]
+    assert drafted == {"suffix", "draft_model"}
+    if verifier == "coupled":
+        seeded = SamplingParams(temperature=0.9, max_tokens=24, seed=5)
+        assert texts(llm, prompts[:12], seeded) == texts(plain, prompts[:12], seeded)
+
+
+def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]) -> None:
+    llm = make_llm(AUTO, max_num_seqs=4)
+    for task in ("left", "right"):
+        assert texts(llm, prompts[:8], task=task) == texts(plain, prompts[:8])
+    report = llm.engine.control_report()
+    assert report.adaptive
+    assert [method.name for method in report.methods] == ["suffix", "draft_model"]
+    assert sum(method.num_steps for method in report.methods) > 0
+    assert {task.task for task in report.tasks} == {"left", "right"}
+    assert 0 <= report.probe_share < 0.2
+    assert llm.engine.drafting.controller is not None
+    assert llm.engine.drafting.controller.num_held == 0
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_a_request_may_name_its_drafter(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], method: str
+) -> None:
+    llm = make_llm(AUTO)
+    used: set[str] = set()
+    llm.engine.on_observe = lambda seen: used.update(one.method for one in seen)
+    assert texts(llm, prompts[:6], draft_method=method) == texts(plain, prompts[:6])
+    assert used <= {method, "off"}
+
+
+def test_a_request_may_forbid_drafts(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm(AUTO)
+    outputs = llm.generate(prompts[:4], PARAMS, max_draft_tokens=0)
+    assert all(output.metrics.num_draft_tokens == 0 for output in outputs)
+
+
+def test_an_unknown_drafter_is_refused(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    with pytest.raises(RequestError, match="draft_method must be 'suffix' or 'draft_model' on this engine"):
+        make_llm(AUTO).generate(prompts[0], PARAMS, draft_method="eagle3")
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.6, "much"])
+def test_a_share_that_cannot_be_is_refused(make_llm: MakeLLM, share: Any) -> None:
+    with pytest.raises(ConfigError, match="probe_share must be"):
+        make_llm({**DRAFT, "probe_share": share})
+
+
+def test_probes_measure_what_a_fixed_drafter_gains(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    """A few steps go without drafts; the text does not show it, the report does."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    llm = make_llm({**DRAFT, "probe_share": 0.5})
+    rests: list[bool] = []
+    llm.engine.on_step = lambda step: rests.append(step.only_decodes and step.num_draft_tokens == 0)
+    expected = texts(plain, prompts[:6], params)
+    for _ in range(4):
+        assert texts(llm, prompts[:6], params) == expected
+    report = llm.engine.control_report()
+    assert not report.adaptive
+    assert report.realised is not None
+    assert report.realised.low <= report.realised.ratio <= report.realised.high
+    assert sum(rests) >= 4 * report.realised.num_pairs
+    assert 0 < report.probe_share < 0.5
+    assert [method.name for method in report.methods] == ["draft_model"]
+
+
+def test_without_a_share_nothing_is_probed(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm(DRAFT)
+    assert llm.engine.drafting.controller is None
+    llm.generate(prompts[0], PARAMS)
+    report = llm.engine.control_report()
+    assert (report.adaptive, report.speculating, report.realised) == (False, True, None)
+    assert make_llm().engine.control_report().methods == ()
+
+
+@pytest.mark.parametrize("drafter", ["HangingDrafter", "BusyDrafter"])
+def test_a_drafter_that_hangs_is_left(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], drafter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm({"method": f"{__name__}:{drafter}", "texts": [[1]], "draft_timeout_s": 0.3})
+    started_s = time.monotonic()
+    assert texts(llm, prompts[:4]) == texts(plain, prompts[:4])
+    assert time.monotonic() - started_s < 20
+    [method] = llm.engine.control_report().methods
+    assert method.retired
+    assert method.num_failures >= 1
+    assert sum("retired for good" in record.message for record in caplog.records) == 1
+    assert texts(llm, prompts[4:6]) == texts(plain, prompts[4:6]), "and later requests come without it"
+
+
+def test_one_member_that_hangs_leaves_the_others(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    hangs = {"method": HANGS, "texts": [[1]]}
+    llm = make_llm({"method": "auto", "drafters": [hangs, DRAFT], "draft_timeout_s": 0.3})
+    for _ in range(3):
+        assert texts(llm, prompts[:6]) == texts(plain, prompts[:6])
+    bad, good = llm.engine.control_report().methods
+    assert (bad.retired, good.retired) == (True, False)
+    assert good.num_steps > 0
+
+
+def test_a_drafter_that_always_fails_is_asked_no_more(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm({"method": "slipstream.testing.stub_drafters:RaisingDrafter", "texts": [], "at_call": 1})
+    for _ in range(2):
+        assert texts(llm, prompts[:20]) == texts(plain, prompts[:20])
+    [method] = llm.engine.control_report().methods
+    assert method.retired
+    assert method.num_failures == 16
+
+
+def test_a_late_answer_retires_even_our_own_drafters(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm({"method": "ngram", "draft_timeout_s": 1e-9})
+    assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
+    assert llm.engine.control_report().methods[0].retired
