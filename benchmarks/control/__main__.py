@@ -1,0 +1,145 @@
+"""`--spec auto` against each of the settings that it chooses from, on closed-loop traffic.
+
+    python -m benchmarks.control                                        # the embedded pair
+    python -m benchmarks.control --model EXPANDED --name expanded-0.3g --tasks mixed --concurrency 1,4,16,32
+    python -m benchmarks.control --parts shift
+
+Settings take turns within a round, rounds have other questions, and figures are medians of the rounds' ratios. All
+engines share one target. `auto` keeps what it has learned from cell to cell, as it would on a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control.shift import measure_shift
+from benchmarks.control.traffic import SETTINGS, Question, Run, closed_loop, make_engines, questions
+from slipstream.bench.provenance import provenance
+from slipstream.engine.engine import Engine
+from slipstream.sampling.params import SamplingParams
+
+RESULTS = Path(__file__).parents[2] / "docs/benchmarks"
+MIXED = "mixed"
+UNPAYING = {"task": "creative", "temperature": 1.2, "concurrency": 64}
+"""Where speculation cannot pay."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="a cost-expanded copy of the embedded target; that itself unless given"
+    )
+    parser.add_argument("--name", default="embedded", help="of the result")
+    parser.add_argument("--parts", default="grid,unpaying,shift")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--tasks", default="", help="mixed and all tasks unless given")
+    parser.add_argument("--concurrency", default="1,2,4,8,16,32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--requests", type=int, default=8, help="at least, of a run; never less than two a place"
+    )
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-cache-mib", type=int, default=512)
+    options = parser.parse_args()
+    names = options.settings.split(",")
+    engines = make_engines(names, options.model, options.threads, 64, options.kv_cache_mib * 2**20)
+    by_task = questions(engines[names[0]])
+    rng = random.Random(0)
+    every = [question for asked in by_task.values() for question in asked]
+    rng.shuffle(every)
+    result: dict[str, Any] = {"provenance": provenance(), "name": options.name, "settings": names}
+    result |= {key: getattr(options, key) for key in ("rounds", "requests", "max_tokens", "threads")}
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    if "grid" in options.parts:
+        tasks = options.tasks.split(",") if options.tasks else [MIXED, *by_task]
+        result["grid"] = []
+        for concurrency in map(int, options.concurrency.split(",")):
+            for task in tasks:
+                asked = every if task == MIXED else by_task[task]
+                cell = measure_cell(engines, asked, concurrency, params, options.rounds, options.requests)
+                result["grid"].append({"task": task, "concurrency": concurrency, **cell})
+                show(result["grid"][-1])
+    if "unpaying" in options.parts:
+        params_ = SamplingParams(temperature=1.2, max_tokens=options.max_tokens, seed=1)
+        pair = {name: engines[name] for name in ("off", "auto")}
+        cell = measure_cell(pair, by_task["creative"], 64, params_, options.rounds, 128)
+        result["unpaying"] = {**UNPAYING, **cell}
+        show(result["unpaying"])
+    if "shift" in options.parts:
+        result["shift"] = measure_shift(options.model, options.threads, by_task)
+        print(json.dumps(result["shift"], indent=1), file=sys.stderr)
+    path = RESULTS / f"control_{options.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote docs/benchmarks/{path.name}")
+
+
+def measure_cell(
+    engines: dict[str, Engine],
+    asked: Seq[Question],
+    concurrency: int,
+    params: SamplingParams,
+    rounds: int,
+    at_least: int,
+) -> dict[str, Any]:
+    """Tokens a second by setting and round, and the ratios of `auto` to each other setting.
+
+    The first round is not counted: kernels are warm, and what learns has learned, when it is over.
+    """
+    number = max(at_least, 2 * concurrency)
+    runs: dict[str, list[Run]] = {name: [] for name in engines}
+    differ = 0
+    for turn in range(rounds + 1):
+        batch = [asked[(turn * number + i) % len(asked)] for i in range(number)]
+        order = list(engines)
+        order = order[turn % len(order) :] + order[: turn % len(order)]
+        answers: dict[str, dict[str, list[int]]] = {}
+        for name in order:
+            run = closed_loop(engines[name], batch, concurrency, params)
+            answers[name] = run.answers
+            if turn:
+                runs[name].append(run)
+        differ += sum(given != answers["off"] for given in answers.values())
+    rates = {name: [run.tokens_per_s for run in of] for name, of in runs.items()}
+    ratios = {
+        name: quartiles([a / b for a, b in zip(rates["auto"], rates[name], strict=True)])
+        for name in engines
+        if name != "auto"
+    }
+    best = min(ratios, key=lambda name: ratios[name]["median"])
+    return {
+        "tokens_per_s": {name: round(statistics.median(rate), 1) for name, rate in rates.items()},
+        "auto_over": ratios,
+        "best_fixed": best,
+        "auto_over_best": ratios[best]["median"],
+        "speedup_over_off": ratios["off"],
+        "runs_with_other_texts": differ,
+    }
+
+
+def quartiles(values: Seq[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": round(median, 3), "q1": round(low, 3), "q3": round(high, 3)}
+
+
+def show(cell: dict[str, Any]) -> None:
+    over = {name: ratio["median"] for name, ratio in cell["auto_over"].items()}
+    print(
+        f"{cell['task']:9s} x{cell['concurrency']:<3d} auto/best {cell['auto_over_best']:.3f} ({cell['best_fixed']})"
+        f"  auto/off {over['off']:.2f}  {over}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
