@@ -315,7 +315,7 @@ class Controller:
     def _bounded(self, choice: Choice, request: Asked) -> Choice:
         member, depth, lookup, min_tokens = choice
         limit, allowed = request.limit, request.members
-        if choice is NOTHING or (allowed is None and self._most(choice) <= limit):
+        if choice == NOTHING or (allowed is None and self._most(choice) <= limit):
             return choice
         if limit < 1:
             return NOTHING
@@ -326,6 +326,8 @@ class Controller:
                 depth = limit
         if lookup != NOBODY and (min_tokens > limit or (allowed is not None and lookup not in allowed)):
             lookup = NOBODY
+        if member == lookup == NOBODY:
+            return NOTHING
         return Choice(member, depth if member != NOBODY else 0, lookup, min_tokens)
 
     def _most(self, choice: Choice) -> float:
@@ -376,7 +378,7 @@ class Controller:
         self._gain = rate / nothing.tokens_per_s if nothing.tokens_per_s else None
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
-        self._resting = self._try is None and all(choice is NOTHING for choice in choices)
+        self._resting = self._try is None and all(choice == NOTHING for choice in choices)
         self._held_s = (self._clock() - started_s) / PLAN_SHARE
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:

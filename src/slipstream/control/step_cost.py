@@ -20,6 +20,7 @@ MEMORY = 40.0
 LINEAR_MEMORY = 200
 """Steps after which an old one weighs 1/e in a sum of parts."""
 RIDGE = 1e-3
+"""How firmly what was believed is held where the steps of late do not tell, as a share of them."""
 MANY_MISSED = 32
 """Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
 OUTLIER = 3.0
@@ -43,13 +44,19 @@ class Linear:
     """Seconds as a sum of non-negative parts, each in proportion to one quantity: decayed least squares, of relative
     errors.
 
+    Quantities that always come together cannot be told apart by it. There what was believed before stays, so that what
+    was learned from steps that drafted is not lost in many that do not.
+
     What is learned is only kept at first, and worked in when somebody asks: steps are many and short.
     """
 
-    def __init__(self, num_features: int) -> None:
-        self._products = np.zeros((num_features, num_features))
-        self._targets = np.zeros(num_features)
-        self._parts = [0.0] * num_features
+    def __init__(self, believed: Seq[float], firmness: Seq[float]) -> None:
+        """`believed` are the parts before anything is known; the greater a part's `firmness`, the more steps it takes to
+        change it."""
+        self._products = np.zeros((len(believed), len(believed)))
+        self._targets = np.zeros(len(believed))
+        self._parts = list(believed)
+        self._ridge = RIDGE * np.array(firmness)
         self._known = False
         self._new: list[tuple[Seq[float], float]] = []
 
@@ -85,12 +92,12 @@ class Linear:
         self._known = True
 
     def _solve(self) -> list[float]:
-        """With a little ridge: of quantities that always came together, each gets its share."""
         scale = np.sqrt(np.diag(self._products))
         scale[scale == 0] = 1.0
-        scaled = self._products / np.outer(scale, scale) + RIDGE * np.eye(len(scale))
+        scaled = self._products / np.outer(scale, scale) + np.diag(self._ridge)
+        targets = self._targets / scale + self._ridge * scale * np.array(self._parts)
         root = np.linalg.cholesky(scaled)
-        parts, _ = nnls(root.T, np.linalg.solve(root, self._targets / scale))
+        parts, _ = nnls(root.T, np.linalg.solve(root, targets))
         return (parts / scale).tolist()  # type: ignore[no-any-return]
 
 
@@ -112,7 +119,8 @@ class DraftCost:
     """Seconds of a drafter's calls: so much a call, a level, a sequence, a token, and a token that it had missed."""
 
     def __init__(self) -> None:
-        self._parts = Linear(5)
+        # Requests are first tried one at a time, which does not tell what more of them take: hope that they share.
+        self._parts = Linear([0.0] * 5, [1.0, 1.0, 30.0, 30.0, 1.0])
         self._missed = Mean()
         """Tokens that a sequence had usually gained while the drafter was not asked for it."""
 
@@ -144,7 +152,7 @@ class StepCost:
     def __init__(self, pass_s: Callable[[float], float]) -> None:
         """`pass_s` is the expected time of a target pass by rows."""
         self._pass_s = pass_s
-        self._parts = Linear(5)
+        self._parts = Linear([0.0, 0.0, 0.0, 0.0, 1.0], [1.0] * 5)
 
     def learn(self, *, num_sequences: int, num_rows: int, drafted: int, checked: int, seconds: float) -> None:
         """One step of `num_rows` rows in all, of which `checked` were drafts for `drafted` sequences."""
