@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 FIRST_GUESS = 0.6
 """Conditional acceptance of a drafter of which nothing is known."""
-DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 4.0, 12.0, 8.0
+DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 8.0
 """How many drafts the level above is worth."""
 DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
@@ -72,10 +72,12 @@ class Counts:
         while len(self.looks_at) < len(drafts.looks_at):
             self.looks_at.append(0.0)
             self.accepted_at.append(0.0)
+        # All positions fade alike, so that one that has not been tried for long is thought of as the one before it.
+        self.looks_at = [looks * keep for looks in self.looks_at]
+        self.accepted_at = [accepted * keep for accepted in self.accepted_at]
         for position, looks in enumerate(drafts.looks_at):
-            keep = max(0.0, 1.0 - 1.0 / self.memory) ** looks
-            self.looks_at[position] = self.looks_at[position] * keep + looks
-            self.accepted_at[position] = self.accepted_at[position] * keep + drafts.accepted_at[position]
+            self.looks_at[position] += looks
+            self.accepted_at[position] += drafts.accepted_at[position]
 
     def conditional(self, position: int, prior: float, weight: float) -> float:
         """Acceptance at `position`, from 0, of the drafts that came so far, shrunk towards `prior`."""
