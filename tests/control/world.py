@@ -142,7 +142,7 @@ class World:
         self.slowdown: Callable[[int, float], float] = lambda member, seconds: seconds
         """Changes what a call takes; for accidents."""
         self.seconds = self.tokens = 0.0
-        """True ones, and expected ones."""
+        """True ones, but for what the target takes for prompts, and expected ones."""
         self.probing_s = 0.0
         """Seconds of steps in which nobody was drafted for, to see what is gained."""
         self.num_steps = 0
@@ -199,7 +199,9 @@ class World:
         checked = sum(length for _, length in drafts.values())
         rows = len(running) + num_others + checked
         undrafted_s = self.machine.step_s(len(running), rows)
-        self.seconds += undrafted_s + sum(call.seconds for call in calls)
+        prompts_s = self.machine.step_s(len(running), len(running) + num_others)
+        prompts_s -= self.machine.step_s(len(running), len(running))
+        self.seconds += undrafted_s - prompts_s + sum(call.seconds for call in calls)
         self.tokens += expected
         self.num_steps += 1
         if controller.in_probe:

@@ -35,9 +35,7 @@ PLAN_SHARE = 0.005
 MAX_HELD_STEPS = 64
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
-"""Steps of a try."""
-TRY_DEPTH = 3
-"""Levels of a try."""
+"""Steps of a try, each of one level: the first token says the most for its price."""
 FIRST_TRIES = 10.0
 """Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
@@ -515,10 +513,8 @@ class Controller:
         if found is None:
             return
         _, i, number = found
-        member = self.members[number]
-        depth = min(TRY_DEPTH, asked[i].limit, member.max_depth) if member.is_chain else 1
         members, depths = plan.members.copy(), plan.depths.copy()
-        members[i], depths[i] = number, depth
+        members[i], depths[i] = number, 1
         tried = market.price(members, depths)
         tokens = tried.tokens_per_s * tried.step_s
         price_s = TRY_STEPS * max(0.0, tried.step_s - tokens / plan.tokens_per_s)
@@ -527,7 +523,7 @@ class Controller:
         if min(price_s, MAX_CREDIT_STEPS * self._step_s.value) <= self._credit_s["try"]:
             self._pay("try", price_s)
             self._last_try[asked[i].sequence_id, number] = self._turn
-            self._try = _Try(asked[i].sequence_id, Choice(number, depth))
+            self._try = _Try(asked[i].sequence_id, Choice(number, 1))
 
     def _apply_try(self, trial: _Try, asked: Seq[Asked], choices: list[Choice]) -> None:
         trial.steps_left -= 1
@@ -555,8 +551,10 @@ class Controller:
         self._held_s -= seconds
         self._total_s += seconds
         most_s = MAX_CREDIT_STEPS * self._step_s.value
-        for what, credit_s in self._credit_s.items():
-            self._credit_s[what] = min(credit_s + 0.5 * self.probe_share * seconds, max(credit_s, most_s))
+        for_tries = 0.5 if facts.num_drafted else 1.0  # without drafts there is nothing to probe
+        for what, part in ("probe", 1 - for_tries), ("try", for_tries):
+            credit_s = self._credit_s[what]
+            self._credit_s[what] = min(credit_s + part * self.probe_share * seconds, max(credit_s, most_s))
         if not self._in_probe and facts.gains:
             self._rate.learn(sum(tokens for _, tokens in facts.gains) / seconds)
         for call in facts.calls:
