@@ -22,6 +22,8 @@ RECENT = 10.0
 SURPRISE = 4.0
 """Standard deviations by which the recent drafts must do better or worse for the others to be forgotten: the traffic
 has changed, and where little is drafted it would take long to outweigh what was."""
+KEPT = 2.0
+"""Drafts that the forgotten ones then weigh together."""
 MAX_TASKS = 256
 """Of one drafter; the one that was used the longest time ago makes room."""
 
@@ -77,7 +79,7 @@ class Counts:
         """Some drafts, of about the same age."""
         keep = (1.0 - 1.0 / self.memory) ** drafts.number
         if self._surprised_by(drafts):
-            keep *= RECENT / max(self.drafts, RECENT)
+            keep *= KEPT / max(self.drafts, KEPT)
         self.drafts = self.drafts * keep + drafts.number
         self.checked = self.checked * keep + drafts.checked
         self.accepted = self.accepted * keep + drafts.accepted

@@ -503,7 +503,7 @@ class Controller:
         found: tuple[float, int, int] | None = None
         for i, request in enumerate(asked):
             for number in range(len(self.members)):
-                if plan.members[i] == number or self.members[number].looks_up or not _may_ask(number, request):
+                if plan.members[i] == number or not np.isfinite(market.offers[number].tokens[i, 1]):
                     continue
                 mine, of_task, _ = self.acceptance[number].num_drafts(request.sequence_id, request.task)
                 since = self._turn - self._last_try.get((request.sequence_id, number), -1000)
