@@ -6,16 +6,24 @@ the classical verifiers demand (the non-anticipation rule).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 FIRST_GUESS = 0.6
 """Conditional acceptance of a drafter of which nothing is known."""
-DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 4.0, 12.0, 8.0
+DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 8.0
 """How many drafts the level above is worth."""
 DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
+RECENT = 10.0
+"""Drafts that are compared with those before them."""
+SURPRISE = 4.0
+"""Standard deviations by which the recent drafts must do better or worse for the others to be forgotten: the traffic
+has changed, and where little is drafted it would take long to outweigh what was."""
+KEPT = 2.0
+"""Drafts that the forgotten ones then weigh together."""
 MAX_TASKS = 256
 """Of one drafter; the one that was used the longest time ago makes room."""
 
@@ -62,20 +70,42 @@ class Counts:
     looks_at: list[float] = field(default_factory=list)
     """Entry i: drafts that had a token at position i + 1 below an accepted path."""
     accepted_at: list[float] = field(default_factory=list)
+    recent: float = 0.0
+    """Drafts lately that had a token at position 1."""
+    recent_accepted: float = 0.0
+    """Those of which it stood."""
 
     def learn(self, drafts: Drafts) -> None:
         """Some drafts, of about the same age."""
-        keep = max(0.0, 1.0 - 1.0 / self.memory) ** drafts.number
+        keep = (1.0 - 1.0 / self.memory) ** drafts.number
+        if self._surprised_by(drafts):
+            keep *= KEPT / max(self.drafts, KEPT)
         self.drafts = self.drafts * keep + drafts.number
         self.checked = self.checked * keep + drafts.checked
         self.accepted = self.accepted * keep + drafts.accepted
         while len(self.looks_at) < len(drafts.looks_at):
             self.looks_at.append(0.0)
             self.accepted_at.append(0.0)
+        # All positions fade alike, so that one that has not been tried for long is thought of as the one before it.
+        self.looks_at = [looks * keep for looks in self.looks_at]
+        self.accepted_at = [accepted * keep for accepted in self.accepted_at]
         for position, looks in enumerate(drafts.looks_at):
-            keep = max(0.0, 1.0 - 1.0 / self.memory) ** looks
-            self.looks_at[position] = self.looks_at[position] * keep + looks
-            self.accepted_at[position] = self.accepted_at[position] * keep + drafts.accepted_at[position]
+            self.looks_at[position] += looks
+            self.accepted_at[position] += drafts.accepted_at[position]
+
+    def _surprised_by(self, drafts: Drafts) -> bool:
+        """Whether the recent drafts, these included, are too unlike the others to be of one kind."""
+        if not drafts.looks_at or not self.looks_at:
+            return False
+        keep = (1.0 - 1.0 / RECENT) ** drafts.looks_at[0]
+        self.recent = self.recent * keep + drafts.looks_at[0]
+        self.recent_accepted = self.recent_accepted * keep + drafts.accepted_at[0]
+        rate = self.conditional(0, 0.5, 1.0)
+        expected = self.recent * rate
+        surprised = abs(self.recent_accepted - expected) > SURPRISE * math.sqrt(expected * (1 - rate) + 0.5)
+        if surprised:
+            self.recent = self.recent_accepted = 0.0
+        return surprised
 
     def conditional(self, position: int, prior: float, weight: float) -> float:
         """Acceptance at `position`, from 0, of the drafts that came so far, shrunk towards `prior`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, 
 
 PLAN_SHARE = 0.005
 """Of the time, for making plans: a plan holds until it has paid for itself."""
+MAX_HELD_STEPS = 64
+"""A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
-"""Steps of a try."""
-TRY_DEPTH = 3
-"""Levels of a try."""
+"""Steps of a try, each of one level: the first token says the most for its price."""
 FIRST_TRIES = 10.0
 """Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
@@ -178,7 +178,7 @@ class Controller:
         self.adaptive = adaptive
         self.probe_share = probe_share
         self.cost = StepCost(pass_s)
-        self.draft_costs = [DraftCost() for _ in members]
+        self.draft_costs = [DraftCost(pass_s(1.0)) for _ in members]
         self.acceptance = [Acceptance(member.max_depth) for member in members]
         self.lookups = {number: LookupYield() for number, member in enumerate(members) if member.looks_up}
         self.realised = Realised()
@@ -205,6 +205,7 @@ class Controller:
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
         self._credit_s = {"probe": 0.0, "try": FIRST_TRIES * pass_s(1.0) if probe_share else 0.0}
+        self._step_s = Mean()
         self._total_s = self._probing_s = 0.0
         self._turn = 0
         self._outcomes: list[Outcome] = []
@@ -241,7 +242,7 @@ class Controller:
 
     def rests(self, num_requests: int) -> bool:
         """True where nothing is drafted for anybody as long as the plan holds: nobody needs to be asked about."""
-        if not self._resting or self._held_s <= 0 or self._has_changed(num_requests):
+        if not self._resting or self._probe_left or self._held_s <= 0 or self._has_changed(num_requests):
             return False
         self._turn += 1
         self._num_missed = [0] * len(self.members)
@@ -254,7 +255,7 @@ class Controller:
         The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
         """
         member = self._expected(task, length, max_tokens)
-        if member != NOBODY and self.members[member].is_chain:
+        if member != NOBODY:
             self._num_missed[member] += num_rows
             self._seen[member][sequence_id] = self._turn, length
         return member
@@ -315,7 +316,7 @@ class Controller:
     def _bounded(self, choice: Choice, request: Asked) -> Choice:
         member, depth, lookup, min_tokens = choice
         limit, allowed = request.limit, request.members
-        if choice is NOTHING or (allowed is None and self._most(choice) <= limit):
+        if choice == NOTHING or (allowed is None and self._most(choice) <= limit):
             return choice
         if limit < 1:
             return NOTHING
@@ -326,6 +327,8 @@ class Controller:
                 depth = limit
         if lookup != NOBODY and (min_tokens > limit or (allowed is not None and lookup not in allowed)):
             lookup = NOBODY
+        if member == lookup == NOBODY:
+            return NOTHING
         return Choice(member, depth if member != NOBODY else 0, lookup, min_tokens)
 
     def _most(self, choice: Choice) -> float:
@@ -360,13 +363,13 @@ class Controller:
             for m, d, lookup in zip(plan.members, plan.depths, lookups, strict=True)
         ]
         self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
-        self._usual = max(choices, key=choices.count)
+        self._usual = _most_common(choices)
         votes: dict[str, list[Choice]] = {}
         for request, choice in zip(asked, choices, strict=True):
             votes.setdefault(request.task, []).append(choice)
         for task, given in votes.items():
             self._of_task.pop(task, None)
-            self._of_task[task] = max(given, key=given.count)
+            self._of_task[task] = _most_common(given)
         while len(self._of_task) > MAX_TASKS:
             del self._of_task[next(iter(self._of_task))]
         if changed:
@@ -376,8 +379,9 @@ class Controller:
         self._gain = rate / nothing.tokens_per_s if nothing.tokens_per_s else None
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
-        self._resting = self._try is None and all(choice is NOTHING for choice in choices)
-        self._held_s = (self._clock() - started_s) / PLAN_SHARE
+        self._resting = self._try is None and all(choice == NOTHING for choice in choices)
+        took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
+        self._held_s = min(took_s / PLAN_SHARE, MAX_HELD_STEPS * self._step_s.value)
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
         """The choices that hold, for the requests at hand."""
@@ -439,20 +443,22 @@ class Controller:
             return Offer(tokens, rows, entry_s, self.draft_costs[number])
         token_s = self.draft_costs[number].missed_token_s
         shared: dict[str, tuple[list[float], tuple[float, float]]] = {}
-        for i, request in enumerate(asked):
-            if request.limit < 1 or (request.members is not None and number not in request.members):
-                continue
+        possible = [i for i, request in enumerate(asked) if _may_ask(number, request)]
+        if possible and not self.draft_costs[number].is_known:  # one request finds out what it costs
+            possible = [min(possible, key=lambda i: self._num_unseen(number, asked[i]))]
+        for i in possible:
+            request = asked[i]
             if acceptance.knows(request.sequence_id):
                 worth = acceptance.worth(request.sequence_id, request.task)
             else:  # as its task
                 if request.task not in shared:
                     shared[request.task] = acceptance.worth(request.sequence_id, request.task)
                 worth = shared[request.task]
+            entry_s[i] = self._num_unseen(number, request) * token_s / self._steps_left(request)
             if member.is_chain:
                 most = min(depth, request.limit)
                 tokens[i, 1 : most + 1] = np.cumsum(worth[0][:most])
                 rows[i, 1 : most + 1] = np.arange(1, most + 1)
-                entry_s[i] = self._num_unseen(number, request) * token_s / self._steps_left(request)
             else:
                 accepted, checked = worth[1]
                 tokens[i, 1], rows[i, 1] = min(accepted, request.limit), min(checked, request.limit)
@@ -497,9 +503,7 @@ class Controller:
         found: tuple[float, int, int] | None = None
         for i, request in enumerate(asked):
             for number in range(len(self.members)):
-                if plan.members[i] == number or request.limit < 1 or self.members[number].looks_up:
-                    continue
-                if request.members is not None and number not in request.members:
+                if plan.members[i] == number or not np.isfinite(market.offers[number].tokens[i, 1]):
                     continue
                 mine, of_task, _ = self.acceptance[number].num_drafts(request.sequence_id, request.task)
                 since = self._turn - self._last_try.get((request.sequence_id, number), -1000)
@@ -509,19 +513,17 @@ class Controller:
         if found is None:
             return
         _, i, number = found
-        member = self.members[number]
-        depth = min(TRY_DEPTH, asked[i].limit, member.max_depth) if member.is_chain else 1
         members, depths = plan.members.copy(), plan.depths.copy()
-        members[i], depths[i] = number, depth
+        members[i], depths[i] = number, 1
         tried = market.price(members, depths)
         tokens = tried.tokens_per_s * tried.step_s
         price_s = TRY_STEPS * max(0.0, tried.step_s - tokens / plan.tokens_per_s)
-        if member.is_chain:
-            price_s += self._num_unseen(number, asked[i]) * self.draft_costs[number].missed_token_s
-        if price_s <= self._credit_s["try"]:
+        price_s += self._num_unseen(number, asked[i]) * self.draft_costs[number].missed_token_s
+        # What costs more than can be saved up is tried too, and paid off afterwards: it may be cheaper than believed.
+        if min(price_s, MAX_CREDIT_STEPS * self._step_s.value) <= self._credit_s["try"]:
             self._pay("try", price_s)
             self._last_try[asked[i].sequence_id, number] = self._turn
-            self._try = _Try(asked[i].sequence_id, Choice(number, depth))
+            self._try = _Try(asked[i].sequence_id, Choice(number, 1))
 
     def _apply_try(self, trial: _Try, asked: Seq[Asked], choices: list[Choice]) -> None:
         trial.steps_left -= 1
@@ -543,10 +545,16 @@ class Controller:
     def learn(self, facts: StepFacts) -> None:
         """What the step did and took."""
         seconds = facts.seconds
+        if not 0 < seconds < math.inf:
+            return  # no step takes no time: a clock jumped
+        self._step_s.learn(seconds)
         self._held_s -= seconds
         self._total_s += seconds
-        for what in self._credit_s:
-            self._credit_s[what] = min(self._credit_s[what] + 0.5 * self.probe_share * seconds, 64 * seconds)
+        most_s = MAX_CREDIT_STEPS * self._step_s.value
+        for_tries = 0.5 if facts.num_drafted else 1.0  # without drafts there is nothing to probe
+        for what, part in ("probe", 1 - for_tries), ("try", for_tries):
+            credit_s = self._credit_s[what]
+            self._credit_s[what] = min(credit_s + part * self.probe_share * seconds, max(credit_s, most_s))
         if not self._in_probe and facts.gains:
             self._rate.learn(sum(tokens for _, tokens in facts.gains) / seconds)
         for call in facts.calls:
@@ -595,7 +603,8 @@ class Controller:
         gone, self._gone = self._gone, []
         self._outcomes, self._depths = [], []
         for sequence_id in gone:
-            self._forget(sequence_id)
+            for acceptance in self.acceptance:
+                acceptance.release(sequence_id)
 
     def score(self, lookup: int, task: str, num_found: int, num_stood: int) -> None:
         """What a draft that was never checked would have come to, seen from the text that came instead."""
@@ -604,7 +613,7 @@ class Controller:
     def may_score(self, member: int) -> bool:
         """Whether there is credit for asking a lookup what it would have guessed; pays for it."""
         price_s = self.draft_costs[member](Drafted(1, 1, 1))
-        if self._credit_s["try"] < price_s:
+        if not self.probe_share or self._credit_s["try"] < price_s:
             return False
         self._pay("try", price_s)
         return True
@@ -618,14 +627,13 @@ class Controller:
             self._lengths.move_to_end(task)
             if len(self._lengths) > MAX_TASKS:
                 self._lengths.popitem(last=False)
-        self._gone.append(sequence_id)
         self._chosen.pop(sequence_id, None)
-
-    def _forget(self, sequence_id: int) -> None:
-        for number, acceptance in enumerate(self.acceptance):
-            acceptance.release(sequence_id)
-            self._seen[number].pop(sequence_id, None)
+        for number, seen in enumerate(self._seen):
+            seen.pop(sequence_id, None)
             self._last_try.pop((sequence_id, number), None)
+        self._gone.append(sequence_id)  # its last outcomes are still to be learned from
+        if len(self._gone) >= MAX_UNLEARNED:
+            self._work_in()
 
     def _use(self, outcome: Outcome) -> None:
         use = self._tasks.get(outcome.task)
@@ -696,3 +704,12 @@ class Controller:
             return None
         draft_s = self.draft_costs[member](Drafted(number, 1, number))
         return break_even(1, (self.cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)
+
+
+def _may_ask(member: int, request: Asked) -> bool:
+    return request.limit > 0 and (request.members is None or member in request.members)
+
+
+def _most_common(choices: Seq[Choice]) -> Choice:
+    """The one that was made most often; of several the first."""
+    return Counter(choices).most_common(1)[0][0]

@@ -51,22 +51,21 @@ class Plan:
     tokens_per_s: float
     """Expected, of all requests together."""
     step_s: float
-    """Expected."""
-
-    @property
-    def drafts(self) -> bool:
-        return bool((self.members != NOBODY).any())
+    """Expected, prompts apart."""
 
 
 class Market:
     """The requests of a step, what each drafter offers them, and what all of it costs."""
 
     def __init__(self, offers: Seq[Offer], cost: StepCost, num_requests: int, num_other_rows: float) -> None:
-        """`num_other_rows` of the pass belong to others: prompts, and requests that nobody may draft for."""
+        """`num_other_rows` of the pass belong to prompts. How many of those there are depends on the requests and not
+        on how they are drafted for, so their own time does not count; that a pass is fuller for them does."""
         self.offers = offers
         self._cost = cost
         self._number = num_requests
         self._other = num_other_rows
+        alone_s = cost.step_s(num_requests, num_requests, 0, 0)
+        self._other_s = cost.step_s(num_requests, num_requests + num_other_rows, 0, 0) - alone_s
 
     def price(self, members: NDArray[np.int64], depths: NDArray[np.int64]) -> Plan:
         """Tokens a second of a plan, with the real costs."""
@@ -82,7 +81,7 @@ class Market:
             draft_s += offer.cost(Drafted(len(mine), int(levels.max()), int(levels.sum())))
             draft_s += float(offer.entry_s[mine].sum())
         num_rows = self._number + self._other + rows
-        step_s = self._cost.step_s(self._number, num_rows, drafted, rows) + draft_s
+        step_s = self._cost.step_s(self._number, num_rows, drafted, rows) - self._other_s + draft_s
         return Plan(members, depths, tokens / step_s if step_s > 0 else 0.0, step_s)
 
     def nothing(self) -> Plan:
@@ -90,13 +89,9 @@ class Market:
         none = np.full(self._number, NOBODY), np.zeros(self._number, dtype=np.int64)
         return self.price(*none)
 
-    def best(self, also: Seq[Plan] = ()) -> Plan:
-        """The best of doing nothing, of `also`, of one drafter and depth for all, and of a choice for each."""
-        best = self.nothing()
-        if best.tokens_per_s <= 0:
-            return best
-        for plan in [*(self.price(plan.members, plan.depths) for plan in also), *self._uniform()]:
-            best = max(best, plan, key=_value)
+    def best(self) -> Plan:
+        """The best of doing nothing, of one drafter and depth for all, and of a choice for each."""
+        best = max([self.nothing(), *self._uniform()], key=lambda plan: plan.tokens_per_s)
         for _ in range(3):
             better = self._each(best)
             if better.tokens_per_s <= best.tokens_per_s * (1 + 1e-6):
@@ -162,7 +157,3 @@ class Market:
             cost_s = float(offer.rows[i, depth]) * row_s + shares_s[number] + float(offer.entry_s[i])
             found.append(float(offer.tokens[i, depth]) - rate * cost_s)
         return found
-
-
-def _value(plan: Plan) -> float:
-    return plan.tokens_per_s

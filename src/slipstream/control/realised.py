@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scipy.special import stdtrit
+
 from slipstream.control.report import Speedup
 
 NUM_OFF_STEPS = 4
@@ -25,7 +27,6 @@ MIN_PAIRS = 3
 MAX_DIFFERENCE = 0.1
 """Between the batches of a pair, as a share."""
 MAX_TASKS = 256
-Z95 = 1.96
 
 
 class Gain(NamedTuple):
@@ -122,7 +123,8 @@ class Realised:
 
 
 def ratio_of(pairs: Seq[Pair]) -> Speedup | None:
-    """The ratio of the sums, with a 95 % interval by the delta method over pairs (each is its own sample)."""
+    """The ratio of the sums, with a 95 % interval by the delta method over pairs (each is its own sample) and Student's t, since
+    they may be few."""
     if len(pairs) < MIN_PAIRS:
         return None
     # A pair's two sides are put on one scale by its own off steps, so that large and small batches count alike.
@@ -132,7 +134,7 @@ def ratio_of(pairs: Seq[Pair]) -> Speedup | None:
     mean_tokens, mean_cost = _mean(tokens), _mean(costs)
     spread = [t / mean_tokens - c / mean_cost for t, c in zip(tokens, costs, strict=True)]
     error = math.sqrt(sum(s * s for s in spread) / (len(pairs) - 1) / len(pairs))
-    width = math.exp(Z95 * error)
+    width = math.exp(float(stdtrit(len(pairs) - 1, 0.975)) * error)
     return Speedup(ratio, ratio / width, ratio * width, len(pairs))
 
 

@@ -13,17 +13,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 MEMORY = 40.0
 """Values after which an old one weighs 1/e in a mean."""
 LINEAR_MEMORY = 200
 """Steps after which an old one weighs 1/e in a sum of parts."""
-RIDGE = 1e-3
+NOISE = 0.05
+"""By how much, as a share, a step's time may well differ from the next one's."""
+FEW = 8
+"""Before so many steps nothing is final: the first may be slow, because something is set up in it."""
+MIN_CALLS = 3
+"""Of a drafter, before its cost is known: the first one says too little, and includes the text so far."""
 MANY_MISSED = 32
 """Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
 OUTLIER = 3.0
-"""A step that took more than so many times what is usual counts as so many: a neighbour woke up, not a law."""
+"""A call that took less than what is usual by such a factor has done something else: it weighs no more for that."""
 
 
 @dataclass(slots=True)
@@ -40,58 +46,62 @@ class Mean:
 
 
 class Linear:
-    """Seconds as a sum of non-negative parts, each in proportion to one quantity: decayed least squares, of relative
-    errors.
+    """Seconds as a sum of non-negative parts, each in proportion to one quantity: decayed least squares of errors
+    relative to what was measured, so that a call that hung hardly counts.
+
+    Quantities that always come together cannot be told apart by it. There what was believed before stays, so that what
+    was learned from steps that drafted is not lost in many that do not.
 
     What is learned is only kept at first, and worked in when somebody asks: steps are many and short.
     """
 
-    def __init__(self, num_features: int) -> None:
-        self._products = np.zeros((num_features, num_features))
-        self._targets = np.zeros(num_features)
-        self._parts = [0.0] * num_features
-        self._known = False
+    def __init__(self, believed: Seq[float], spread: Seq[float]) -> None:
+        """`believed` are the parts before anything is known, and `spread` by how much each may well be wrong."""
+        self._products = np.zeros((len(believed), len(believed)))
+        self._targets = np.zeros(len(believed))
+        self._ridge = (NOISE / np.array(spread)) ** 2
+        self._believed = np.array(believed, dtype=float)
+        self._parts = list(believed)
         self._new: list[tuple[Seq[float], float]] = []
+        self._is_new = False
 
     def learn(self, features: Seq[float], seconds: float) -> None:
         """One call or step."""
         self._new.append((features, seconds))
+        self._is_new = True
         if len(self._new) >= LINEAR_MEMORY:
             self._work_in()
 
-    @property
-    def is_known(self) -> bool:
-        return self._known or bool(self._new)
-
     def __call__(self, features: Seq[float]) -> float:
-        """Seconds; 0 before anything is known."""
-        if self._new:
+        """Seconds; as believed at first before anything is known."""
+        if self._is_new:
             self._work_in()
         return sum(part * feature for part, feature in zip(self._parts, features, strict=True))
 
     def _work_in(self) -> None:
         rows = np.array([features for features, _ in self._new], dtype=float)
         seconds = np.array([each for _, each in self._new])
-        self._new = []
-        usual = rows @ np.array(self._parts) if self._known else np.full(len(seconds), np.median(seconds))
-        usual = np.maximum(usual, 1e-6)
-        rows /= usual[:, None]
-        seconds = np.minimum(seconds / usual, OUTLIER)
+        usual = rows @ self._believed
+        usual = np.where(usual > 0, usual, np.median(seconds))
+        scale = np.maximum(np.maximum(seconds, usual / OUTLIER), 1e-6)
+        rows /= scale[:, None]
         weights = (1 - 1 / LINEAR_MEMORY) ** np.arange(len(rows) - 1, -1, -1)
         keep = (1 - 1 / LINEAR_MEMORY) ** len(rows)
-        self._products = self._products * keep + (rows * weights[:, None]).T @ rows
-        self._targets = self._targets * keep + rows.T @ (weights * seconds)
-        self._parts = self._solve()
-        self._known = True
+        products = self._products * keep + (rows * weights[:, None]).T @ rows
+        targets = self._targets * keep + rows.T @ (weights * seconds / scale)
+        parts = self._solve(products, targets)
+        self._parts, self._is_new = parts.tolist(), False
+        if self._products.any() or len(self._new) >= FEW:
+            self._products, self._targets, self._believed, self._new = products, targets, parts, []
 
-    def _solve(self) -> list[float]:
-        """With a little ridge: of quantities that always came together, each gets its share."""
-        scale = np.sqrt(np.diag(self._products))
-        scale[scale == 0] = 1.0
-        scaled = self._products / np.outer(scale, scale) + RIDGE * np.eye(len(scale))
-        root = np.linalg.cholesky(scaled)
-        parts, _ = nnls(root.T, np.linalg.solve(root, self._targets / scale))
-        return (parts / scale).tolist()  # type: ignore[no-any-return]
+    def _solve(self, products: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
+        products = products + np.diag(self._ridge)
+        targets = targets + self._ridge * self._believed
+        scale = np.sqrt(np.diag(products))
+        root = np.linalg.cholesky(products / np.outer(scale, scale) + 1e-9 * np.eye(len(scale)))
+        targets = np.linalg.solve(root, targets / scale)
+        parts, _ = nnls(root.T, targets)
+        return np.asarray(parts / scale)
 
 
 class Drafted(NamedTuple):
@@ -111,31 +121,36 @@ class Drafted(NamedTuple):
 class DraftCost:
     """Seconds of a drafter's calls: so much a call, a level, a sequence, a token, and a token that it had missed."""
 
-    def __init__(self) -> None:
-        self._parts = Linear(5)
+    def __init__(self, pass_s: float) -> None:
+        """`pass_s` is what a pass of the target takes, for a sense of proportion."""
+        # Requests are tried one at a time, which does not tell what more of them take: a call's share is believed in.
+        self._parts = Linear([0.0] * 5, [pass_s * share for share in (1.0, 1.0, 0.02, 0.02, 0.02)])
         self._missed = Mean()
         """Tokens that a sequence had usually gained while the drafter was not asked for it."""
+        self._num_calls = 0
 
     @property
     def is_known(self) -> bool:
-        return self._parts.is_known
+        """True after a few calls that drafted."""
+        return self._num_calls >= MIN_CALLS
 
     def learn(self, drafted: Drafted, num_missed: int, seconds: float) -> None:
         """One call, which first had to compute `num_missed` tokens of text beyond what a step yields."""
         self._parts.learn((*drafted.features, num_missed), seconds)
+        self._num_calls += drafted.num_sequences > 0
         if drafted.num_sequences and num_missed < MANY_MISSED * drafted.num_sequences:
             self._missed.learn(num_missed / drafted.num_sequences)
 
     def __call__(self, drafted: Drafted) -> float:
-        """A call for sequences whose prompts are computed; 0 before any call was made."""
-        if not drafted.num_sequences or not self._parts.is_known:
+        """A call for sequences whose prompts are computed; 0 before that is known."""
+        if not drafted.num_sequences or not self.is_known:
             return 0.0
         return self._parts((*drafted.features, self._missed.value * drafted.num_sequences))
 
     @property
     def missed_token_s(self) -> float:
         """Of a token that the drafter has not seen, as a prompt's; 0 before it is known."""
-        return self._parts((0.0, 0.0, 0.0, 0.0, 1.0)) if self._parts.is_known else 0.0
+        return self._parts((0.0, 0.0, 0.0, 0.0, 1.0))
 
 
 class StepCost:
@@ -144,7 +159,8 @@ class StepCost:
     def __init__(self, pass_s: Callable[[float], float]) -> None:
         """`pass_s` is the expected time of a target pass by rows."""
         self._pass_s = pass_s
-        self._parts = Linear(5)
+        spread = [pass_s(1.0) * share for share in (0.3, 0.02, 0.01, 0.01)]
+        self._parts = Linear([0.0, 0.0, 0.0, 0.0, 1.0], [*spread, 0.3])
 
     def learn(self, *, num_sequences: int, num_rows: int, drafted: int, checked: int, seconds: float) -> None:
         """One step of `num_rows` rows in all, of which `checked` were drafts for `drafted` sequences."""
@@ -153,7 +169,4 @@ class StepCost:
 
     def step_s(self, num_sequences: int, num_rows: float, drafted: int, checked: float) -> float:
         """Expected seconds."""
-        pass_s = self._pass_s(num_rows)
-        if not self._parts.is_known:
-            return pass_s
-        return self._parts((1.0, num_sequences, drafted, checked, pass_s))
+        return self._parts((1.0, num_sequences, drafted, checked, self._pass_s(num_rows)))

@@ -1,0 +1,177 @@
+"""Costs that are known, learned back from noisy times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from slipstream.control.step_cost import MIN_CALLS, DraftCost, Drafted, Linear, Mean, StepCost
+
+PASS_S = 0.02
+
+
+def noisy(seconds: float, source: random.Random, share: float = 0.05) -> float:
+    return seconds * (1 + share * source.gauss(0, 1))
+
+
+def test_parts_are_found_in_noise() -> None:
+    source = random.Random(0)
+    linear = Linear([0.0] * 3, [1.0] * 3)
+    for _ in range(400):
+        features = (1.0, source.randint(1, 8), source.randint(1, 64))
+        linear.learn(features, noisy(0.002 + 0.001 * features[1] + 0.0003 * features[2], source))
+    assert linear((1, 0, 0)) == pytest.approx(0.002, rel=0.2)
+    assert linear((0, 1, 0)) == pytest.approx(0.001, rel=0.1)
+    assert linear((0, 0, 1)) == pytest.approx(0.0003, rel=0.05)
+
+
+def test_parts_are_never_negative() -> None:
+    """Though the times fall with a quantity, more of it is not taken to save time."""
+    linear = Linear([0.0, 0.0], [1.0, 1.0])
+    for quantity in [1.0, 2.0, 3.0, 4.0] * 50:
+        linear.learn((1.0, quantity), 0.01 - 0.001 * quantity)
+    assert linear((0.0, 1.0)) == pytest.approx(0, abs=1e-9)
+    assert linear((1.0, 0.0)) > 0
+
+
+@pytest.mark.parametrize("when", [0, 50])
+def test_a_call_that_hung_hardly_counts(when: int) -> None:
+    """Were it the first of all: a drafter may set something up in it."""
+    source, linear = random.Random(1), Linear([0.0, 0.0], [1.0, 1.0])
+    for i in range(54):
+        quantity = source.randint(1, 8)
+        linear.learn((1.0, quantity), 5.0 if i == when else noisy(0.004 + 0.001 * quantity, source))
+        linear((1.0, 1.0))  # asked between steps, as by a plan
+    assert linear((1.0, 4.0)) == pytest.approx(0.008, rel=0.1)
+
+
+def test_calls_that_failed_at_once_do_not_decide() -> None:
+    source, linear = random.Random(2), Linear([0.0, 0.0], [1.0, 1.0])
+    for i in range(100):
+        quantity = source.randint(1, 8)
+        linear.learn((1.0, quantity), 1e-5 if i in (3, 60) else noisy(0.004 + 0.001 * quantity, source))
+        linear((1.0, 1.0))
+    assert linear((1.0, 4.0)) == pytest.approx(0.008, rel=0.35)
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_a_machine_that_changes_is_followed(factor: float) -> None:
+    source, linear = random.Random(3), Linear([0.0, 0.0], [1.0, 1.0])
+    for i in range(2000):
+        quantity = source.randint(1, 8)
+        seconds = (0.004 + 0.001 * quantity) * (1.0 if i < 400 else factor)
+        linear.learn((1.0, quantity), noisy(seconds, source))
+    assert linear((1.0, 4.0)) == pytest.approx(0.008 * factor, rel=0.1)
+
+
+def test_what_steps_do_not_tell_stays_as_it_was_learned() -> None:
+    """Thousands of steps without a second quantity leave what was known of it."""
+    source, linear = random.Random(4), Linear([0.0, 0.0], [0.01, 0.01])
+    for _ in range(100):
+        quantity = source.randint(0, 4)
+        linear.learn((1.0, quantity), noisy(0.01 + 0.005 * quantity, source))
+    for _ in range(20_000):
+        linear.learn((1.0, 0.0), noisy(0.01, source))
+    assert linear((0.0, 1.0)) == pytest.approx(0.005, rel=0.15)
+
+
+def test_times_of_zero_do_no_harm() -> None:
+    linear = Linear([0.0], [1.0])
+    for _ in range(20):
+        linear.learn((1.0,), 0.0)
+        assert linear((1.0,)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_mean_forgets() -> None:
+    mean = Mean()
+    for _ in range(100):
+        mean.learn(1.0)
+    assert mean.value == pytest.approx(1)
+    for _ in range(200):
+        mean.learn(3.0)
+    assert mean.value == pytest.approx(3, abs=0.03)
+
+
+def call_s(drafted: Drafted, missed: int) -> float:
+    return 0.0005 + 0.002 * drafted.num_levels + 0.0001 * drafted.num_tokens + 0.0004 * missed
+
+
+def test_a_drafters_calls_are_priced_for_batches_that_were_not_made() -> None:
+    source, cost = random.Random(5), DraftCost(PASS_S)
+    for _ in range(200):
+        number, levels = source.randint(1, 8), source.randint(1, 5)
+        drafted = Drafted(number, levels, number * levels)
+        cost.learn(drafted, 0, noisy(call_s(drafted, 0), source))
+    for drafted in (Drafted(4, 2, 8), Drafted(16, 4, 64), Drafted(1, 8, 8)):
+        assert cost(drafted) == pytest.approx(call_s(drafted, 0), rel=0.12)
+    assert cost(Drafted(0, 0, 0)) == 0
+
+
+def test_one_request_does_not_make_sixteen_look_dear() -> None:
+    """Tries are of one request; that a call is shared is believed until it is seen otherwise."""
+    cost = DraftCost(PASS_S)
+    for _ in range(30):
+        cost.learn(Drafted(1, 3, 3), 0, 0.006)
+    assert cost(Drafted(1, 3, 3)) == pytest.approx(0.006, rel=0.02)
+    assert cost(Drafted(16, 3, 48)) < 0.012
+
+
+def test_nothing_is_charged_before_a_few_calls_have_drafted() -> None:
+    cost = DraftCost(PASS_S)
+    for number in range(MIN_CALLS):
+        assert not cost.is_known
+        assert cost(Drafted(1, 1, 1)) == 0
+        cost.learn(Drafted(0, 0, 0), 100, 0.04)  # a prompt drafts nothing
+        cost.learn(Drafted(1, 1, 1), 0, 0.003 + 0.0001 * number)
+    assert cost.is_known
+    assert cost(Drafted(1, 1, 1)) > 0
+
+
+def test_text_that_a_drafter_had_missed_is_not_its_calls_fault() -> None:
+    source, cost = random.Random(6), DraftCost(PASS_S)
+    for i in range(60):
+        drafted = Drafted(1, 3, 3)
+        missed = 500 if i % 20 == 0 else 0
+        cost.learn(drafted, missed, noisy(call_s(drafted, missed), source))
+    assert cost(Drafted(1, 3, 3)) == pytest.approx(call_s(Drafted(1, 3, 3), 0), rel=0.1)
+    assert cost.missed_token_s == pytest.approx(0.0004, rel=0.1)
+
+
+def test_a_few_tokens_are_always_missed_where_drafters_take_turns() -> None:
+    cost = DraftCost(PASS_S)
+    for missed in [0, 4, 8, 4] * 30:
+        cost.learn(Drafted(1, 2, 2), missed, call_s(Drafted(1, 2, 2), missed))
+    assert cost(Drafted(1, 2, 2)) == pytest.approx(call_s(Drafted(1, 2, 2), 4), rel=0.05)
+
+
+def profile_s(rows: float) -> float:
+    """Flat, then steep: no straight line."""
+    return max(0.02, 0.001 * rows)
+
+
+def test_a_step_is_first_believed_to_be_its_pass() -> None:
+    cost = StepCost(profile_s)
+    for rows in (1, 20, 100):
+        assert cost.step_s(1, rows, 0, 0) == pytest.approx(profile_s(rows))
+
+
+def test_the_profiles_shape_holds_on_a_slower_machine() -> None:
+    """Steps of few rows tell how much slower passes of many will be, not that rows are free."""
+    source, cost = random.Random(7), StepCost(profile_s)
+    for _ in range(300):
+        rows = source.choice([4, 8, 24, 40])
+        seconds = 0.001 + 0.0002 * 4 + 0.0001 * (rows - 4) + 1.5 * profile_s(rows)
+        cost.learn(
+            num_sequences=4, num_rows=rows, drafted=4 * (rows > 4), checked=rows - 4, seconds=noisy(seconds, source)
+        )
+    assert cost.step_s(4, 4, 0, 0) == pytest.approx(0.0018 + 0.03, rel=0.03)
+    assert cost.step_s(4, 30, 4, 26) == pytest.approx(0.0018 + 0.0026 + 0.045, rel=0.06)
+
+
+def test_steps_that_never_draft_do_not_make_rows_look_free() -> None:
+    source, cost = random.Random(8), StepCost(profile_s)
+    for _ in range(1000):
+        cost.learn(num_sequences=40, num_rows=40, drafted=0, checked=0, seconds=noisy(0.05, source))
+    assert cost.step_s(40, 40, 0, 0) == pytest.approx(0.05, rel=0.02)
+    assert cost.step_s(40, 80, 40, 40) > 0.08

@@ -1,0 +1,376 @@
+"""A simulated engine for the controller: acceptance and costs are known, time is counted and nothing is computed.
+
+What a choice is worth is known too, so that a run is judged by the tokens that its choices were expected to yield, and
+not by the luck of the draw; the controller sees the draws, and noisy times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from slipstream.control.controller import (
+    MAX_LEARNED,
+    NOTHING,
+    Asked,
+    Call,
+    Choice,
+    Controller,
+    Member,
+    Outcome,
+    StepFacts,
+)
+from slipstream.control.plan import NOBODY
+from slipstream.control.realised import Gain
+from slipstream.control.step_cost import Drafted
+
+PLAN_S = 2e-4
+"""Seconds between two looks at the clock: what a plan takes."""
+
+
+class FakeClock:
+    """Moves on by the same time at every look."""
+
+    def __init__(self, tick_s: float = PLAN_S) -> None:
+        self.tick_s, self.now_s = tick_s, 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a target pass: the weights are read in `read_s`, and from some row on a row takes `row_s`."""
+
+    read_s: float = 0.020
+    row_s: float = 0.002
+    other_s: float = 0.001
+    slot_s: float = 0.0001
+    """Of each sequence, beside its row."""
+
+    def pass_s(self, rows: float) -> float:
+        return max(self.read_s + 0.05 * self.row_s * rows, 0.6 * self.read_s + self.row_s * rows)
+
+    def step_s(self, num_sequences: int, rows: float) -> float:
+        return self.other_s + self.slot_s * num_sequences + self.pass_s(rows)
+
+
+@dataclass(frozen=True)
+class Guesser:
+    """A drafter: what it costs, and how often its tokens stand, by task."""
+
+    member: Member
+    alpha: Mapping[str, float]
+    """Task to conditional acceptance of each token; of a lookup, when it has found something."""
+    call_s: float = 0.0005
+    level_s: float = 0.001
+    slot_s: float = 0.0001
+    """Of a sequence's token."""
+    missed_token_s: float = 0.0
+    found: Mapping[str, Seq[tuple[float, int]]] = field(default_factory=dict)
+    """Of a lookup: task to the chances of guesses by length; the rest finds nothing."""
+
+    def call(self, depths: Seq[int], num_missed: int) -> float:
+        """Seconds."""
+        levels = self.level_s * max(depths, default=0) + self.slot_s * sum(depths)
+        return self.call_s + levels + self.missed_token_s * num_missed
+
+    def tokens(self, task: str, depth: int) -> float:
+        """Expected to stand, of a draft of so many."""
+        return sum(self.alpha[task] ** level for level in range(1, depth + 1))
+
+
+def chain(
+    name: str, alpha: Mapping[str, float], *, depth: int = 8, level_s: float = 0.001, missed_s: float = 0.0
+) -> Guesser:
+    return Guesser(Member(name, depth, True), alpha, level_s=level_s, missed_token_s=missed_s)
+
+
+@dataclass
+class Running:
+    """A request under way."""
+
+    sequence_id: int
+    task: str
+    prompt: int
+    answer: int
+    limit: int
+    members: frozenset[int] | None
+    length: int = 0
+    output: int = 0
+
+
+class World:
+    """Batches of `size` requests; where one ends another begins, with its task from `tasks` in turn."""
+
+    def __init__(
+        self,
+        guessers: Seq[Guesser],
+        *,
+        size: int,
+        tasks: Seq[str] = ("sql",),
+        seed: int = 0,
+        machine: Machine | None = None,
+        prompt: int = 64,
+        answer: int = 200,
+        limit: int = 16,
+        members: frozenset[int] | None = None,
+        adaptive: bool = True,
+        probe_share: float = 0.005,
+        noise: float = 0.03,
+        clock: Callable[[], float] | None = None,
+        one_by_one: bool = False,
+    ) -> None:
+        """With `one_by_one`, requests do not all begin and end at once."""
+        self.guessers, self.machine = guessers, machine or Machine()
+        self.tasks = tasks
+        self.prompt, self.answer, self.limit, self.members = prompt, answer, limit, members
+        self.controller = Controller(
+            [guesser.member for guesser in guessers],
+            adaptive=adaptive,
+            probe_share=probe_share,
+            pass_s=self.machine.pass_s,
+            clock=clock or FakeClock(),
+        )
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.slowdown: Callable[[int, float], float] = lambda member, seconds: seconds
+        """Changes what a call takes; for accidents."""
+        self.seconds = self.tokens = 0.0
+        """True ones, but for what the target takes for prompts, and expected ones."""
+        self.probing_s = 0.0
+        """Seconds of steps in which nobody was drafted for, to see what is gained."""
+        self.num_steps = 0
+        self.num_asked = [0] * len(guessers)
+        """Draft tokens asked for, by member."""
+        self.choices: list[Choice] = []
+        """Of the last step."""
+        self._ids = itertools.count()
+        self._lengths: list[dict[int, int]] = [{} for _ in guessers]
+        """By member, sequence id to the tokens that it has seen."""
+        self.waiting: list[Running] = []
+        self.running = [self._begin() for _ in range(size)]
+        for i, request in enumerate(self.running):
+            request.output = (i * self.answer) // size if one_by_one else 0
+            request.length += request.output
+
+    def _begin(self) -> Running:
+        number = next(self._ids)
+        task = self.tasks[number % len(self.tasks)]
+        request = Running(number, task, self.prompt, self.answer, self.limit, self.members)
+        request.length = request.prompt
+        return request
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self.seconds = self.tokens = self.probing_s = 0.0
+        self.num_steps = 0
+        self.num_asked = [0] * len(self.guessers)
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.tokens / self.seconds
+
+    def run(self, num_steps: int) -> World:
+        for _ in range(num_steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        """As the engine does one: prompts of new requests are computed beside the others' tokens."""
+        controller, running = self.controller, self.running
+        num_others = sum(request.prompt for request in self.waiting)
+        if controller.rests(len(running)):
+            choices = [NOTHING] * len(running)
+        else:
+            choices = controller.choose([self._asked(request) for request in running], num_others)
+        self.choices = choices
+        calls, drafts = self._draft(choices)
+        for request in self.waiting:
+            if not controller.in_probe:
+                self._announce(request, calls)
+        outcomes, gains, expected = self._verify(choices, drafts)
+        checked = sum(length for _, length in drafts.values())
+        rows = len(running) + num_others + checked
+        undrafted_s = self.machine.step_s(len(running), rows)
+        prompts_s = self.machine.step_s(len(running), len(running) + num_others)
+        prompts_s -= self.machine.step_s(len(running), len(running))
+        self.seconds += undrafted_s - prompts_s + sum(call.seconds for call in calls)
+        self.tokens += expected
+        self.num_steps += 1
+        if controller.in_probe:
+            self.probing_s += undrafted_s
+        ended = [request for request in running if request.output >= request.answer]
+        for request in ended:
+            controller.release(request.sequence_id, request.task, request.output)
+            for seen in self._lengths:
+                seen.pop(request.sequence_id, None)
+        every = max(1, -(-len(outcomes) // MAX_LEARNED))
+        controller.learn(
+            StepFacts(
+                num_rows=rows,
+                num_others=num_others,
+                undrafted_s=self._noisy(undrafted_s),
+                calls=[Call(member, drafted, self._noisy(s)) for member, drafted, s in calls],
+                outcomes=outcomes[self.num_steps % every :: every],
+                num_drafted=sum(length > 0 for _, length in drafts.values()),
+                num_checked=checked,
+                gains=gains,
+            )
+        )
+        self.running = [request for request in running if request not in ended] + self.waiting
+        self.waiting = [self._begin() for _ in ended]
+
+    def _noisy(self, seconds: float) -> float:
+        return seconds * max(0.2, 1 + self.noise * self.random.gauss(0, 1))
+
+    def _asked(self, request: Running) -> Asked:
+        return Asked(
+            request.sequence_id, request.task, request.limit, request.length, request.output, request.members
+        )
+
+    def _draft(self, choices: Seq[Choice]) -> tuple[list[Call], dict[int, tuple[int, int]]]:
+        """The calls, and request number to who drafted and how many tokens."""
+        drafts: dict[int, tuple[int, int]] = {}
+        calls: list[Call] = []
+        for number, guesser in enumerate(self.guessers):
+            if not guesser.member.looks_up:
+                continue
+            asked = [i for i, choice in enumerate(choices) if choice.lookup == number]
+            for i in asked:
+                length = min(self._found(guesser, self.running[i].task), self.running[i].limit)
+                if length >= choices[i].min_tokens:
+                    drafts[i] = number, length
+            if asked:
+                calls.append(self._call(number, asked, [1] * len(asked)))
+        for number, guesser in enumerate(self.guessers):
+            asked = [i for i, choice in enumerate(choices) if choice.member == number and i not in drafts]
+            depths = [choices[i].depth for i in asked]
+            if not asked:
+                continue
+            assert all(depths), "a drafter is asked for nothing"
+            calls.append(self._call(number, asked, depths))
+            drafts |= {i: (number, min(d, guesser.member.max_depth)) for i, d in zip(asked, depths, strict=True)}
+        return calls, drafts
+
+    def _found(self, guesser: Guesser, task: str) -> int:
+        point = self.random.random()
+        for chance, length in guesser.found[task]:
+            point -= chance
+            if point < 0:
+                return length
+        return 0
+
+    def _call(self, number: int, asked: Seq[int], depths: Seq[int]) -> Call:
+        guesser, missed = self.guessers[number], 0
+        self.num_asked[number] += sum(depths)
+        for i in asked:
+            request = self.running[i]
+            self.controller.meet(number, request.sequence_id, request.length)
+            missed += max(request.length - self._lengths[number].get(request.sequence_id, 0) - 1, 0)
+            self._lengths[number][request.sequence_id] = request.length
+        if guesser.member.is_chain:
+            depths = [min(depth, guesser.member.max_depth) for depth in depths]
+            drafted = Drafted(len(asked), max(depths), sum(depths))
+        else:
+            drafted = Drafted(len(asked), 1, len(asked))
+        return Call(number, drafted, self.slowdown(number, guesser.call(depths, missed)))
+
+    def _announce(self, request: Running, calls: list[Call]) -> None:
+        member = self.controller.announce(
+            request.sequence_id, request.task, request.prompt, request.prompt, request.answer
+        )
+        if member == NOBODY:
+            return
+        guesser = self.guessers[member]
+        self._lengths[member][request.sequence_id] = request.prompt
+        seconds = guesser.missed_token_s * request.prompt
+        for place, call in enumerate(calls):
+            if call.member == member:
+                calls[place] = call._replace(seconds=call.seconds + seconds)
+                return
+        calls.append(Call(member, Drafted(0, 0, 0), guesser.call_s + seconds))
+
+    def _verify(
+        self, choices: Seq[Choice], drafts: Mapping[int, tuple[int, int]]
+    ) -> tuple[list[Outcome], list[Gain], float]:
+        outcomes: list[Outcome] = []
+        gains: list[Gain] = []
+        expected = 0.0
+        for i, (request, choice) in enumerate(zip(self.running, choices, strict=True)):
+            member, length = drafts.get(i, (NOBODY, 0))
+            accepted = 0
+            expected += 1.0
+            if length:
+                alpha = self.guessers[member].alpha[request.task]
+                expected += self.guessers[member].tokens(request.task, length)
+                while accepted < length and self.random.random() < alpha:
+                    accepted += 1
+            request.output += accepted + 1
+            request.length += accepted + 1
+            reached = min(accepted + 1, length)
+            gains.append(Gain(request.task, accepted + 1))
+            outcomes.append(
+                Outcome(
+                    request.sequence_id,
+                    request.task,
+                    member,
+                    choice.depth,
+                    length,
+                    reached,
+                    accepted,
+                    accepted + 1,
+                    choice.lookup,
+                )
+            )
+        return outcomes, gains, expected
+
+    # --- what would be right ----------------------------------------------------------------------------------
+
+    def fixed_rate(self, by_task: Mapping[str, tuple[int, int]]) -> float:
+        """Expected tokens a second of a member and a depth for each task, prompts apart."""
+        requests = [by_task[request.task] for request in self.running]
+        tokens = float(len(requests))
+        rows, seconds = len(requests), 0.0
+        for number, guesser in enumerate(self.guessers):
+            mine = [
+                (request.task, depth)
+                for request, (member, depth) in zip(self.running, requests, strict=True)
+                if member == number and depth
+            ]
+            if mine:
+                tokens += sum(guesser.tokens(task, depth) for task, depth in mine)
+                rows += sum(depth for _, depth in mine)
+                seconds += guesser.call([depth for _, depth in mine], 0)
+        return tokens / (seconds + self.machine.step_s(len(requests), rows))
+
+    def settings(self) -> list[tuple[int, int]]:
+        """Off, and every chain at every depth."""
+        return [(NOBODY, 0)] + [
+            (number, depth)
+            for number, guesser in enumerate(self.guessers)
+            if guesser.member.is_chain
+            for depth in range(1, min(guesser.member.max_depth, self.limit) + 1)
+        ]
+
+    def off_rate(self) -> float:
+        return self.fixed_rate(dict.fromkeys(self.tasks, (NOBODY, 0)))
+
+    def best_rate(self) -> float:
+        """Of one setting for all."""
+        return max(self.fixed_rate(dict.fromkeys(self.tasks, setting)) for setting in self.settings())
+
+    def chosen(self) -> list[tuple[int, int]]:
+        """Member and depth of each request in the last step."""
+        return [(choice.member, choice.depth) for choice in self.choices]
+
+
+def steps_for(tokens: float, tau: float) -> int:
+    """Steps in which a request gains so many tokens."""
+    return math.ceil(tokens / tau)
