@@ -163,7 +163,11 @@ def test_the_profiles_shape_holds_on_a_slower_machine() -> None:
         rows = source.choice([4, 8, 24, 40])
         seconds = 0.001 + 0.0002 * 4 + 0.0001 * (rows - 4) + 1.5 * profile_s(rows)
         cost.learn(
-            num_sequences=4, num_rows=rows, drafted=4 * (rows > 4), checked=rows - 4, seconds=noisy(seconds, source)
+            num_sequences=4,
+            num_rows=rows,
+            drafted=4 * (rows > 4),
+            checked=rows - 4,
+            seconds=noisy(seconds, source),
         )
     assert cost.step_s(4, 4, 0, 0) == pytest.approx(0.0018 + 0.03, rel=0.03)
     assert cost.step_s(4, 30, 4, 26) == pytest.approx(0.0018 + 0.0026 + 0.045, rel=0.06)

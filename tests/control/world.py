@@ -6,8 +6,6 @@ not by the luck of the draw; the controller sees the draws, and noisy times.
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -150,7 +148,7 @@ class World:
         """Draft tokens asked for, by member."""
         self.choices: list[Choice] = []
         """Of the last step."""
-        self._ids = itertools.count()
+        self.num_begun = 0
         self._lengths: list[dict[int, int]] = [{} for _ in guessers]
         """By member, sequence id to the tokens that it has seen."""
         self.waiting: list[Running] = []
@@ -160,7 +158,8 @@ class World:
             request.length += request.output
 
     def _begin(self) -> Running:
-        number = next(self._ids)
+        number = self.num_begun
+        self.num_begun += 1
         task = self.tasks[number % len(self.tasks)]
         request = Running(number, task, self.prompt, self.answer, self.limit, self.members)
         request.length = request.prompt
@@ -200,7 +199,8 @@ class World:
         rows = len(running) + num_others + checked
         undrafted_s = self.machine.step_s(len(running), rows)
         prompts_s = self.machine.step_s(len(running), len(running) + num_others)
-        prompts_s -= self.machine.step_s(len(running), len(running))
+        if running:
+            prompts_s -= self.machine.step_s(len(running), len(running))
         self.seconds += undrafted_s - prompts_s + sum(call.seconds for call in calls)
         self.tokens += expected
         self.num_steps += 1
@@ -218,7 +218,11 @@ class World:
                 num_others=num_others,
                 undrafted_s=self._noisy(undrafted_s),
                 calls=[Call(member, drafted, self._noisy(s)) for member, drafted, s in calls],
-                outcomes=outcomes[self.num_steps % every :: every],
+                outcomes=[
+                    outcome
+                    for i, outcome in enumerate(outcomes)
+                    if i % every == self.num_steps % every or outcome.sequence_id == controller.tried
+                ],
                 num_drafted=sum(length > 0 for _, length in drafts.values()),
                 num_checked=checked,
                 gains=gains,
@@ -256,7 +260,9 @@ class World:
                 continue
             assert all(depths), "a drafter is asked for nothing"
             calls.append(self._call(number, asked, depths))
-            drafts |= {i: (number, min(d, guesser.member.max_depth)) for i, d in zip(asked, depths, strict=True)}
+            drafts |= {
+                i: (number, min(d, guesser.member.max_depth)) for i, d in zip(asked, depths, strict=True)
+            }
         return calls, drafts
 
     def _found(self, guesser: Guesser, task: str) -> int:
@@ -366,11 +372,14 @@ class World:
         """Of one setting for all."""
         return max(self.fixed_rate(dict.fromkeys(self.tasks, setting)) for setting in self.settings())
 
+    def batch_best_rate(self, size: int) -> float:
+        """`best_rate` of the first task with `size` requests at once, whatever runs at the moment."""
+        running, self.running = self.running, [self.running[0]] * size if self.running else []
+        try:
+            return self.best_rate()
+        finally:
+            self.running = running
+
     def chosen(self) -> list[tuple[int, int]]:
         """Member and depth of each request in the last step."""
         return [(choice.member, choice.depth) for choice in self.choices]
-
-
-def steps_for(tokens: float, tau: float) -> int:
-    """Steps in which a request gains so many tokens."""
-    return math.ceil(tokens / tau)

@@ -19,7 +19,7 @@ DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
 RECENT = 10.0
 """Drafts that are compared with those before them."""
-SURPRISE = 4.0
+SURPRISE = 3.5
 """Standard deviations by which the recent drafts must do better or worse for the others to be forgotten: the traffic
 has changed, and where little is drafted it would take long to outweigh what was."""
 KEPT = 2.0
@@ -100,7 +100,11 @@ class Counts:
         keep = (1.0 - 1.0 / RECENT) ** drafts.looks_at[0]
         self.recent = self.recent * keep + drafts.looks_at[0]
         self.recent_accepted = self.recent_accepted * keep + drafts.accepted_at[0]
-        rate = self.conditional(0, 0.5, 1.0)
+        before = max(self.looks_at[0] - self.recent + drafts.looks_at[0], 0.0)
+        stood = max(self.accepted_at[0] - self.recent_accepted + drafts.accepted_at[0], 0.0)
+        rate = (stood + 0.5) / (before + 1.0)
+        if before < RECENT or rate >= 1.0:
+            return False
         expected = self.recent * rate
         surprised = abs(self.recent_accepted - expected) > SURPRISE * math.sqrt(expected * (1 - rate) + 0.5)
         if surprised:
@@ -286,9 +290,11 @@ class LookupYield:
     def shares(self, task: str) -> list[float]:
         """By bucket, how often a guess falls into it; a task of which little is known borrows from the others."""
         of_task = self._tasks.get(task, _Guesses())
-        counts = [mine + 0.1 * others for mine, others in zip(of_task.number, self._all.number, strict=True)]
-        total = sum(counts)
-        return [count / total for count in counts] if total else [1 / len(BUCKETS)] * len(BUCKETS)
+        even = BUCKET_PRIOR / len(BUCKETS)
+        counts = [
+            mine + 0.1 * others + even for mine, others in zip(of_task.number, self._all.number, strict=True)
+        ]
+        return [count / sum(counts) for count in counts]
 
     def num_guesses(self, task: str) -> float:
         """How much is known of a task, old guesses counted less."""

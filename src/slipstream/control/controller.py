@@ -36,7 +36,7 @@ MAX_HELD_STEPS = 64
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
 """Steps of a try, each of one level: the first token says the most for its price."""
-FIRST_TRIES = 10.0
+FIRST_TRIES = 3.0
 """Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
 """Steps' worth of credit that can be saved up."""
@@ -150,7 +150,6 @@ class _Use:
 
     depth: Mean = field(default_factory=Mean)
     tokens: Mean = field(default_factory=Mean)
-    member: int = NOBODY
 
 
 @dataclass(slots=True)
@@ -204,6 +203,7 @@ class Controller:
         self._in_probe = self._resting = False
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
+        self._tried: int | None = None
         self._credit_s = {"probe": 0.0, "try": FIRST_TRIES * pass_s(1.0) if probe_share else 0.0}
         self._step_s = Mean()
         self._total_s = self._probing_s = 0.0
@@ -225,11 +225,17 @@ class Controller:
         """True for a step that shows what is gained: nobody is drafted for in it."""
         return self._in_probe
 
+    @property
+    def tried(self) -> int | None:
+        """The request that tries something in this step, if one does; its outcome is always to be told."""
+        return self._tried
+
     # --- before a step ----------------------------------------------------------------------------------------
 
     def choose(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
         self._turn += 1
+        self._tried = None
         self._num_missed = [0] * len(self.members)
         return self._chosen_now(asked, num_other_rows) if asked else []
 
@@ -245,6 +251,7 @@ class Controller:
         if not self._resting or self._probe_left or self._held_s <= 0 or self._has_changed(num_requests):
             return False
         self._turn += 1
+        self._tried = None
         self._num_missed = [0] * len(self.members)
         self._in_probe = False
         return True
@@ -530,6 +537,7 @@ class Controller:
         for i, request in enumerate(asked):
             if request.sequence_id == trial.sequence_id:
                 choices[i] = self._bounded(trial.choice, request)
+                self._tried = request.sequence_id
                 break
         else:
             trial.steps_left = 0
@@ -644,7 +652,6 @@ class Controller:
         self._tasks.move_to_end(outcome.task)
         use.depth.learn(float(outcome.num_checked))
         use.tokens.learn(float(outcome.num_tokens))
-        use.member = outcome.member
 
     # --- what is told -----------------------------------------------------------------------------------------
 
@@ -681,7 +688,8 @@ class Controller:
         )
 
     def _task_report(self, task: str, use: _Use) -> TaskReport:
-        member = use.member
+        choice = self._of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
+        member = choice.lookup if choice.member == NOBODY else choice.member
         rates = [self.acceptance[m].rate(task) for m in range(len(self.members))]
         known = [rate for rate in rates if rate is not None]
         rate = rates[member] if member != NOBODY else max(known, default=None)

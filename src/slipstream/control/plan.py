@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from slipstream.control.step_cost import DraftCost, Drafted, StepCost
 
+SHARES = 0.0, 0.5
+"""Of the requests, that may be thought to share a drafter's calls."""
 NOBODY = -1
 """In place of a member's number: the request is decoded without drafts."""
 
@@ -91,9 +93,9 @@ class Market:
 
     def best(self) -> Plan:
         """The best of doing nothing, of one drafter and depth for all, and of a choice for each."""
-        best = max([self.nothing(), *self._uniform()], key=lambda plan: plan.tokens_per_s)
+        best = max([self.nothing(), *self._uniform()], key=_value)
         for _ in range(3):
-            better = self._each(best)
+            better = max((self._each(best, share) for share in SHARES), key=_value)
             if better.tokens_per_s <= best.tokens_per_s * (1 + 1e-6):
                 break
             best = better
@@ -107,17 +109,18 @@ class Market:
                 depths = np.minimum(possible, depth)
                 yield self.price(np.where(depths > 0, number, NOBODY), depths)
 
-    def _each(self, going: Plan) -> Plan:
-        """Each request takes what is best for it at the going rate; calls and levels are shared as they are now."""
+    def _each(self, going: Plan, share: float) -> Plan:
+        """Each request takes what is best for it at the going rate; calls and levels are shared by as many as now, and
+        by `share` of the requests at least."""
         rate = going.tokens_per_s
         row_s, _ = self.marginal(going)
         scores, places = [np.zeros(self._number)], [np.zeros(self._number, dtype=np.int64)]
         for number, offer in enumerate(self.offers):
-            sharing = max(int((going.members == number).sum()), self._number // 2, 1)
+            sharing = max(int((going.members == number).sum()), share * self._number, 1.0)
             levels = np.arange(offer.max_depth + 1)
             draft_s = np.array(
                 [
-                    offer.cost(Drafted(sharing, int(d), int(d) * sharing)) / sharing if d else 0.0
+                    offer.cost(Drafted(sharing, int(d), float(d) * sharing)) / sharing if d else 0.0
                     for d in levels
                 ]
             )
@@ -157,3 +160,7 @@ class Market:
             cost_s = float(offer.rows[i, depth]) * row_s + shares_s[number] + float(offer.entry_s[i])
             found.append(float(offer.tokens[i, depth]) - rate * cost_s)
         return found
+
+
+def _value(plan: Plan) -> float:
+    return plan.tokens_per_s

@@ -123,8 +123,10 @@ class Realised:
 
 
 def ratio_of(pairs: Seq[Pair]) -> Speedup | None:
-    """The ratio of the sums, with a 95 % interval by the delta method over pairs (each is its own sample) and Student's t, since
-    they may be few."""
+    """The ratio of the sums, with a 95 % interval by the delta method over pairs, each of which is its own sample.
+
+    They may be few, so the interval is Student's.
+    """
     if len(pairs) < MIN_PAIRS:
         return None
     # A pair's two sides are put on one scale by its own off steps, so that large and small batches count alike.

@@ -29,7 +29,10 @@ MIN_CALLS = 3
 MANY_MISSED = 32
 """Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
 OUTLIER = 3.0
-"""A call that took less than what is usual by such a factor has done something else: it weighs no more for that."""
+"""A call that took more than what is usual by such a factor may be an accident; one that took less has done something
+else, and weighs no more for that."""
+MANY_ODD = 3
+"""Accidents in a row are none."""
 
 
 @dataclass(slots=True)
@@ -60,15 +63,21 @@ class Linear:
         self._products = np.zeros((len(believed), len(believed)))
         self._targets = np.zeros(len(believed))
         self._ridge = (NOISE / np.array(spread)) ** 2
-        self._believed = np.array(believed, dtype=float)
+        self._believed: NDArray[np.float64] = np.array(believed, dtype=np.float64)
         self._parts = list(believed)
         self._new: list[tuple[Seq[float], float]] = []
         self._is_new = False
+        self._num_odd = 0
 
     def learn(self, features: Seq[float], seconds: float) -> None:
         """One call or step."""
+        usual = sum(part * feature for part, feature in zip(self._parts, features, strict=True))
+        self._num_odd = self._num_odd + 1 if seconds > OUTLIER * usual > 0 else 0
         self._new.append((features, seconds))
         self._is_new = True
+        if self._num_odd >= MANY_ODD:  # no accident: all is slower now
+            self._products[:], self._targets[:] = 0.0, 0.0
+            self._new, self._num_odd = self._new[-MANY_ODD:], 0
         if len(self._new) >= LINEAR_MEMORY:
             self._work_in()
 
@@ -99,18 +108,17 @@ class Linear:
         targets = targets + self._ridge * self._believed
         scale = np.sqrt(np.diag(products))
         root = np.linalg.cholesky(products / np.outer(scale, scale) + 1e-9 * np.eye(len(scale)))
-        targets = np.linalg.solve(root, targets / scale)
-        parts, _ = nnls(root.T, targets)
+        parts, _ = nnls(root.T, np.linalg.solve(root, targets / scale))
         return np.asarray(parts / scale)
 
 
 class Drafted(NamedTuple):
     """How much a drafter was asked for in a step."""
 
-    num_sequences: int
+    num_sequences: float
     num_levels: int
     """Of the deepest; 1 for trees and lookups."""
-    num_tokens: int
+    num_tokens: float
     """Asked for in all."""
 
     @property
