@@ -172,7 +172,7 @@ def test_a_drafter_that_has_become_slow_is_left() -> None:
 
 
 def test_lookups_are_asked_first_and_short_guesses_are_not_taken() -> None:
-    """Long guesses stand, short ones do not; drafts fill the gaps."""
+    """Long guesses stand, and what they yield is more than what drafts would."""
     lookup = Guesser(
         Member("suffix", 8, False, True),
         {"t": 0.95},
@@ -185,7 +185,6 @@ def test_lookups_are_asked_first_and_short_guesses_are_not_taken() -> None:
     world.run(200)
     [choice] = world.choices
     assert choice.lookup == 0
-    assert choice.member == 1
     world.restart()
     world.run(150)
     assert world.rate > 1.2 * world.best_rate()  # which drafts alone
@@ -473,11 +472,11 @@ def test_a_clock_that_jumps_fixes_no_plan_for_ever(jump_s: float) -> None:
     plans = 0
     replan = world.controller._replan
 
-    def jumping(asked: Any, changed: bool) -> None:
+    def jumping(asked: Any) -> None:
         nonlocal plans
         plans += 1
         tick, clock.tick_s = clock.tick_s, jump_s
-        replan(asked, changed)
+        replan(asked)
         clock.tick_s = tick
 
     world.controller._replan = jumping  # type: ignore[method-assign]

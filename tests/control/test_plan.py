@@ -143,8 +143,8 @@ def test_marginal_cost_is_that_of_one_more_row() -> None:
     row_s, shares_s = market.marginal(plan)
     assert row_s == pytest.approx(0.25)
     assert shares_s == [pytest.approx((1 + 2 + 2 * 0.5) / 2, rel=0.01)]
-    values = market.values(plan, 2.0, row_s, shares_s)
-    assert values == [pytest.approx(0.5 - 2 * (0.25 + shares_s[0]))] * 2 + [0.0, 0.0]
+    worth = 0.5 - plan.tokens_per_s * (0.25 + shares_s[0])
+    assert market.values(plan) == [pytest.approx(worth)] * 2 + [0.0, 0.0]
 
 
 def test_drafters_that_cost_nothing_and_requests_without_limit_do_not_raise() -> None:

@@ -18,13 +18,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, Drafts, LookupYield
 from slipstream.control.payoff import break_even
-from slipstream.control.plan import NOBODY, Market, Offer, Plan
+from slipstream.control.plan import NOBODY, Guesses, Market, Offer, Plan
 from slipstream.control.realised import NUM_OFF_STEPS, Gain, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
@@ -190,11 +191,10 @@ class Controller:
         """How long the plan must still hold."""
         self._planned_for = 0
         self._others = Mean()
-        self._rate = Mean()
-        """Tokens a second lately, at a batch of about this size."""
         self._gain: float | None = None
         """Estimated speedup of the plan that holds."""
-        self._off_rate = 0.0
+        self._undrafted_rate = 0.0
+        """Tokens a second of the plan with lookups alone, by estimate."""
         self._drafts_gain = 1.0
         """The part of the estimated speedup that is not the lookups'."""
         self._length = Mean()
@@ -286,8 +286,9 @@ class Controller:
         member, depth, _, _ = self._of_task.get(task, self._usual)
         if member == NOBODY or not depth:
             return NOBODY
-        if self._off_rate > 0:
-            saved_s = min(max_tokens, self._usual_length(task)) / self._off_rate * (1 - 1 / self._drafts_gain)
+        if self._undrafted_rate > 0:
+            num_tokens = min(max_tokens, self._usual_length(task))
+            saved_s = num_tokens / self._undrafted_rate * (1 - 1 / self._drafts_gain)
             if saved_s < num_prompt_tokens * self.draft_costs[member].missed_token_s:
                 return NOBODY
         return member
@@ -303,9 +304,8 @@ class Controller:
 
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
-        changed = self._has_changed(len(asked))
-        if self._held_s <= 0 or changed:
-            self._replan(asked, changed)
+        if self._held_s <= 0 or self._has_changed(len(asked)):
+            self._replan(asked)
         choices: list[Choice] = []
         for request in asked:
             choice = self._chosen.get(request.sequence_id)
@@ -347,7 +347,7 @@ class Controller:
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _replan(self, asked: Seq[Asked], changed: bool) -> None:
+    def _replan(self, asked: Seq[Asked]) -> None:
         started_s = self._clock()
         self._work_in()
         market = Market(
@@ -358,16 +358,14 @@ class Controller:
         )
         nothing = market.nothing()
         old = self._as_plan(asked)
-        best = market.best()
-        kept = market.price(old.members, old.depths)
-        plan = kept if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s else best
-        rate = max(plan.tokens_per_s, self._rate.value if not changed else 0.0)
-        row_s, shares_s = market.marginal(plan)
-        base = market.values(plan, rate, row_s, shares_s)
-        lookups = self._lookups(asked, base, rate, row_s)
+        look = partial(self._lookups, asked, market) if self.lookups else None
+        plan = market.best(look)
+        kept = market.price(old.members, old.depths, plan.guesses)
+        if kept.tokens_per_s * KEPT_GAIN >= plan.tokens_per_s:
+            plan = market.price(old.members, old.depths, look(kept)) if look else kept
         choices = [
-            Choice(int(m), int(d), *lookup)
-            for m, d, lookup in zip(plan.members, plan.depths, lookups, strict=True)
+            Choice(int(m), int(d), *guess)
+            for m, d, guess in zip(plan.members, plan.depths, plan.guesses.choices, strict=True)
         ]
         self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
         self._usual = _most_common(choices)
@@ -379,11 +377,9 @@ class Controller:
             self._of_task[task] = _most_common(given)
         while len(self._of_task) > MAX_TASKS:
             del self._of_task[next(iter(self._of_task))]
-        if changed:
-            self._rate = Mean()
-        self._off_rate = nothing.tokens_per_s
-        self._drafts_gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else 1.0
-        self._gain = rate / nothing.tokens_per_s if nothing.tokens_per_s else None
+        self._undrafted_rate = market.nothing(plan.guesses).tokens_per_s
+        self._drafts_gain = plan.tokens_per_s / self._undrafted_rate if self._undrafted_rate else 1.0
+        self._gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
         self._resting = self._try is None and all(choice == NOTHING for choice in choices)
@@ -398,7 +394,7 @@ class Controller:
         ]
         members = np.array([choice.member for choice in choices])
         depths = np.array([min(choice.depth, self._levels(choice.member)) for choice in choices])
-        return Plan(members, depths, 0.0, 0.0)
+        return Plan(members, depths, Guesses.none(len(asked)), 0.0, 0.0)
 
     def _levels(self, member: int) -> int:
         """How many depths there are to choose from."""
@@ -406,38 +402,40 @@ class Controller:
             0 if member == NOBODY else self.members[member].max_depth if self.members[member].is_chain else 1
         )
 
-    def _lookups(
-        self, asked: Seq[Asked], base: Seq[float], rate: float, row_s: float
-    ) -> list[tuple[int, int]]:
-        """For each request the lookup that is to be asked first, and how long its guess must be to beat what else would
-        be done, which is worth `base` tokens."""
-        numbers = [number for number, member in enumerate(self.members) if member.looks_up]
-        price = rate * row_s
+    def _lookups(self, asked: Seq[Asked], market: Market, plan: Plan) -> Guesses:
+        """For each request the lookup that is to be asked first, and how long its guess must be to beat what the plan
+        does otherwise, when a second is worth what the plan makes of it."""
+        row_s, _ = market.marginal(plan)
+        rate, price = plan.tokens_per_s, plan.tokens_per_s * row_s
+        guesses = Guesses.none(len(asked))
+        choices, taken, tokens, rows = list(guesses.choices), *(np.zeros(len(asked)) for _ in range(3))
         known: dict[tuple[int, str], tuple[list[float], list[float], float]] = {}
-        result: list[tuple[int, int]] = []
-        for request, value in zip(asked, base, strict=True):
-            best = (0.0, NOBODY, 0)
-            for number in numbers:
-                if request.members is not None and number not in request.members:
+        ask_s = 0.0
+        for i, (request, value) in enumerate(zip(asked, market.values(plan), strict=True)):
+            best_gain = 0.0
+            for number, yields in self.lookups.items():
+                if not _may_ask(number, request):
                     continue
                 key = number, request.task
                 if key not in known:
-                    yields = self.lookups[number]
-                    ask_s = self.draft_costs[number](Drafted(len(asked), 1, len(asked))) / len(asked)
-                    known[key] = yields.rates(request.task), yields.shares(request.task), rate * ask_s
-                rates, shares, ask_price = known[key]
+                    alone_s = self.draft_costs[number](Drafted(len(asked), 1, len(asked))) / len(asked)
+                    known[key] = yields.rates(request.task), yields.shares(request.task), alone_s
+                rates, shares, alone_s = known[key]
                 worth = [
-                    length * (bucket_rate - price) - value
-                    for length, bucket_rate in zip(BUCKETS, rates, strict=True)
+                    length * (stands - price) - value for length, stands in zip(BUCKETS, rates, strict=True)
                 ]
-                taken = next((bucket for bucket in range(1, len(BUCKETS)) if worth[bucket] > 0), None)
-                if taken is None:
-                    continue
-                gain = sum(shares[b] * max(worth[b], 0.0) for b in range(taken, len(BUCKETS)))
-                if gain - ask_price > best[0]:
-                    best = gain - ask_price, number, BUCKETS[taken]
-            result.append(best[1:])
-        return result
+                first = next((b for b in range(1, len(BUCKETS)) if worth[b] > 0), len(BUCKETS))
+                buckets = range(first, len(BUCKETS))
+                gain = sum(shares[b] * max(worth[b], 0.0) for b in buckets) - rate * alone_s
+                if gain > best_gain:
+                    best_gain = gain
+                    choices[i] = number, BUCKETS[first]
+                    taken[i] = sum(shares[b] for b in buckets)
+                    tokens[i] = sum(shares[b] * BUCKETS[b] * rates[b] for b in buckets)
+                    rows[i] = sum(shares[b] * BUCKETS[b] for b in buckets)
+            if choices[i][0] != NOBODY:
+                ask_s += known[choices[i][0], request.task][2]
+        return Guesses(choices, taken, tokens, rows, ask_s)
 
     def _offer(self, number: int, asked: Seq[Asked]) -> Offer:
         member, acceptance = self.members[number], self.acceptance[number]
@@ -563,8 +561,6 @@ class Controller:
         for what, part in ("probe", 1 - for_tries), ("try", for_tries):
             credit_s = self._credit_s[what]
             self._credit_s[what] = min(credit_s + part * self.probe_share * seconds, max(credit_s, most_s))
-        if not self._in_probe and facts.gains:
-            self._rate.learn(sum(tokens for _, tokens in facts.gains) / seconds)
         for call in facts.calls:
             self.draft_costs[call.member].learn(call.drafted, self._num_missed[call.member], call.seconds)
         number = len(facts.gains)

@@ -28,6 +28,8 @@ MIN_CALLS = 3
 """Of a drafter, before its cost is known: the first one says too little, and includes the text so far."""
 MANY_MISSED = 32
 """Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
+SOLVED_EVERY = 12
+"""Steps that may pass before what they tell is worked in, once something is known."""
 OUTLIER = 3.0
 """A call that took more than what is usual by such a factor may be an accident; one that took less has done something
 else, and weighs no more for that."""
@@ -66,7 +68,8 @@ class Linear:
         self._believed: NDArray[np.float64] = np.array(believed, dtype=np.float64)
         self._parts = list(believed)
         self._new: list[tuple[Seq[float], float]] = []
-        self._is_new = False
+        self._num_new = 0
+        self._is_settled = False
         self._num_odd = 0
 
     def learn(self, features: Seq[float], seconds: float) -> None:
@@ -74,16 +77,16 @@ class Linear:
         usual = sum(part * feature for part, feature in zip(self._parts, features, strict=True))
         self._num_odd = self._num_odd + 1 if seconds > OUTLIER * usual > 0 else 0
         self._new.append((features, seconds))
-        self._is_new = True
+        self._num_new += 1
         if self._num_odd >= MANY_ODD:  # no accident: all is slower now
-            self._products[:], self._targets[:] = 0.0, 0.0
+            self._products[:], self._targets[:], self._is_settled = 0.0, 0.0, False
             self._new, self._num_odd = self._new[-MANY_ODD:], 0
         if len(self._new) >= LINEAR_MEMORY:
             self._work_in()
 
     def __call__(self, features: Seq[float]) -> float:
         """Seconds; as believed at first before anything is known."""
-        if self._is_new:
+        if self._num_new >= (SOLVED_EVERY if self._is_settled else 1):
             self._work_in()
         return sum(part * feature for part, feature in zip(self._parts, features, strict=True))
 
@@ -99,9 +102,10 @@ class Linear:
         products = self._products * keep + (rows * weights[:, None]).T @ rows
         targets = self._targets * keep + rows.T @ (weights * seconds / scale)
         parts = self._solve(products, targets)
-        self._parts, self._is_new = parts.tolist(), False
+        self._parts, self._num_new = parts.tolist(), 0
         if self._products.any() or len(self._new) >= FEW:
             self._products, self._targets, self._believed, self._new = products, targets, parts, []
+            self._is_settled = True
 
     def _solve(self, products: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
         products = products + np.diag(self._ridge)
@@ -175,6 +179,6 @@ class StepCost:
         features = (1.0, num_sequences, drafted, checked, self._pass_s(num_rows))
         self._parts.learn(features, seconds)
 
-    def step_s(self, num_sequences: int, num_rows: float, drafted: int, checked: float) -> float:
+    def step_s(self, num_sequences: int, num_rows: float, drafted: float, checked: float) -> float:
         """Expected seconds."""
         return self._parts((1.0, num_sequences, drafted, checked, self._pass_s(num_rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSeq
 from slipstream.draft.auto import AutoDrafter, Selection
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.forced import under_grammar
+from slipstream.draft.group import DrafterGroup
 from slipstream.draft.guard import Guard
 from slipstream.draft.merging import depth_along, share_of
 from slipstream.metrics.step import StepReport
@@ -68,7 +70,9 @@ class Drafting(Guard):
         controller: Controller | None = None,
     ) -> None:
         """Without a controller everybody is drafted for as far as the scheduler allows."""
-        super().__init__(drafter, vocab_size, kinds, timeout_s)
+        # The drafters of a group are guarded one by one: what one of them takes is not the group's fault.
+        alone_s = math.inf if isinstance(drafter, DrafterGroup) else timeout_s
+        super().__init__(drafter, vocab_size, kinds, alone_s)
         self.controller = controller
         self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
@@ -228,7 +232,12 @@ class Drafting(Guard):
             ]
             step.num_drafted = sum(len(seen.proposal) > 0 for seen in observations)
             every = max(1, -(-len(own) // MAX_LEARNED))
-            step.outcomes = [self._outcome(seen) for seen in own[self._turn % every :: every]]
+            turn, tried = self._turn % every, self.controller.tried
+            step.outcomes = [
+                self._outcome(seen)
+                for number, seen in enumerate(own)
+                if number % every == turn or seen.sequence.id == tried
+            ]
             if self._unchecked:
                 self._score(self.controller)
         super().observe(own)
