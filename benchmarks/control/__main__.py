@@ -27,6 +27,8 @@ from slipstream.sampling.params import SamplingParams
 
 RESULTS = Path(__file__).parents[2] / "docs/benchmarks"
 MIXED = "mixed"
+WARM_UP = 2
+"""Rounds."""
 UNPAYING = {"task": "creative", "temperature": 1.2, "concurrency": 64}
 """Where speculation cannot pay."""
 
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--requests", type=int, default=8, help="at least, of a run; never less than two a place"
+        "--requests", type=int, default=16, help="at least, of a run; never less than two a place"
     )
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
@@ -93,12 +95,12 @@ def measure_cell(
 ) -> dict[str, Any]:
     """Tokens a second by setting and round, and the ratios of `auto` to each other setting.
 
-    The first round is not counted: kernels are warm, and what learns has learned, when it is over.
+    The first rounds are not counted: kernels are warm, and what learns has learned, when they are over.
     """
     number = max(at_least, 2 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     differ = 0
-    for turn in range(rounds + 1):
+    for turn in range(WARM_UP + rounds):
         batch = [asked[(turn * number + i) % len(asked)] for i in range(number)]
         order = list(engines)
         order = order[turn % len(order) :] + order[: turn % len(order)]
@@ -106,7 +108,7 @@ def measure_cell(
         for name in order:
             run = closed_loop(engines[name], batch, concurrency, params)
             answers[name] = run.answers
-            if turn:
+            if turn >= WARM_UP:
                 runs[name].append(run)
         differ += sum(given != answers["off"] for given in answers.values())
     rates = {name: [run.tokens_per_s for run in of] for name, of in runs.items()}
