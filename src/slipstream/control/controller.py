@@ -33,7 +33,7 @@ from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, 
 
 PLAN_SHARE = 0.005
 """Of the time, for making plans: a plan holds until it has paid for itself."""
-MAX_HELD_STEPS = 64
+MAX_HELD_STEPS = 96
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
 """Steps of a try, each of one level: the first token says the most for its price."""
@@ -493,7 +493,7 @@ class Controller:
             return False
         if not self.realised.can_probe(len(asked)):
             return False
-        off_s = self.cost.step_s(len(asked), len(asked), 0, 0)
+        off_s = self._step_s.value  # not less than without drafts, and known without a calculation
         gain = self._gain or 1.5
         price_s = NUM_OFF_STEPS * off_s * max(0.02, 1 - 1 / gain)
         if self._credit_s["probe"] < price_s:

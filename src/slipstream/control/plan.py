@@ -20,6 +20,8 @@ from slipstream.control.step_cost import DraftCost, Drafted, StepCost
 
 SHARES = 0.0, 0.5
 """Of the requests, that may be thought to share a drafter's calls."""
+WORTH_ANOTHER_TURN = 1.001
+"""So much better a plan must have become for another turn to be taken: turns take time themselves."""
 NOBODY = -1
 """In place of a member's number: the request is decoded without drafts."""
 
@@ -127,13 +129,13 @@ class Market:
         makes drafts worth less, so the two are found in turns.
         """
         best = max([self.nothing(), *self._uniform()], key=_value)
-        for _ in range(4):
+        for _ in range(3):
             guesses = look(best) if look else None
             plans = [self._each(best, share, guesses) for share in SHARES]
             if look:
                 plans += [self.price(best.members, best.depths, guesses), self.nothing(guesses)]
             better = max(plans, key=_value)
-            if better.tokens_per_s <= best.tokens_per_s * (1 + 1e-6):
+            if better.tokens_per_s <= best.tokens_per_s * WORTH_ANOTHER_TURN:
                 break
             best = better
         return best
