@@ -59,6 +59,8 @@ class Selection(NamedTuple):
 
 
 FIRST = Selection(0)
+_Wish = tuple[Sequence, int, Selection]
+"""A sequence, its budget, and whom to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +99,47 @@ class AutoDrafter(DrafterGroup):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.asked, self.found = [], {}
         proposals: dict[int, Proposal] = {}
-        pairs = [
-            (sequence, budget, self._chosen.get(sequence.id, FIRST))
-            for sequence, budget in zip(sequences, budgets, strict=True)
-        ]
-        lookups = {selection.lookup for _, _, selection in pairs if selection.lookup is not None}
-        for number in sorted(lookups):
-            asked = [(s, budget) for s, budget, selection in pairs if selection.lookup == number]
-            for sequence, proposal in self._ask(number, asked):
-                self.found[sequence.id] = proposal
-                if len(proposal) >= self._chosen[sequence.id].min_tokens:
+        first: dict[int, list[_Wish]] = {}
+        then: dict[int, list[_Wish]] = {}
+        for sequence, budget in zip(sequences, budgets, strict=True):
+            wish = sequence, budget, self._chosen.get(sequence.id, FIRST)
+            if wish[2].lookup is not None:
+                first.setdefault(wish[2].lookup, []).append(wish)
+            elif wish[2].member is not None:
+                then.setdefault(wish[2].member, []).append(wish)
+        for number, wishes in sorted(first.items()):
+            answers = self._ask(number, [(sequence, budget) for sequence, budget, _ in wishes])
+            for wish in wishes:
+                sequence, _, selection = wish
+                proposal = self.found[sequence.id] = answers.get(sequence.id, EMPTY_PROPOSAL)
+                if len(proposal) >= selection.min_tokens:
                     proposals[sequence.id] = proposal
-                else:
-                    self._open.pop(sequence.id, None)
-        for number in range(len(self.members)):
-            asked = [
-                (s, budget if selection.budget is None else min(selection.budget, budget))
-                for s, budget, selection in pairs
-                if selection.member == number and s.id not in proposals
+                    continue
+                self._open.pop(sequence.id, None)
+                if selection.member is not None:
+                    then.setdefault(selection.member, []).append(wish)
+        for number, wishes in sorted(then.items()):
+            budgets_of = [
+                (sequence, budget if selection.budget is None else min(selection.budget, budget))
+                for sequence, budget, selection in wishes
             ]
-            proposals |= {sequence.id: proposal for sequence, proposal in self._ask(number, asked)}
+            proposals |= self._ask(number, budgets_of)
         return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 
-    def _ask(self, number: int, asked: Seq[tuple[Sequence, int]]) -> list[tuple[Sequence, Proposal]]:
-        """One drafter's proposals for those whom it serves."""
+    def _ask(self, number: int, asked: Seq[tuple[Sequence, int]]) -> dict[int, Proposal]:
+        """One drafter's proposals, by sequence id, for those whom it serves."""
         member = self.members[number]
         most = member.drafter.max_nodes()
-        sequences = [sequence for sequence, _ in asked if member.serves(sequence)]
-        budgets = [min(budget, most) for sequence, budget in asked if member.serves(sequence)]
+        served = [(sequence, min(budget, most)) for sequence, budget in asked if member.serves(sequence)]
+        sequences, budgets = [sequence for sequence, _ in served], [budget for _, budget in served]
         if not sequences:
-            return []
+            return {}
         started_s = time.perf_counter()
         answers = member.ask(sequences, budgets)
         self.asked.append(Asking(number, sequences, budgets, time.perf_counter() - started_s))
         for sequence, proposal in zip(sequences, answers, strict=True):
             self._open[sequence.id] = number, proposal, len(sequence.token_ids)
-        return list(zip(sequences, answers, strict=True))
+        return {sequence.id: proposal for sequence, proposal in zip(sequences, answers, strict=True)}
 
     def drafted_by(self, sequence: Sequence) -> int | None:
         """Who was asked for the sequence's last proposal, until it is observed; None where nobody was."""
