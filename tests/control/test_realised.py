@@ -20,8 +20,10 @@ from slipstream.control.realised import (
 )
 
 
-def step(num_sequences: int, seconds: float, tokens: int, *, drafted: bool = True, task: str = "t") -> Step:
-    return Step(num_sequences, seconds, [Gain(task, tokens)] * num_sequences, drafted)
+def step(
+    num_sequences: int, seconds: float, tokens: int, *, speculates: bool = True, task: str = "t"
+) -> Step:
+    return Step(num_sequences, seconds, [Gain(task, tokens)] * num_sequences, speculates)
 
 
 def pair(realised: Realised, on: list[Step], off: list[Step]) -> None:
@@ -35,7 +37,9 @@ def test_a_gain_is_tokens_over_the_time_that_they_cost() -> None:
     """3 tokens a step that takes 1.5 times as long is a gain of 2."""
     realised = Realised()
     for _ in range(5):
-        pair(realised, [step(4, 0.03, 3)] * NUM_ON_STEPS, [step(4, 0.02, 1, drafted=False)] * NUM_OFF_STEPS)
+        pair(
+            realised, [step(4, 0.03, 3)] * NUM_ON_STEPS, [step(4, 0.02, 1, speculates=False)] * NUM_OFF_STEPS
+        )
     for speedup in (realised.speedup(), realised.speedup("t")):
         assert speedup is not None
         assert speedup.ratio == speedup.low == speedup.high == pytest.approx(2.0)
@@ -45,7 +49,7 @@ def test_a_gain_is_tokens_over_the_time_that_they_cost() -> None:
 
 def test_the_first_step_of_a_probe_does_not_count() -> None:
     realised = Realised()
-    off = [step(4, 0.5, 1, drafted=False)] + [step(4, 0.02, 1, drafted=False)] * (NUM_OFF_STEPS - 1)
+    off = [step(4, 0.5, 1, speculates=False)] + [step(4, 0.02, 1, speculates=False)] * (NUM_OFF_STEPS - 1)
     for _ in range(3):
         pair(realised, [step(4, 0.02, 2)] * NUM_ON_STEPS, off)
     speedup = realised.speedup()
@@ -57,7 +61,7 @@ def test_tasks_have_gains_of_their_own() -> None:
     realised = Realised()
     mixed = Step(2, 0.03, [Gain("a", 3), Gain("b", 1)], True)
     for _ in range(4):
-        pair(realised, [mixed] * NUM_ON_STEPS, [step(2, 0.02, 1, drafted=False)] * NUM_OFF_STEPS)
+        pair(realised, [mixed] * NUM_ON_STEPS, [step(2, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
     found = [realised.speedup(task) for task in ("a", "b", None)]
     assert [speedup.ratio for speedup in found if speedup] == pytest.approx([2.0, 2 / 3, 4 / 3])
 
@@ -93,32 +97,36 @@ def test_only_batches_of_one_size_are_compared() -> None:
     assert realised.can_probe(21)
     assert not realised.can_probe(30)
     for _ in range(4):
-        pair(realised, [step(20, 0.03, 2)] * NUM_ON_STEPS, [step(30, 0.03, 1, drafted=False)] * NUM_OFF_STEPS)
+        pair(
+            realised,
+            [step(20, 0.03, 2)] * NUM_ON_STEPS,
+            [step(30, 0.03, 1, speculates=False)] * NUM_OFF_STEPS,
+        )
     assert realised.speedup() is None
 
 
 def test_a_probe_whose_batch_changes_makes_no_pair() -> None:
     realised = Realised()
-    off = [step(n, 0.02, 1, drafted=False) for n in (20, 20, 19, 19)]
+    off = [step(n, 0.02, 1, speculates=False) for n in (20, 20, 19, 19)]
     for _ in range(4):
         pair(realised, [step(20, 0.03, 2)] * NUM_ON_STEPS, off)
     assert realised.speedup() is None
 
 
-def test_steps_that_drafted_nothing_are_not_what_a_probe_is_compared_with() -> None:
+def test_steps_of_rest_are_not_what_a_probe_is_compared_with() -> None:
     realised = Realised()
     for i in range(NUM_ON_STEPS):
-        realised.learn(step(4, 0.03, 1, drafted=i % 4 == 0), in_probe=False)
+        realised.learn(step(4, 0.03, 1, speculates=i % 4 == 0), in_probe=False)
     assert not realised.can_probe(4)
 
 
 def test_a_probe_that_was_given_up_leaves_nothing() -> None:
     realised = Realised()
-    slow = [step(4, 9.0, 1, drafted=False)] * (NUM_OFF_STEPS - 1)
+    slow = [step(4, 9.0, 1, speculates=False)] * (NUM_OFF_STEPS - 1)
     for _ in range(3):
         pair(realised, [step(4, 0.02, 2)] * NUM_ON_STEPS, slow)
         realised.give_up()
-        pair(realised, [], [step(4, 0.02, 1, drafted=False)] * NUM_OFF_STEPS)
+        pair(realised, [], [step(4, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
     speedup = realised.speedup()
     assert speedup is not None
     assert speedup.ratio == pytest.approx(2.0)
@@ -128,7 +136,7 @@ def test_memory_is_bounded() -> None:
     realised = Realised()
     for i in range(MAX_TASKS + 50):
         on = [step(4, 0.03, 2, task=f"task {i}")] * NUM_ON_STEPS
-        pair(realised, on, [step(4, 0.02, 1, drafted=False)] * NUM_OFF_STEPS)
+        pair(realised, on, [step(4, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
     assert len(realised._pairs) == MAX_TASKS
     speedup = realised.speedup()
     assert speedup is not None

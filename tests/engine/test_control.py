@@ -9,13 +9,14 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.controller import Asked, Choice, Controller
 from slipstream.control.plan import NOBODY
-from slipstream.core import Proposal, Sequence
+from slipstream.core import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, RequestError
 from slipstream.testing.stub_drafters import OracleOptions
@@ -53,6 +54,47 @@ class BusyDrafter(HangingDrafter):
         while not release_all.is_set():
             pass
         return [Proposal()] * len(sequences)
+
+
+PROBS = torch.full((2, 4096), 1 / 4096)
+GARBAGE: dict[str, Any] = {
+    "no proposal": (5, 6),
+    "nothing": None,
+    "float parents": Proposal((5, 6), (-1, 0.0)),  # type: ignore[arg-type]
+    "bool tokens": Proposal((True, 6), (-1, 0)),
+    "huge token": Proposal((5, 2**40), (-1, 0)),
+    "kind by name": Proposal((5, 6), (-1, 0), "one_hot"),  # type: ignore[arg-type]
+    "numpy probs": Proposal((5, 6), (-1, 0), ProposalKind.SAMPLED_IID, PROBS.numpy()),  # type: ignore[arg-type]
+    "short probs": Proposal((5, 6), (-1, 0), ProposalKind.SAMPLED_IID, PROBS[:, :0]),
+    "negative probs": Proposal((5, 6), (-1, 0), ProposalKind.SAMPLED_IID, -PROBS),
+    "unnormalised probs": Proposal((5, 6), (-1, 0), ProposalKind.SAMPLED_IID, 2 * PROBS),
+    "probs of nothing": Proposal((5, 6), (-1, 0), ProposalKind.SAMPLED_IID, PROBS * float("nan")),
+}
+what_to_say: list[str] = []
+
+
+class GarbageDrafter(HangingDrafter):
+    """Says what it is told to."""
+
+    kinds = frozenset(ProposalKind)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        return [GARBAGE[what_to_say[0]]] * len(sequences)
+
+    def max_nodes(self) -> int:
+        return 2
+
+
+class RaisesOnceDrafter(HangingDrafter):
+    """Fails to learn, once."""
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        return [Proposal.chain([7] * min(budget, 1)) for budget in budgets]
+
+    def observe(self, observations: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("once")
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +266,37 @@ def test_a_late_answer_retires_even_our_own_drafters(
     llm = make_llm({"method": "ngram", "draft_timeout_s": 1e-9})
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert llm.engine.control_report().methods[0].retired
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_not_used(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], what: str) -> None:
+    what_to_say[:] = [what]
+    spec = {"method": f"{__name__}:GarbageDrafter", "texts": [[1]], "verifier": "rejection"}
+    llm = make_llm(spec)
+    assert texts(llm, prompts[:4]) == texts(plain, prompts[:4])
+    assert llm.engine.drafting.num_failures >= 4
+    assert sum(output.metrics.num_draft_tokens for output in llm.generate(prompts[:2], PARAMS)) == 0
+
+
+def test_one_failure_of_a_large_batch_is_one_failure(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm({"method": f"{__name__}:RaisesOnceDrafter", "texts": [[1]]})
+    assert texts(llm, prompts[:20]) == texts(plain, prompts[:20])
+    assert llm.engine.drafting.num_failures >= 16
+    assert not llm.engine.drafting.retired
+    assert llm.generate(prompts[0], PARAMS)[0].metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("spec", [AUTO, {**DRAFT, "probe_share": 0.1}], ids=["auto", "probed"])
+def test_a_repeated_seed_meets_other_coins(
+    make_llm: MakeLLM, prompts: list[list[int]], spec: dict[str, Any]
+) -> None:
+    """What the controller learned of an earlier request hangs on the coins of its seed, and decides what is drafted."""
+    llm = make_llm({**spec, "verifier": "rejection"})
+    nonces: set[int] = set()
+    llm.engine.on_observe = lambda seen: nonces.update(one.sequence.nonce for one in seen)
+    for _ in range(3):
+        llm.generate(prompts[0], SamplingParams(temperature=1.0, max_tokens=3, seed=7))
+    assert len(nonces) == 3
+    assert 0 not in nonces

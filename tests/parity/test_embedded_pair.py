@@ -158,7 +158,8 @@ def speculate(name: str, mode: str, prompts: list[list[int]], **engine: Any) -> 
     assert llm.engine.integrity() == []
     assert llm.engine.drafting.num_failures == 0
     assert getattr(llm.engine.drafter, "num_failures", 0) == 0
-    assert sum(output.metrics.num_accepted_tokens for output in outputs) > NUM_PROMPTS // 4
+    if config["method"] != "auto":  # which may find that it does not pay here
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > NUM_PROMPTS // 4
     by_number = dict(zip(order, outputs, strict=True))
     return llm, [by_number[number].outputs[0].token_ids for number in range(NUM_PROMPTS)]
 

@@ -200,7 +200,7 @@ class Controller:
         self._length = Mean()
         self._lengths: OrderedDict[str, Mean] = OrderedDict()
         """Task to tokens of an answer."""
-        self._in_probe = self._resting = False
+        self._in_probe = self._resting = self._speculates = False
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
         self._tried: int | None = None
@@ -237,7 +237,10 @@ class Controller:
         self._turn += 1
         self._tried = None
         self._num_missed = [0] * len(self.members)
-        return self._chosen_now(asked, num_other_rows) if asked else []
+        self._forget_many()
+        choices = self._chosen_now(asked, num_other_rows) if asked else []
+        self._speculates = any(choice is not NOTHING and choice != NOTHING for choice in choices)
+        return choices
 
     def meet(self, member: int, sequence_id: int, length: int) -> None:
         """A drafter is asked for a request in this step; what it has not seen of the text it must compute first."""
@@ -253,7 +256,7 @@ class Controller:
         self._turn += 1
         self._tried = None
         self._num_missed = [0] * len(self.members)
-        self._in_probe = False
+        self._in_probe = self._speculates = False
         return True
 
     def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
@@ -261,6 +264,7 @@ class Controller:
 
         The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
         """
+        self._forget_many()
         member = self._expected(task, length, max_tokens)
         if member != NOBODY:
             self._num_missed[member] += num_rows
@@ -578,7 +582,7 @@ class Controller:
             self._depths.append((number, facts.num_checked))
         if not facts.num_others:
             self.realised.learn(
-                ComparedStep(number, facts.seconds, facts.gains, facts.num_drafted > 0), self._in_probe
+                ComparedStep(number, facts.seconds, facts.gains, self._speculates), self._in_probe
             )
             self._probe_left -= self._in_probe
         if len(self._outcomes) >= MAX_UNLEARNED:
@@ -636,6 +640,9 @@ class Controller:
             seen.pop(sequence_id, None)
             self._last_try.pop((sequence_id, number), None)
         self._gone.append(sequence_id)  # its last outcomes are still to be learned from
+
+    def _forget_many(self) -> None:
+        """Between two steps, when nothing of requests that are over is still to be learned from."""
         if len(self._gone) >= MAX_UNLEARNED:
             self._work_in()
 

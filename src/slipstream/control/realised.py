@@ -42,7 +42,8 @@ class Step(NamedTuple):
     num_sequences: int
     seconds: float
     gains: Seq[Gain]
-    drafted: bool
+    speculates: bool
+    """Whether drafts were allowed: a step in which no drafter had a guess is what speculation makes of it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ class Realised:
         """Steps with speculation of about so many sequences."""
         most = MAX_DIFFERENCE * num_sequences
         return [
-            step for step in self._before if step.drafted and abs(step.num_sequences - num_sequences) <= most
+            step
+            for step in self._before
+            if step.speculates and abs(step.num_sequences - num_sequences) <= most
         ]
 
     def _of(self, task: str) -> deque[Pair]:

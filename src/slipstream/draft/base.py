@@ -95,6 +95,8 @@ class Drafter(ABC):
     """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
     to see whether it would have been right."""
 
+    guards_itself: ClassVar[bool] = False
+    """True for a group of drafters that are each held to the time that a call may take."""
     observes_all: ClassVar[bool] = True
     """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
 

@@ -78,7 +78,7 @@ class CascadeDrafter(DraftModelDrafter):
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
         super().__init__(_draft_model(options, context), context)
         self.inner = self._create_inner(options)
-        self._guard = Guard(self.inner, self._growths.vocab_size, self.inner.kinds)
+        self._guard = Guard(self.inner, self._growths.vocab_size, self.inner.kinds, context.draft_timeout_s)
         self._shadows: dict[int, _Shadow] = {}
 
     def _create_inner(self, options: CascadeOptions) -> Drafter:
@@ -109,6 +109,11 @@ class CascadeDrafter(DraftModelDrafter):
         return inner
 
     # --- the contract -----------------------------------------------------------------------------------------
+
+    @property
+    def num_failures(self) -> int:
+        """How often the inner drafter has been retired for a sequence."""
+        return self._guard.num_failures
 
     def kv_bytes_per_token(self) -> int:
         return super().kv_bytes_per_token() + self.inner.kv_bytes_per_token()

@@ -18,6 +18,7 @@ class DrafterGroup(Drafter):
     """Guards its members: one that raises or breaks its contract is retired for that sequence, the others go on."""
 
     kinds = frozenset(ProposalKind)
+    guards_itself = True
 
     def __init__(self, options: Any, context: DraftContext, configs: Seq[SpeculativeConfig]) -> None:
         """`configs` are the members'; the verifier is the context's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -42,7 +43,7 @@ class Guard:
         """Why the drafter is never asked again; empty while it is."""
         self._vocab_size = vocab_size
         self._kinds = kinds
-        self._timeout_s = timeout_s
+        self._timeout_s = math.inf if drafter.guards_itself else timeout_s
         self._retired: set[int] = set()
         self._failures_in_a_row = 0
         self._worker = None if _is_ours(drafter) else Worker()
@@ -78,6 +79,7 @@ class Guard:
             self._note_timeout(error)
             for seen in served:
                 self._retire(seen.sequence, error)
+            self._count_failure(error)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
@@ -122,18 +124,36 @@ class Guard:
         except Exception as error:
             self._note_timeout(error)
             self._retire(sequence, error)
+            self._count_failure(error)
             return EMPTY_PROPOSAL
 
     def _check(self, proposal: Proposal, budget: int) -> None:
+        if not isinstance(proposal, Proposal) or not isinstance(proposal.kind, ProposalKind):
+            raise TypeError(
+                f"a proposal must be a Proposal of some ProposalKind, got {type(proposal).__name__}"
+            )
         if len(proposal) > budget:
             raise ValueError(f"{len(proposal)} draft tokens for a budget of {budget}")
         if any(type(token) is not int or not 0 <= token < self._vocab_size for token in proposal.token_ids):
             raise ValueError(f"a draft token must be an int below {self._vocab_size}")
-        probs = proposal.draft_probs
-        if probs is not None and (probs.ndim != 2 or not 0 < probs.shape[1] <= self._vocab_size):
-            raise ValueError(f"draft_probs must be [{len(proposal)}, at most {self._vocab_size}]")
+        if any(type(parent) is not int for parent in proposal.parents):
+            raise ValueError("the parent of a draft token must be an int")
+        if proposal.draft_probs is not None:
+            self._check_probs(proposal, proposal.draft_probs)
         if len(proposal) and proposal.kind not in self._kinds:
             raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
+
+    def _check_probs(self, proposal: Proposal, probs: object) -> None:
+        import torch
+
+        if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
+            raise TypeError(f"draft_probs must be a tensor of floats, got {type(probs).__name__}")
+        if probs.ndim != 2 or len(probs) != len(proposal) or not 0 < probs.shape[1] <= self._vocab_size:
+            raise ValueError(f"draft_probs must be [{len(proposal)}, at most {self._vocab_size}]")
+        if self._worker is not None:  # ours are tested; these may say anything
+            sums = probs.double().sum(dim=1)
+            if not bool((probs >= 0).all()) or not bool(((sums - 1).abs() < 1e-3).all()):
+                raise ValueError("draft_probs must be distributions: none negative, each row's sum 1")
 
     def _note_timeout(self, error: Exception) -> None:
         """A drafter that hung once would hang everyone again."""
@@ -150,6 +170,9 @@ class Guard:
             return
         self.num_failures += 1
         self._retired.add(sequence.id)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Of a call, however many sequences it was for."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES:
             self._retire_for_good(f"it failed {MAX_FAILURES} times in a row, last with {error!r}")

@@ -42,3 +42,4 @@ class Worker:
                 self._results.put((function(), None))
             except Exception as error:
                 self._results.put((None, error))
+            del function  # whatever it holds is nobody's business until the next call

@@ -8,6 +8,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.control.controller import Controller, Member
 from slipstream.control.profile import interpolate, isotonic
 from slipstream.control.store import find
+from slipstream.core import ProposalKind
 from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import Drafter
 from slipstream.engine.floors import profile_key, time_passes
@@ -39,7 +40,9 @@ def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: C
 def _member(name: str, drafter: Drafter) -> Member:
     length = drafter.chain_length()
     depth = drafter.max_nodes() if length is None else length
-    return Member(name, depth, length is not None, drafter.looks_up)
+    # Whether a lookup's guess is taken depends on its length, which must not be what a random draw came to.
+    draws = bool(drafter.kinds_made() - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
+    return Member(name, depth, length is not None, drafter.looks_up and not draws)
 
 
 def _numbered(names: list[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSeq
 from slipstream.draft.auto import AutoDrafter, Selection
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.forced import under_grammar
-from slipstream.draft.group import DrafterGroup
 from slipstream.draft.guard import Guard
 from slipstream.draft.merging import depth_along, share_of
 from slipstream.metrics.step import StepReport
@@ -70,9 +68,7 @@ class Drafting(Guard):
         controller: Controller | None = None,
     ) -> None:
         """Without a controller everybody is drafted for as far as the scheduler allows."""
-        # The drafters of a group are guarded one by one: what one of them takes is not the group's fault.
-        alone_s = math.inf if isinstance(drafter, DrafterGroup) else timeout_s
-        super().__init__(drafter, vocab_size, kinds, alone_s)
+        super().__init__(drafter, vocab_size, kinds, timeout_s)
         self.controller = controller
         self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
@@ -282,12 +278,18 @@ class Drafting(Guard):
         """What is known of the drafter's worth."""
         guards = [self] if self._group is None else self._group.members
         if self.controller is None:
-            alone = MethodReport(self._method, None, (), 0, self.num_failures, bool(self.retired))
+            inner = getattr(
+                self.drafter, "num_failures", 0
+            )  # of an ensemble's members, a cascade's inner drafter
+            alone = MethodReport(self._method, None, (), 0, self.num_failures + inner, bool(self.retired))
             methods = (alone,) if self.drafter.max_nodes() else ()
             speculating = bool(methods) and not self.retired
             return ControlReport(False, speculating, None, None, 0.0, methods, (), ())
         return self.controller.report(
-            [guard.num_failures for guard in guards], [bool(guard.retired) for guard in guards]
+            [guard.num_failures + getattr(guard.drafter, "num_failures", 0) for guard in guards]
+            if self._group is not None
+            else [self.num_failures + getattr(self.drafter, "num_failures", 0)],
+            [bool(guard.retired) for guard in guards],
         )
 
     def num_held(self) -> int:

@@ -223,7 +223,8 @@ class Engine:
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
             sequence.draft_method = draft_method
-            if self.drafter.remembers():
+            if self.drafter.remembers() or self.drafting.controller is not None:
+                # What is drafted may hang on what coins of this seed decided for an earlier request.
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
         text = prompt if isinstance(prompt, str) else None

@@ -67,8 +67,9 @@ class GrammarCompiler:
             raise RequestError(_refusal(structured, str(error))) from None
         if failed or (matcher.is_error() and not is_dead_end(matcher)):
             raise RequestError(_refusal(structured, messages[0] if failed else matcher.get_error()))
-        for message in messages:
-            logger.warning("%s: %s", kind(structured), message)
+        if messages:  # which quote the client's text: they are for whoever debugs
+            logger.warning("%s is followed but for %d of its words", kind(structured), len(messages))
+            logger.debug("llguidance says: %s", messages)
         return matcher
 
     def _read_tokenizer(self) -> LLTokenizer:

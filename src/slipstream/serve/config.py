@@ -26,7 +26,7 @@ class ServeConfig:
     """The model's name for clients; MODEL as it was given unless set."""
     api_key: Seq[str] = field(default=(), repr=False)
     """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics,
-    /version and the dashboard's empty page. Without one everybody is served."""
+    /version, /openapi.json and the dashboard's empty page. Without one everybody is served."""
     cors_origins: Seq[str] = ()
     """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
     max_body_bytes: int = 4 * 2**20

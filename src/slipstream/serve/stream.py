@@ -14,6 +14,8 @@ from slipstream.serve.errors import ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
+LAST_WRITES_S = 5.0
+"""For what says that the time is over to reach the client."""
 DONE = b"data: [DONE]\n\n"
 ANSWER = "slipstream.answer"
 """Where in an ASGI scope a reply leaves its answer for those who look on."""
@@ -43,9 +45,11 @@ class Reply(Response):
         work = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            # A client that does not read holds its places no longer than one that waits.
+            limit_s = self._service.config.request_timeout_s + LAST_WRITES_S
+            await asyncio.wait({work, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._answer.job.facts["client_left"] = True
+                self._answer.job.facts["client_left" if leaving.done() else "client_does_not_read"] = True
         finally:
             for task in (work, leaving):
                 task.cancel()
