@@ -521,3 +521,22 @@ def test_break_even_is_where_one_token_pays() -> None:
     world = steady(0.85, 1, machine=machine).run(200)
     [task] = world.controller.report().tasks
     assert task.break_even == pytest.approx(0.0016 / 0.0211, abs=0.03)
+
+
+@pytest.mark.parametrize("limit", [4, 0])
+def test_a_step_in_which_no_drafter_had_a_guess_is_speculations_too(limit: int) -> None:
+    """The realised speedup is that of all steps in which drafts were allowed, not of the lucky ones."""
+    controller = Controller([Member("a", 4, True)], adaptive=False, probe_share=0.0)
+    controller.choose([Asked(0, "t", limit, length=10)], 0)
+    facts = StepFacts(
+        num_rows=1,
+        num_others=0,
+        undrafted_s=0.01,
+        calls=[],
+        outcomes=[],
+        num_drafted=0,
+        num_checked=0,
+        gains=[Gain("t", 1)],
+    )
+    controller.learn(facts)
+    assert [step.speculates for step in controller.realised._before] == [limit > 0]
