@@ -83,7 +83,10 @@ def main() -> None:
         "num_refused_by_llguidance": num_refused,
         "seed": options.seed,
         "max_tokens": options.max_tokens,
-        "speculation": SPECULATION,
+        "speculation": {
+            name: given and {**given, **({"model": "the embedded draft"} if "model" in given else {})}
+            for name, given in SPECULATION.items()
+        },
         "results": cells,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

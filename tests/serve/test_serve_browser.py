@@ -198,5 +198,7 @@ def test_a_server_that_is_gone(make_app: MakeApp, chromium: Any) -> None:
         page = chromium.new_context().new_page()  # browsers log a refused connection as an error
         page.goto(f"{address}/dashboard")
         page.wait_for_selector("#state.live")
-    page.get_by_text("the server cannot be reached").wait_for(timeout=15_000)
+    told = page.get_by_text("the server cannot be reached")
+    told.wait_for(timeout=15_000)
+    assert told.is_visible()
     page.context.close()

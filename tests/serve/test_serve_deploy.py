@@ -210,7 +210,8 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_commands_are_those_of_the_command_line(command: list[str]) -> None:
     verbs: Any = get_command(app)
-    verbs.commands[command[0]].make_context(command[0], command[1:])
+    context = verbs.commands[command[0]].make_context(command[0], command[1:])
+    assert context.info_name == "serve"
 
 
 def test_variables_are_settings() -> None:
