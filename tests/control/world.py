@@ -123,8 +123,9 @@ class World:
         noise: float = 0.03,
         clock: Callable[[], float] | None = None,
         one_by_one: bool = False,
+        books_s: float = 0.0,
     ) -> None:
-        """With `one_by_one`, requests do not all begin and end at once."""
+        """`books_s` is what a step's books take. With `one_by_one`, requests do not all begin and end at once."""
         self.guessers, self.machine = guessers, machine or Machine()
         self.tasks = tasks
         self.prompt, self.answer, self.limit, self.members = prompt, answer, limit, members
@@ -135,6 +136,7 @@ class World:
             pass_s=self.machine.pass_s,
             clock=clock or FakeClock(),
         )
+        self.books_s = books_s
         self.random = random.Random(seed)
         self.noise = noise
         self.slowdown: Callable[[int, float], float] = lambda member, seconds: seconds
@@ -143,7 +145,7 @@ class World:
         """True ones, but for what the target takes for prompts, and expected ones."""
         self.probing_s = 0.0
         """Seconds of steps in which nobody was drafted for, to see what is gained."""
-        self.num_steps = 0
+        self.num_steps = self.num_told = 0
         self.num_asked = [0] * len(guessers)
         """Draft tokens asked for, by member."""
         self.choices: list[Choice] = []
@@ -168,7 +170,7 @@ class World:
     def restart(self) -> None:
         """Begin to count anew."""
         self.seconds = self.tokens = self.probing_s = 0.0
-        self.num_steps = 0
+        self.num_steps = self.num_told = 0
         self.num_asked = [0] * len(self.guessers)
 
     @property
@@ -185,9 +187,11 @@ class World:
         """As the engine does one: prompts of new requests are computed beside the others' tokens."""
         controller, running = self.controller, self.running
         num_others = sum(request.prompt for request in self.waiting)
-        if controller.rests(len(running)):
-            choices = [NOTHING] * len(running)
+        if not num_others and controller.repeats(len(running)):
+            choices = [self._standing(request) for request in running]
+            told = controller.wants_books
         else:
+            told = True
             choices = controller.choose([self._asked(request) for request in running], num_others)
         self.choices = choices
         calls, drafts = self._draft(choices)
@@ -211,6 +215,26 @@ class World:
             controller.release(request.sequence_id, request.task, request.output)
             for seen in self._lengths:
                 seen.pop(request.sequence_id, None)
+        self.num_told += told
+        if not told:
+            seconds = self._noisy(undrafted_s) + sum(call.seconds for call in calls)
+            controller.pass_by(seconds)
+        else:
+            self._tell(outcomes, gains, drafts, calls, rows, num_others, undrafted_s)
+        self.running = [request for request in running if request not in ended] + self.waiting
+        self.waiting = [self._begin() for _ in ended]
+
+    def _tell(
+        self,
+        outcomes: Seq[Outcome],
+        gains: Seq[Gain],
+        drafts: Mapping[int, tuple[int, int]],
+        calls: Seq[Call],
+        rows: int,
+        num_others: int,
+        undrafted_s: float,
+    ) -> None:
+        controller = self.controller
         every = max(1, -(-len(outcomes) // MAX_LEARNED))
         controller.learn(
             StepFacts(
@@ -224,12 +248,19 @@ class World:
                     if i % every == self.num_steps % every or outcome.sequence_id == controller.tried
                 ],
                 num_drafted=sum(length > 0 for _, length in drafts.values()),
-                num_checked=checked,
+                num_checked=sum(length for _, length in drafts.values()),
                 gains=gains,
+                books_s=self.books_s,
             )
         )
-        self.running = [request for request in running if request not in ended] + self.waiting
-        self.waiting = [self._begin() for _ in ended]
+        self.seconds += self.books_s
+
+    def _standing(self, request: Running) -> Choice:
+        """As the engine asks by it: for no more than the request may have."""
+        choice = self.controller.standing(request.sequence_id, request.task)
+        if request.limit < 1 or choice == NOTHING:
+            return NOTHING
+        return choice._replace(depth=min(choice.depth, request.limit))
 
     def _noisy(self, seconds: float) -> float:
         return seconds * max(0.2, 1 + self.noise * self.random.gauss(0, 1))

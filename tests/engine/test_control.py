@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.control import controller as controller_module
 from slipstream.control.controller import Asked, Choice, Controller
 from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind, Sequence
@@ -163,6 +165,33 @@ def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: l
     assert 0 <= report.probe_share < 0.2
     assert llm.engine.drafting.controller is not None
     assert llm.engine.drafting.controller.num_held == 0
+
+
+def test_steps_that_repeat_what_was_decided_say_the_same(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are short here, so most are not told of; whoever is drafted for stays so."""
+    told: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        method = getattr(Controller, name)
+
+        def counted(self: Controller, *args: Any, **kwargs: Any) -> None:
+            told[name] += 1
+            method(self, *args, **kwargs)
+
+        monkeypatch.setattr(Controller, name, counted)
+
+    counting("learn")
+    counting("pass_by")
+    monkeypatch.setattr(controller_module, "BOOKS_SHARE", 1e-4)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    llm = make_llm(AUTO, max_num_seqs=3)
+    for _ in range(2):
+        assert texts(llm, prompts[:6], params) == texts(plain, prompts[:6], params)
+    assert told["pass_by"] > told["learn"]
+    assert sum(output.metrics.num_draft_tokens for output in llm.generate(prompts[:6], params)) > 0
+    assert llm.engine.integrity() == []
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft_model"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.auto import AutoDrafter, AutoOptions, Selection
 from slipstream.draft.base import Drafter, Observation
 from slipstream.errors import ConfigError
@@ -67,9 +67,19 @@ def text(number: int, *token_ids: int) -> Sequence:
 def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
     auto, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (1, 2, 3), (4, 5, 6)
-    auto.choose({0: Selection(0), 1: Selection(1, budget=2), 2: Selection(None)})
-    proposals = auto.propose([text(0), text(1), text(2), text(3)], [8, 8, 8, 1])
-    assert [proposal.token_ids for proposal in proposals] == [(1, 2, 3), (4, 5), (), (1,)]
+    proposals = auto.ask_chosen(
+        [
+            (text(0), 8, Selection(0)),
+            (text(1), 8, Selection(1, budget=2)),
+            (text(2), 8, Selection(None)),
+            (text(3), 1, Selection(0)),
+        ]
+    )
+    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {
+        0: (1, 2, 3),
+        1: (4, 5),
+        3: (1,),
+    }
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
     assert [(asking.member, len(asking.sequences)) for asking in auto.asked] == [(0, 2), (1, 1)]
 
@@ -78,9 +88,9 @@ def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough()
     auto, (lookup, draft) = make("SaysDrafter", "SaysDrafter")
     lookup.says, draft.says = (1, 2, 3), (4, 5, 6)
     taken, short = Selection(1, 2, lookup=0, min_tokens=3), Selection(1, 2, lookup=0, min_tokens=4)
-    auto.choose({0: taken, 1: short, 2: Selection(None, None, lookup=0, min_tokens=4)})
-    proposals = auto.propose([text(0), text(1), text(2)], [8, 8, 8])
-    assert [proposal.token_ids for proposal in proposals] == [(1, 2, 3), (4, 5), ()]
+    nothing_else = Selection(None, None, lookup=0, min_tokens=4)
+    proposals = auto.ask_chosen([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
+    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (1, 2, 3), 1: (4, 5)}
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
     assert {key: len(found) for key, found in auto.found.items()} == {0: 3, 1: 3, 2: 3}
@@ -91,8 +101,8 @@ def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     auto, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)
     sequences = [text(0, 1, 2), text(1, 1, 2)]
-    auto.choose({0: Selection(0), 1: Selection(1)})
-    proposals = auto.propose(sequences, [8, 8])
+    answers = auto.ask_chosen([(sequences[0], 8, Selection(0)), (sequences[1], 8, Selection(1))])
+    proposals = [answers[0], answers[1]]
     for sequence, proposal in zip(sequences, proposals, strict=True):
         sequence.token_ids += [*proposal.token_ids, 5]
     auto.observe(
@@ -125,9 +135,8 @@ def test_what_a_grammar_took_away_is_not_told() -> None:
 def test_a_failing_member_leaves_the_others_alone() -> None:
     auto, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (99999,), (4,)
-    auto.choose({0: Selection(0), 1: Selection(1)})
-    proposals = auto.propose([text(0), text(1)], [8, 8])
-    assert [proposal.token_ids for proposal in proposals] == [(), (4,)]
+    proposals = auto.ask_chosen([(text(0), 8, Selection(0)), (text(1), 8, Selection(1))])
+    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (), 1: (4,)}
     assert auto.num_failures == 1
     assert not auto.members[0].serves(text(0))
     assert auto.members[1].serves(text(0))
@@ -136,8 +145,7 @@ def test_a_failing_member_leaves_the_others_alone() -> None:
 def test_released_sequences_are_forgotten() -> None:
     auto, (only,) = make("SaysDrafter")
     only.says = (7,)
-    auto.choose({0: Selection(0)})
-    auto.propose([text(0)], [8])
+    auto.ask_chosen([(text(0), 8, Selection(0))])
     assert auto.num_held() == 1
     auto.release(text(0))
     assert auto.num_held() == 0
@@ -178,9 +186,8 @@ def test_it_keeps_the_contract() -> None:
     check_drafter(fresh, 4096, shares_across_requests=True, num_sequences=4, max_len=48)
 
 
-def test_nothing_is_proposed_where_nothing_is_chosen() -> None:
-    auto, (only,) = make("SaysDrafter")
-    only.says = (7,)
-    auto.choose({0: Selection(None)})
-    assert auto.propose([text(0)], [8]) == [EMPTY_PROPOSAL]
-    assert only.asked == []
+def test_where_nobody_chooses_the_first_is_asked() -> None:
+    auto, (first, second) = make("SaysDrafter", "SaysDrafter")
+    first.says, second.says = (7,), (8,)
+    assert auto.propose([text(0)], [8]) == [Proposal.chain([7])]
+    assert second.asked == []

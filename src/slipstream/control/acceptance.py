@@ -17,11 +17,13 @@ DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 8.0
 """How many drafts the level above is worth."""
 DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
-RECENT = 10.0
-"""Drafts that are compared with those before them."""
-SURPRISE = 3.5
-"""Standard deviations by which the recent drafts must do better or worse for the others to be forgotten: the traffic
-has changed, and where little is drafted it would take long to outweigh what was."""
+SURPRISE = 6.0
+"""Evidence, in logarithms of a likelihood ratio, that drafts do better or worse than before: then what was before is
+forgotten, because where little is drafted it would take long to outweigh it."""
+SHIFT = 7.0
+"""By what factor the odds of the first token must have changed for a change to be worth noticing."""
+FEW = 10.0
+"""Drafts without which there is no before."""
 KEPT = 2.0
 """Drafts that the forgotten ones then weigh together."""
 MAX_TASKS = 256
@@ -59,6 +61,11 @@ class Drafts:
             self.looks_at[num_accepted] += 1
 
 
+def _evidence(odds: float, other: float, stood: int, fell: int) -> float:
+    """Log-likelihood ratio of `other` odds against `odds`."""
+    return stood * math.log(other / odds) + (stood + fell) * math.log((1 + odds) / (1 + other))
+
+
 @dataclass(slots=True)
 class Counts:
     """Decayed counts of drafts: tokens checked and accepted, and for chains looks and acceptances by position."""
@@ -70,10 +77,9 @@ class Counts:
     looks_at: list[float] = field(default_factory=list)
     """Entry i: drafts that had a token at position i + 1 below an accepted path."""
     accepted_at: list[float] = field(default_factory=list)
-    recent: float = 0.0
-    """Drafts lately that had a token at position 1."""
-    recent_accepted: float = 0.0
-    """Those of which it stood."""
+    better: float = 0.0
+    """Evidence that the first token stands more often than it did."""
+    worse: float = 0.0
 
     def learn(self, drafts: Drafts) -> None:
         """Some drafts, of about the same age."""
@@ -94,21 +100,19 @@ class Counts:
             self.accepted_at[position] += drafts.accepted_at[position]
 
     def _surprised_by(self, drafts: Drafts) -> bool:
-        """Whether the recent drafts, these included, are too unlike the others to be of one kind."""
+        """Whether the recent drafts, these included, are of another kind than those before (Page's CUSUM test)."""
         if not drafts.looks_at or not self.looks_at:
             return False
-        keep = (1.0 - 1.0 / RECENT) ** drafts.looks_at[0]
-        self.recent = self.recent * keep + drafts.looks_at[0]
-        self.recent_accepted = self.recent_accepted * keep + drafts.accepted_at[0]
-        before = max(self.looks_at[0] - self.recent + drafts.looks_at[0], 0.0)
-        stood = max(self.accepted_at[0] - self.recent_accepted + drafts.accepted_at[0], 0.0)
-        rate = (stood + 0.5) / (before + 1.0)
-        if before < RECENT or rate >= 1.0:
+        if self.looks_at[0] < FEW:
             return False
-        expected = self.recent * rate
-        surprised = abs(self.recent_accepted - expected) > SURPRISE * math.sqrt(expected * (1 - rate) + 0.5)
+        odds = (self.accepted_at[0] + 0.5) / (self.looks_at[0] - self.accepted_at[0] + 0.5)
+        stood = drafts.accepted_at[0]
+        fell = drafts.looks_at[0] - stood
+        self.better = max(0.0, self.better + _evidence(odds, odds * SHIFT, stood, fell))
+        self.worse = max(0.0, self.worse + _evidence(odds, odds / SHIFT, stood, fell))
+        surprised = max(self.better, self.worse) > SURPRISE
         if surprised:
-            self.recent = self.recent_accepted = 0.0
+            self.better = self.worse = 0.0
         return surprised
 
     def conditional(self, position: int, prior: float, weight: float) -> float:

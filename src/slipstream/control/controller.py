@@ -32,7 +32,7 @@ from slipstream.control.report import ControlReport, MethodReport, TaskReport
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
 
 PLAN_SHARE = 0.005
-"""Of the time, for making plans: a plan holds until it has paid for itself."""
+"""Of the time, for making plans: one holds until it has paid for itself, and for the books of its step."""
 MAX_HELD_STEPS = 96
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
@@ -41,8 +41,11 @@ FIRST_TRIES = 3.0
 """Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
 """Steps' worth of credit that can be saved up."""
-PROBE_EVERY = 8
-"""Steps between two looks at whether a probe is due."""
+BOOKS_SHARE = 0.005
+"""Of the time, for the books: deciding anew and learning. Where steps are so short that this takes more, what was
+decided is done again for some steps of which nothing is told but the time."""
+MAX_REPEATS = 16
+"""Such steps between two that are told of."""
 MAX_LEARNED = 12
 """Requests of a step that are learned from; of more, each in its turn."""
 KEPT_GAIN = 1.01
@@ -129,7 +132,7 @@ class StepFacts(NamedTuple):
     num_others: int
     """Rows that were none of a request that was asked about."""
     undrafted_s: float
-    """All of it but the calls."""
+    """All of it but the calls and the books."""
     calls: Seq[Call]
     outcomes: Seq[Outcome]
     """Of some of the requests; of more than `MAX_LEARNED`, each in its turn."""
@@ -138,10 +141,12 @@ class StepFacts(NamedTuple):
     num_checked: int
     gains: Seq[Gain]
     """Of all requests."""
+    books_s: float = 0.0
+    """Asking the controller and telling it."""
 
     @property
     def seconds(self) -> float:
-        """All of the step."""
+        """All of the step but the books, which are not kept in every one."""
         return self.undrafted_s + sum(call.seconds for call in self.calls)
 
 
@@ -185,9 +190,9 @@ class Controller:
         self._clock = clock
         self._chosen: dict[int, Choice] = {}
         self._of_task: dict[str, Choice] = {}
-        self._usual = NOTHING
+        self._usual = NOTHING if adaptive else Choice(0, self.members[0].max_depth)
         """For a request of a task that was in no plan yet: as most are drafted for."""
-        self._held_s = 0.0
+        self._held_s = 0.0 if adaptive else math.inf
         """How long the plan must still hold."""
         self._planned_for = 0
         self._others = Mean()
@@ -201,6 +206,15 @@ class Controller:
         self._lengths: OrderedDict[str, Mean] = OrderedDict()
         """Task to tokens of an answer."""
         self._in_probe = self._resting = self._speculates = False
+        self._is_steady = False
+        """Nothing is tried or probed."""
+        self._repeats = 0
+        """Steps to come that may repeat what was decided."""
+        self._passed_s: list[float] = []
+        """What those took that did, since the last one that was told of."""
+        self._books_s = Mean()
+        self.planning_s = 0.0
+        """What making a plan took in this step."""
         self._probe_left = self._probed_for = 0
         self._try: _Try | None = None
         self._tried: int | None = None
@@ -235,12 +249,37 @@ class Controller:
     def choose(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
         self._turn += 1
-        self._tried = None
         self._num_missed = [0] * len(self.members)
         self._forget_many()
         choices = self._chosen_now(asked, num_other_rows) if asked else []
         self._speculates = any(choice is not NOTHING and choice != NOTHING for choice in choices)
         return choices
+
+    def repeats(self, num_requests: int) -> bool:
+        """Instead of `choose`, for a step without prompts: True where each request gets its `standing` choice.
+
+        It does as long as the plan holds, between two steps that are told of; and where nothing is drafted for anybody.
+        """
+        if not self._is_steady or self._held_s <= 0 or (self._repeats <= 0 and not self._resting):
+            return False
+        if num_requests != self._planned_for and self._has_changed(num_requests):
+            return False
+        self._turn += 1
+        return True
+
+    @property
+    def wants_books(self) -> bool:
+        """False where the step that was begun last is one of which only `pass_by` is told."""
+        return self._repeats <= 0
+
+    @property
+    def rests(self) -> bool:
+        """True where nothing is drafted for anybody as long as the plan holds."""
+        return self._resting
+
+    def standing(self, sequence_id: int, task: str) -> Choice:
+        """What was decided for a request, or for its task; it may have less than that, by its limit."""
+        return self._chosen.get(sequence_id) or self._of_task.get(task, self._usual)
 
     def meet(self, member: int, sequence_id: int, length: int) -> None:
         """A drafter is asked for a request in this step; what it has not seen of the text it must compute first."""
@@ -248,16 +287,6 @@ class Controller:
         if turn != self._turn - 1:
             self._num_missed[member] += max(length - seen - 1, 0)
         self._seen[member][sequence_id] = self._turn, length
-
-    def rests(self, num_requests: int) -> bool:
-        """True where nothing is drafted for anybody as long as the plan holds: nobody needs to be asked about."""
-        if not self._resting or self._probe_left or self._held_s <= 0 or self._has_changed(num_requests):
-            return False
-        self._turn += 1
-        self._tried = None
-        self._num_missed = [0] * len(self.members)
-        self._in_probe = self._speculates = False
-        return True
 
     def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
@@ -280,9 +309,9 @@ class Controller:
         self._in_probe = self._probe_left > 0
         if self._in_probe:
             return [NOTHING] * len(asked)
-        if self.adaptive:
-            return self._adapted(asked, num_other_rows)
-        return [self._fixed(request) for request in asked]
+        if not self.adaptive:
+            return [self.bounded(self._usual, request) for request in asked]
+        return self._adapted(asked, num_other_rows)
 
     def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
         if not self.adaptive:
@@ -302,10 +331,6 @@ class Controller:
         of_task = self._lengths.get(task, self._length)
         return of_task.value if of_task.weight else FIRST_LENGTH
 
-    def _fixed(self, request: Asked) -> Choice:
-        allowed = request.members is None or 0 in request.members
-        return Choice(0, request.limit) if allowed and request.limit > 0 else NOTHING
-
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
         if self._held_s <= 0 or self._has_changed(len(asked)):
@@ -315,39 +340,32 @@ class Controller:
             choice = self._chosen.get(request.sequence_id)
             if choice is None:
                 choice = self._chosen[request.sequence_id] = self._of_task.get(request.task, self._usual)
-            choices.append(self._bounded(choice, request))
+            choices.append(self.bounded(choice, request))
         if self._try is not None:
             self._apply_try(self._try, asked, choices)
         return choices
 
     def _has_changed(self, num_requests: int) -> bool:
         """True when the plan was made for another load."""
-        return abs(num_requests - self._planned_for) > 0.2 * max(num_requests, self._planned_for)
+        return self.adaptive and abs(num_requests - self._planned_for) > 0.2 * max(
+            num_requests, self._planned_for
+        )
 
-    def _bounded(self, choice: Choice, request: Asked) -> Choice:
+    def bounded(self, choice: Choice, request: Asked) -> Choice:
+        """What of a choice the request may have."""
         member, depth, lookup, min_tokens = choice
         limit, allowed = request.limit, request.members
-        if choice == NOTHING or (allowed is None and self._most(choice) <= limit):
+        if choice == NOTHING or (allowed is None and limit >= max(depth, min_tokens, 1)):
             return choice
         if limit < 1:
             return NOTHING
-        if member != NOBODY:
-            if allowed is not None and member not in allowed:
-                member = NOBODY
-            elif depth > limit or not self.members[member].is_chain:
-                depth = limit
+        if member != NOBODY and allowed is not None and member not in allowed:
+            member = NOBODY
         if lookup != NOBODY and (min_tokens > limit or (allowed is not None and lookup not in allowed)):
             lookup = NOBODY
         if member == lookup == NOBODY:
             return NOTHING
-        return Choice(member, depth if member != NOBODY else 0, lookup, min_tokens)
-
-    def _most(self, choice: Choice) -> float:
-        """From which limit on a choice can stay as it is."""
-        member, depth, lookup, min_tokens = choice
-        if member != NOBODY and not self.members[member].is_chain:
-            return math.inf
-        return max(depth, min_tokens if lookup != NOBODY else 0, 1)
+        return Choice(member, min(depth, limit) if member != NOBODY else 0, lookup, min_tokens)
 
     # --- plans ------------------------------------------------------------------------------------------------
 
@@ -368,8 +386,10 @@ class Controller:
         if kept.tokens_per_s * KEPT_GAIN >= plan.tokens_per_s:
             plan = market.price(old.members, old.depths, look(kept)) if look else kept
         choices = [
-            Choice(int(m), int(d), *guess)
-            for m, d, guess in zip(plan.members, plan.depths, plan.guesses.choices, strict=True)
+            Choice(m, self._levels_asked(m, d), *guess)
+            for m, d, guess in zip(
+                plan.members.tolist(), plan.depths.tolist(), plan.guesses.choices, strict=True
+            )
         ]
         self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
         self._usual = _most_common(choices)
@@ -387,13 +407,14 @@ class Controller:
         self._planned_for = len(asked)
         self._consider_try(market, plan, asked)
         self._resting = self._try is None and all(choice == NOTHING for choice in choices)
-        took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
-        self._held_s = min(took_s / PLAN_SHARE, MAX_HELD_STEPS * self._step_s.value)
+        self.planning_s = took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
+        price_s = took_s + self._books_s.value
+        self._held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self._step_s.value)
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
         """The choices that hold, for the requests at hand."""
         choices = [
-            self._bounded(self._chosen.get(r.sequence_id, self._of_task.get(r.task, self._usual)), r)
+            self.bounded(self._chosen.get(r.sequence_id, self._of_task.get(r.task, self._usual)), r)
             for r in asked
         ]
         members = np.array([choice.member for choice in choices])
@@ -405,6 +426,11 @@ class Controller:
         return (
             0 if member == NOBODY else self.members[member].max_depth if self.members[member].is_chain else 1
         )
+
+    def _levels_asked(self, member: int, depth: int) -> int:
+        """Trees are not chosen in depth: they are asked for all that they can be."""
+        member_ = self.members[member]
+        return depth if member == NOBODY or member_.is_chain else member_.max_depth
 
     def _lookups(self, asked: Seq[Asked], market: Market, plan: Plan) -> Guesses:
         """For each request the lookup that is to be asked first, and how long its guess must be to beat what the plan
@@ -488,19 +514,12 @@ class Controller:
 
     def _begins_probe(self, asked: Seq[Asked], num_other_rows: int) -> bool:
         """Whether this step is the first of a few without drafts."""
-        if (
-            self._credit_s["probe"] <= 0
-            or num_other_rows
-            or self._try is not None
-            or self._turn % PROBE_EVERY
-        ):
-            return False
-        if not self.realised.can_probe(len(asked)):
+        if self._credit_s["probe"] <= 0 or num_other_rows or self._try is not None:
             return False
         off_s = self._step_s.value  # not less than without drafts, and known without a calculation
         gain = self._gain or 1.5
-        price_s = NUM_OFF_STEPS * off_s * max(0.02, 1 - 1 / gain)
-        if self._credit_s["probe"] < price_s:
+        price_s = NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
+        if self._credit_s["probe"] < price_s or not self.realised.can_probe(len(asked)):
             return False
         self._pay("probe", price_s)
         return True
@@ -526,19 +545,19 @@ class Controller:
         members[i], depths[i] = number, 1
         tried = market.price(members, depths)
         tokens = tried.tokens_per_s * tried.step_s
-        price_s = TRY_STEPS * max(0.0, tried.step_s - tokens / plan.tokens_per_s)
+        price_s = TRY_STEPS * (max(0.0, tried.step_s - tokens / plan.tokens_per_s) + self._books_s.value)
         price_s += self._num_unseen(number, asked[i]) * self.draft_costs[number].missed_token_s
         # What costs more than can be saved up is tried too, and paid off afterwards: it may be cheaper than believed.
         if min(price_s, MAX_CREDIT_STEPS * self._step_s.value) <= self._credit_s["try"]:
             self._pay("try", price_s)
             self._last_try[asked[i].sequence_id, number] = self._turn
-            self._try = _Try(asked[i].sequence_id, Choice(number, 1))
+            self._try = _Try(asked[i].sequence_id, Choice(number, self._levels_asked(number, 1)))
 
     def _apply_try(self, trial: _Try, asked: Seq[Asked], choices: list[Choice]) -> None:
         trial.steps_left -= 1
         for i, request in enumerate(asked):
             if request.sequence_id == trial.sequence_id:
-                choices[i] = self._bounded(trial.choice, request)
+                choices[i] = self.bounded(trial.choice, request)
                 self._tried = request.sequence_id
                 break
         else:
@@ -554,39 +573,54 @@ class Controller:
 
     def learn(self, facts: StepFacts) -> None:
         """What the step did and took."""
-        seconds = facts.seconds
-        if not 0 < seconds < math.inf:
+        self._tried, self.planning_s = None, 0.0
+        if not 0 < facts.seconds < math.inf:
+            self._is_steady = False
             return  # no step takes no time: a clock jumped
-        self._step_s.learn(seconds)
-        self._held_s -= seconds
-        self._total_s += seconds
-        most_s = MAX_CREDIT_STEPS * self._step_s.value
-        for_tries = 0.5 if facts.num_drafted else 1.0  # without drafts there is nothing to probe
-        for what, part in ("probe", 1 - for_tries), ("try", for_tries):
-            credit_s = self._credit_s[what]
-            self._credit_s[what] = min(credit_s + part * self.probe_share * seconds, max(credit_s, most_s))
         for call in facts.calls:
             self.draft_costs[call.member].learn(call.drafted, self._num_missed[call.member], call.seconds)
         number = len(facts.gains)
-        if not number:
-            return
-        self.cost.learn(
-            num_sequences=number,
-            num_rows=facts.num_rows,
-            drafted=facts.num_drafted,
-            checked=facts.num_checked,
-            seconds=facts.undrafted_s,
-        )
-        if not self._in_probe:
-            self._outcomes.extend(facts.outcomes)
-            self._depths.append((number, facts.num_checked))
-        if not facts.num_others:
-            self.realised.learn(
-                ComparedStep(number, facts.seconds, facts.gains, self._speculates), self._in_probe
+        if number:
+            self.cost.learn(
+                num_sequences=number,
+                num_rows=facts.num_rows,
+                drafted=facts.num_drafted,
+                checked=facts.num_checked,
+                seconds=facts.undrafted_s,
             )
+            if not self._in_probe:
+                self._outcomes.extend(facts.outcomes)
+                self._depths.append((number, facts.num_checked))
+        passed, self._passed_s = self._passed_s, []
+        for seconds in (*passed, facts.seconds):
+            self._step_s.learn(seconds)
+        self._earn(sum(passed) + facts.seconds, facts.num_drafted > 0)
+        if facts.gains and not facts.num_others:
+            compared = ComparedStep(number, facts.seconds, facts.gains, self._speculates)
+            self.realised.learn(compared, self._in_probe)
             self._probe_left -= self._in_probe
+        self._held_s -= facts.seconds
+        self._books_s.learn(facts.books_s)
+        self._repeats = min(int(self._books_s.value / (BOOKS_SHARE * self._step_s.value)), MAX_REPEATS)
+        self._is_steady = self._try is None and not self._in_probe
         if len(self._outcomes) >= MAX_UNLEARNED:
             self._work_in()
+
+    def pass_by(self, seconds: float) -> None:
+        """A step that repeated what was decided, and what it took."""
+        self._repeats -= 1
+        if 0 < seconds < math.inf:
+            self._passed_s.append(seconds)
+            self._held_s -= seconds
+
+    def _earn(self, seconds: float, drafted: bool) -> None:
+        """Credit for tries and probes."""
+        self._total_s += seconds
+        most_s = MAX_CREDIT_STEPS * self._step_s.value
+        for_tries = 0.5 if drafted else 1.0  # without drafts there is nothing to probe
+        for what, part in ("probe", 1 - for_tries), ("try", for_tries):
+            credit_s = self._credit_s[what]
+            self._credit_s[what] = min(credit_s + part * self.probe_share * seconds, max(credit_s, most_s))
 
     def _work_in(self) -> None:
         """Learn what was only kept so far."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.group import DrafterGroup
 from slipstream.draft.merging import share_of
 from slipstream.draft.registry import validate
@@ -59,12 +59,11 @@ class Selection(NamedTuple):
 
 
 FIRST = Selection(0)
-_Wish = tuple[Sequence, int, Selection]
+Wish = tuple[Sequence, int, Selection]
 """A sequence, its budget, and whom to ask."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
+class Asking(NamedTuple):
     """One drafter's turn in a step."""
 
     member: int
@@ -74,7 +73,7 @@ class Asking:
 
 
 class AutoDrafter(DrafterGroup):
-    """Asks for each sequence the drafter that was chosen for it: `choose` comes before `propose`.
+    """Asks for each sequence the drafter that was chosen for it, with `ask_chosen`; the first one, where nobody chose.
 
     Drafters that learn from others' text observe all that is committed, so that one that was not asked for a while is
     not behind the times.
@@ -85,31 +84,35 @@ class AutoDrafter(DrafterGroup):
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs() or _usual(context))
         self.asked: list[Asking] = []
-        """What the last call of `propose` took, drafter by drafter."""
+        """What the last proposals took, drafter by drafter."""
         self.found: dict[int, Proposal] = {}
-        """Sequence id to what a lookup that was asked first guessed in the last call of `propose`, taken or not."""
-        self._chosen: dict[int, Selection] = {}
+        """Sequence id to what a lookup that was asked first guessed the last time, taken or not."""
+        self._most = [member.drafter.max_nodes() for member in self.members]
+        self._learns = [type(member.drafter).observe is not Drafter.observe for member in self.members]
         self._open: dict[int, tuple[int, Proposal, int]] = {}
         """The member that was asked for a sequence, what it proposed, and the text's length then."""
 
-    def choose(self, chosen: Mapping[int, Selection]) -> None:
-        """By sequence id, whom to ask; the first drafter where nothing is said."""
-        self._chosen = dict(chosen)
-
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        answers = self.ask_chosen(
+            [(sequence, budget, FIRST) for sequence, budget in zip(sequences, budgets, strict=True)]
+        )
+        return [answers.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+
+    def ask_chosen(self, wishes: Seq[Wish]) -> dict[int, Proposal]:
+        """Sequence id to proposal; absent where nobody was asked. Raises nothing: each drafter is guarded."""
         self.asked, self.found = [], {}
         proposals: dict[int, Proposal] = {}
-        first: dict[int, list[_Wish]] = {}
-        then: dict[int, list[_Wish]] = {}
-        for sequence, budget in zip(sequences, budgets, strict=True):
-            wish = sequence, budget, self._chosen.get(sequence.id, FIRST)
-            if wish[2].lookup is not None:
-                first.setdefault(wish[2].lookup, []).append(wish)
-            elif wish[2].member is not None:
-                then.setdefault(wish[2].member, []).append(wish)
-        for number, wishes in sorted(first.items()):
-            answers = self._ask(number, [(sequence, budget) for sequence, budget, _ in wishes])
-            for wish in wishes:
+        first: dict[int, list[Wish]] = {}
+        then: dict[int, list[Wish]] = {}
+        for wish in wishes:
+            selection = wish[2]
+            if selection.lookup is not None:
+                first.setdefault(selection.lookup, []).append(wish)
+            elif selection.member is not None:
+                then.setdefault(selection.member, []).append(wish)
+        for number, asking in sorted(first.items()):
+            answers = self._ask(number, [(sequence, budget) for sequence, budget, _ in asking])
+            for wish in asking:
                 sequence, _, selection = wish
                 proposal = self.found[sequence.id] = answers.get(sequence.id, EMPTY_PROPOSAL)
                 if len(proposal) >= selection.min_tokens:
@@ -118,28 +121,30 @@ class AutoDrafter(DrafterGroup):
                 self._open.pop(sequence.id, None)
                 if selection.member is not None:
                     then.setdefault(selection.member, []).append(wish)
-        for number, wishes in sorted(then.items()):
-            budgets_of = [
+        for number, asking in sorted(then.items()):
+            budgets = [
                 (sequence, budget if selection.budget is None else min(selection.budget, budget))
-                for sequence, budget, selection in wishes
+                for sequence, budget, selection in asking
             ]
-            proposals |= self._ask(number, budgets_of)
-        return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+            proposals |= self._ask(number, budgets)
+        return proposals
 
     def _ask(self, number: int, asked: Seq[tuple[Sequence, int]]) -> dict[int, Proposal]:
         """One drafter's proposals, by sequence id, for those whom it serves."""
-        member = self.members[number]
-        most = member.drafter.max_nodes()
-        served = [(sequence, min(budget, most)) for sequence, budget in asked if member.serves(sequence)]
-        sequences, budgets = [sequence for sequence, _ in served], [budget for _, budget in served]
-        if not sequences:
-            return {}
+        member, most = self.members[number], self._most[number]
+        if member.num_failures:
+            asked = [(sequence, budget) for sequence, budget in asked if member.serves(sequence)]
+            if not asked:
+                return {}
+        sequences, budgets = [sequence for sequence, _ in asked], [min(budget, most) for _, budget in asked]
         started_s = time.perf_counter()
         answers = member.ask(sequences, budgets)
         self.asked.append(Asking(number, sequences, budgets, time.perf_counter() - started_s))
+        proposals: dict[int, Proposal] = {}
         for sequence, proposal in zip(sequences, answers, strict=True):
             self._open[sequence.id] = number, proposal, len(sequence.token_ids)
-        return {sequence.id: proposal for sequence, proposal in zip(sequences, answers, strict=True)}
+            proposals[sequence.id] = proposal
+        return proposals
 
     def drafted_by(self, sequence: Sequence) -> int | None:
         """Who was asked for the sequence's last proposal, until it is observed; None where nobody was."""
@@ -149,6 +154,8 @@ class AutoDrafter(DrafterGroup):
     def observe(self, observations: Seq[Observation]) -> None:
         opened = [self._open.pop(seen.sequence.id, None) for seen in observations]
         for number, member in enumerate(self.members):
+            if not self._learns[number]:
+                continue
             everyone = member.drafter.observes_all
             shares = [
                 _share(number, seen, made)
@@ -159,7 +166,6 @@ class AutoDrafter(DrafterGroup):
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)
-        self._chosen.pop(sequence.id, None)
         super().release(sequence)
 
     def num_held(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 
 from slipstream.control.controller import (
     MAX_LEARNED,
@@ -21,7 +23,7 @@ from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport, MethodReport
 from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
-from slipstream.draft.auto import AutoDrafter, Selection
+from slipstream.draft.auto import AutoDrafter, Selection, Wish
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
@@ -34,7 +36,7 @@ SCORED_EVERY = 4
 
 @dataclass(slots=True)
 class _Step:
-    """What the controller decided for the step under way, and what came of it."""
+    """What the controller decided for a step, and what it is to be told of it."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     """Sequence id to choice, for those that decode."""
@@ -43,6 +45,8 @@ class _Step:
     outcomes: list[Outcome] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
     num_drafted: int = 0
+    books_s: float = 0.0
+    """Asking the controller and preparing what it is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,12 @@ class Drafting(Guard):
         self.controller = controller
         self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
-        self._step = _Step()
+        self._step: _Step | None = None
+        """The one under way; None where it only repeats what was decided."""
         self._unchecked: dict[int, _Unchecked] = {}
         self._turn = 0
+        self._learning_s = 0.0
+        """What telling the controller of a step took, the last time."""
         self._changed: dict[int, tuple[Proposal, int]] = {}
         """Sequence id to the drafter's own proposal, where another one is checked, and the text's length then."""
 
@@ -93,12 +100,10 @@ class Drafting(Guard):
                 for item in scheduled
                 if (item.max_draft_tokens > 0 or not item.decodes) and self._may_draft(item.sequence)
             ]
+            answers = self.ask([sequence for sequence, _ in asked], [budget for _, budget in asked])
+            proposals = {sequence.id: answer for (sequence, _), answer in zip(asked, answers, strict=True)}
         else:
-            asked = self._controlled(self.controller, scheduled)
-        started_s = time.perf_counter()
-        answers = self.ask([sequence for sequence, _ in asked], [budget for _, budget in asked])
-        self._note_calls(asked, time.perf_counter() - started_s)
-        proposals = {sequence.id: answer for (sequence, _), answer in zip(asked, answers, strict=True)}
+            proposals = self._ask_wishes(self._wishes(self.controller, scheduled))
         if self.controller is None or not self.controller.in_probe:
             for item in scheduled:
                 if item.sequence.grammar is not None and item.max_draft_tokens > 0:
@@ -108,29 +113,44 @@ class Drafting(Guard):
     def _may_draft(self, sequence: Sequence) -> bool:
         return sequence.max_draft_tokens != 0 and self.serves(sequence)
 
-    def _controlled(
-        self, controller: Controller, scheduled: Seq[ScheduledSequence]
-    ) -> list[tuple[Sequence, int]]:
-        """Whom the controller has drafted for, and how deep."""
-        self._turn += 1
-        step = self._step = _Step()
+    def _wishes(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> list[Wish]:
+        """Whom the controller has drafted for, by whom, and how deep."""
         decoding = [item for item in scheduled if item.decodes]
-        step.num_others = sum(item.num_rows for item in scheduled) - len(decoding)
-        if controller.rests(len(decoding)):
-            return []
+        alone = len(decoding) == len(scheduled)
+        if alone and controller.repeats(len(decoding)):
+            self._step = _Step() if controller.wants_books else None
+            return [] if controller.rests else self._again(controller, decoding)
+        started_s = time.perf_counter()
+        self._turn += 1
+        step = self._step = _Step(num_others=sum(item.num_rows for item in scheduled) - len(decoding))
+        wishes: list[Wish] = []
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
-        asked: list[tuple[Sequence, int]] = []
-        selected: dict[int, Selection] = {}
         for item, choice in zip(decoding, choices, strict=True):
-            sequence = item.sequence
-            step.choices[sequence.id] = choice
-            if choice.lookup != NOBODY:
-                member = None if choice.member == NOBODY else choice.member
-                selected[sequence.id] = Selection(member, choice.depth, choice.lookup, choice.min_tokens)
-                asked.append((sequence, item.max_draft_tokens))
-            elif choice.member != NOBODY:
-                selected[sequence.id] = Selection(choice.member)
-                asked.append((sequence, choice.depth))
+            step.choices[item.sequence.id] = choice
+            if choice != NOTHING:
+                wishes.append((item.sequence, item.max_draft_tokens, _selection(choice)))
+        if not alone:
+            wishes += self._announced(controller, scheduled)
+        if self._group is not None and decoding and self._turn % SCORED_EVERY == 0:
+            self._look_up(controller, step, decoding[self._turn // SCORED_EVERY % len(decoding)])
+        step.books_s = time.perf_counter() - started_s - controller.planning_s
+        return wishes
+
+    def _again(self, controller: Controller, decoding: Seq[ScheduledSequence]) -> list[Wish]:
+        """What was decided before."""
+        wishes: list[Wish] = []
+        anyone = self._group is not None or not (self.retired or self.num_retired)
+        for item in decoding:
+            sequence, limit = item.sequence, item.max_draft_tokens
+            choice = controller.standing(sequence.id, sequence.task)
+            if sequence.draft_method is not None or not anyone:
+                choice = controller.bounded(choice, self._asked(item))
+            if choice[0] != choice[2] and limit > 0:  # not `NOTHING`
+                wishes.append((sequence, limit, _selection(choice)))
+        return wishes
+
+    def _announced(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> Iterator[Wish]:
+        """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
             if item.decodes or not self._may_draft(sequence) or controller.in_probe:
@@ -140,24 +160,37 @@ class Drafting(Guard):
                 sequence.id, sequence.task, item.num_rows, length, sequence.params.max_tokens
             )
             if member != NOBODY and self._allows(sequence, member):
-                selected[sequence.id] = Selection(member)
-                asked.append((sequence, 0))
-        if self._group is not None:
-            self._group.choose(selected)
-            if self._turn % SCORED_EVERY == 0 and decoding:
-                self._look_up(controller, self._group, decoding[self._turn // SCORED_EVERY % len(decoding)])
-        return asked
+                yield sequence, 0, Selection(member)
 
-    def _look_up(self, controller: Controller, group: AutoDrafter, item: ScheduledSequence) -> None:
+    def _ask_wishes(self, wishes: Seq[Wish]) -> dict[int, Proposal]:
+        """Sequence id to proposal; keeps what the calls took."""
+        assert self.controller is not None
+        if not wishes:
+            return {}
+        if self._group is not None:
+            answers = self._group.ask_chosen(wishes)
+            for asking in self._group.asked:
+                if self._step is not None or not self.controller.members[asking.member].looks_up:
+                    self._note_call(*asking)
+            return answers
+        sequences = [sequence for sequence, _, _ in wishes]
+        budgets = [budget if s.budget is None else min(budget, s.budget) for _, budget, s in wishes]
+        started_s = time.perf_counter()
+        proposals = self.ask(sequences, budgets)
+        self._note_call(0, sequences, budgets, time.perf_counter() - started_s)
+        return {sequence.id: answer for sequence, answer in zip(sequences, proposals, strict=True)}
+
+    def _look_up(self, controller: Controller, step: _Step, item: ScheduledSequence) -> None:
         """Ask a lookup that was not chosen what it would have guessed, to see later whether it was right.
 
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
+        assert self._group is not None
         sequence = item.sequence
-        asked_first = self._step.choices[sequence.id].lookup
+        asked_first = step.choices[sequence.id].lookup
         if sequence.id in self._unchecked:
             return
-        for member, guard in enumerate(group.members):
+        for member, guard in enumerate(self._group.members):
             if member == asked_first or not guard.drafter.looks_up or not self._allows(sequence, member):
                 continue
             limit = min(item.max_draft_tokens, guard.drafter.max_nodes())
@@ -182,21 +215,15 @@ class Drafting(Guard):
         wanted = sequence.draft_method in (None, self._group.names[member])
         return wanted and self._group.members[member].serves(sequence)
 
-    def _note_calls(self, asked: Seq[tuple[Sequence, int]], seconds: float) -> None:
-        if self.controller is None or not asked:
-            return
-        if self._group is None:
-            self._note_call(0, [sequence for sequence, _ in asked], [budget for _, budget in asked], seconds)
-            return
-        for asking in self._group.asked:
-            self._note_call(asking.member, asking.sequences, asking.budgets, asking.seconds)
-
     def _note_call(self, member: int, sequences: Seq[Sequence], budgets: Seq[int], seconds: float) -> None:
-        assert self.controller is not None
-        for sequence, budget in zip(sequences, budgets, strict=True):
-            if budget:
-                self.controller.meet(member, sequence.id, len(sequence.token_ids))
-        self._step.calls.append(Call(member, self._drafted(member, budgets), seconds))
+        controller = self.controller
+        assert controller is not None
+        if not controller.members[member].looks_up:
+            for sequence, budget in zip(sequences, budgets, strict=True):
+                if budget:
+                    controller.meet(member, sequence.id, len(sequence.token_ids))
+        if self._step is not None:
+            self._step.calls.append(Call(member, self._drafted(member, budgets), seconds))
 
     def _drafted(self, member: int, budgets: Seq[int]) -> Drafted:
         assert self.controller is not None
@@ -220,23 +247,31 @@ class Drafting(Guard):
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts on its own guesses, and the controller what they were worth."""
         own = [self._own(seen) for seen in observations] if self._changed else observations
-        if self.controller is not None:
-            step = self._step
-            step.gains = [
+        if self.controller is not None and self._step is not None:
+            self._step.gains = [
                 Gain(seen.sequence.task, len(seen.sequence.token_ids) - seen.length_before)
                 for seen in observations
             ]
-            step.num_drafted = sum(len(seen.proposal) > 0 for seen in observations)
-            every = max(1, -(-len(own) // MAX_LEARNED))
-            turn, tried = self._turn % every, self.controller.tried
-            step.outcomes = [
-                self._outcome(seen)
-                for number, seen in enumerate(own)
-                if number % every == turn or seen.sequence.id == tried
-            ]
-            if self._unchecked:
-                self._score(self.controller)
-        super().observe(own)
+            self._prepare(self.controller, self._step, own)
+        if self._group is not None:
+            self._group.observe(own)
+        else:
+            super().observe(own)
+
+    def _prepare(self, controller: Controller, step: _Step, own: Seq[Observation]) -> None:
+        """What the controller is told of the step."""
+        started_s = time.perf_counter()
+        step.num_drafted = sum(len(seen.proposal) > 0 for seen in own)
+        every = max(1, -(-len(own) // MAX_LEARNED))
+        turn, tried = self._turn % every, controller.tried
+        step.outcomes = [
+            self._outcome(step, seen)
+            for number, seen in enumerate(own)
+            if number % every == turn or seen.sequence.id == tried
+        ]
+        if self._unchecked:
+            self._score(controller)
+        step.books_s += time.perf_counter() - started_s
 
     def method_of(self, sequence: Sequence) -> str:
         """Who was asked for a sequence in this step, until it is observed; `off` where `auto` asked nobody."""
@@ -247,27 +282,35 @@ class Drafting(Guard):
 
     def finish(self, report: StepReport) -> None:
         """The step is over; `report` says what it took."""
-        if self.controller is None:
+        controller, step = self.controller, self._step
+        if controller is None:
             return
-        step = self._step
+        seconds = report.draft_s + report.verify_s + report.other_s
+        if step is None:
+            controller.pass_by(seconds)
+            return
         draft_s = sum(call.seconds for call in step.calls)
-        self.controller.learn(
+        started_s = time.perf_counter()
+        controller.learn(
             StepFacts(
                 num_rows=report.num_rows + report.num_draft_tokens,
                 num_others=step.num_others,
-                undrafted_s=report.draft_s + report.verify_s + report.other_s - draft_s,
+                undrafted_s=seconds - draft_s - step.books_s - controller.planning_s,
                 calls=step.calls,
                 outcomes=step.outcomes,
                 num_drafted=step.num_drafted,
                 num_checked=report.num_draft_tokens,
                 gains=step.gains,
+                books_s=step.books_s + self._learning_s,
             )
         )
-        self._step = _Step()
+        self._learning_s = time.perf_counter() - started_s
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         self._changed.pop(sequence.id, None)
+        if self.controller is not None and sequence.finished and sequence.id in self._unchecked:
+            self._score(self.controller)
         self._unchecked.pop(sequence.id, None)
         super().release(sequence)
         if self.controller is not None:
@@ -300,9 +343,9 @@ class Drafting(Guard):
         changed = self._changed.pop(seen.sequence.id, None)
         return seen if changed is None else share_of(seen, *changed)
 
-    def _outcome(self, own: Observation) -> Outcome:
+    def _outcome(self, step: _Step, own: Observation) -> Outcome:
         sequence = own.sequence
-        choice = self._step.choices.get(sequence.id, NOTHING)
+        choice = step.choices.get(sequence.id, NOTHING)
         member = choice.member
         if self._group is not None and choice is not NOTHING:
             made_by = self._group.drafted_by(sequence)
@@ -337,3 +380,11 @@ class Drafting(Guard):
                 continue
             del self._unchecked[key]
             controller.score(unchecked.member, sequence.task, len(proposal), accepted)
+
+
+@cache
+def _selection(choice: Choice) -> Selection:
+    """The same in the words of `auto`."""
+    member = None if choice.member == NOBODY else choice.member
+    lookup = None if choice.lookup == NOBODY else choice.lookup
+    return Selection(member, choice.depth, lookup, choice.min_tokens)

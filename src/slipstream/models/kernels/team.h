@@ -34,7 +34,7 @@ struct Progress {
 
 // How long a worker waits awake for the next pass, some hundreds of microseconds: waking it up takes longer than the
 // Python between two passes of a small draft.
-constexpr int IDLE_SPINS = 16384;
+constexpr int IDLE_SPINS = 65536;
 
 class Team {
  public:
