@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.copies import SequenceCopies, copies_of_proposals, copy_of_observation
 from slipstream.draft.worker import CallTimeout, Worker
+from slipstream.kv.cache import KVCache, ReadOnlyCache
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,8 @@ class Guard:
 
     One that does nothing but fail, or takes longer than `timeout_s` for a call, is retired for good: `retired` says
     why. Failures are counted in `num_failures` and logged once. Drafters that are not Slipstream's own are called in a
-    thread of their own, so that one that never returns harms nobody.
+    thread of their own, so that one that never returns harms nobody, and see and give copies only (`draft.copies`), so
+    that one that goes on after its time can change nothing.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Guard:
         self._retired: set[int] = set()
         self._failures_in_a_row = 0
         self._worker = None if _is_ours(drafter) else Worker()
+        self._copies = SequenceCopies()
 
     @property
     def num_retired(self) -> int:
@@ -56,6 +60,10 @@ class Guard:
     def serves(self, sequence: Sequence) -> bool:
         """False once the drafter has failed the sequence, or is retired for good."""
         return not self.retired and sequence.id not in self._retired
+
+    def attach(self, cache: KVCache) -> None:
+        """Introduce the drafter to its target's cache, as far as it is trusted with it."""
+        self.drafter.attach(cache if self._worker is None else ReadOnlyCache(cache))
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One proposal a sequence that it `serves`, within its budget; the empty one where the drafter fails."""
@@ -71,24 +79,41 @@ class Guard:
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts of the sequences that it still serves."""
         served = [seen for seen in observations if self.serves(seen.sequence)]
-        if not served:
-            return
+        if not served or type(self.drafter).observe is Drafter.observe:
+            return  # nobody listens
         try:
-            self._call(lambda: self.drafter.observe(served))
+            shown = served if self._worker is None else self._copied(served)
+            self._call(lambda: self.drafter.observe(shown))
         except Exception as error:
             self._note_timeout(error)
             for seen in served:
                 self._retire(seen.sequence, error)
             self._count_failure(error)
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Tokens of the sequence were taken back: it ends earlier than at the last call."""
+        if not self.serves(sequence):
+            return
+        try:
+            if self._worker is not None:
+                self._copies.rewind(sequence)
+            shown = self._shown(sequence)
+            self._call(lambda: self.drafter.rewind(shown))
+        except Exception as error:
+            self._note_timeout(error)
+            self._retire(sequence, error)
+            self._count_failure(error)
+
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         if not self.retired:
             try:
-                self._call(lambda: self.drafter.release(sequence))
+                shown = self._shown(sequence)
+                self._call(lambda: self.drafter.release(shown))
             except Exception as error:
                 self._note_timeout(error)
                 self._retire(sequence, error)
+        self._copies.drop(sequence)
         if sequence.finished:
             self._retired.discard(sequence.id)
 
@@ -108,13 +133,26 @@ class Guard:
         return result
 
     def _ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        proposals = self._call(lambda: self.drafter.propose(sequences, budgets))
+        drafter = self.drafter
+        if self._worker is None:
+            proposals = self._call(lambda: drafter.propose(sequences, budgets))
+        else:
+            shown, limits = [self._copies.of(sequence) for sequence in sequences], list(budgets)
+            proposals = self._call(lambda: copies_of_proposals(drafter.propose(shown, limits)))
         if len(proposals) != len(sequences):
             raise ValueError(f"{len(proposals)} proposals for {len(sequences)} sequences")
         for proposal, budget in zip(proposals, budgets, strict=True):
             self._check(proposal, budget)
         self._failures_in_a_row = 0
         return proposals
+
+    def _shown(self, sequence: Sequence) -> Sequence:
+        """The sequence as the drafter knows it."""
+        return sequence if self._worker is None else self._copies.of(sequence)
+
+    def _copied(self, observations: Seq[Observation]) -> list[Observation]:
+        """What is told of a step to a drafter that is not trusted."""
+        return [copy_of_observation(seen, self._copies.of(seen.sequence)) for seen in observations]
 
     def _ask_alone(self, sequence: Sequence, budget: int) -> Proposal:
         if self.retired:
