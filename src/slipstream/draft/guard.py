@@ -219,6 +219,8 @@ class Guard:
         if not self.retired:
             self.retired = why
             self._retired.clear()
+            if self._worker is not None:
+                self._worker.close()
             logger.warning("drafter %s is retired for good: %s", type(self.drafter).__name__, why)
 
 
