@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.core import Proposal, ProposalKind, Sequence
+from slipstream.core import FinishReason, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.sampling.params import SamplingParams
@@ -206,3 +207,145 @@ def test_our_own_drafters_get_the_things_themselves() -> None:
     assert ours.cache is cache
     assert ours.shown[0] is seq
     assert proposal is ours.answer
+
+
+# --- late answers ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LateDrafter(Plugin):
+    """One of ours, which takes `takes_s` for a call."""
+
+    __module__ = "slipstream.draft.late"
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.takes_s = 0.0
+        self.held: dict[int, int] = {}
+        self.answer = Proposal.chain([1])
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        self.clock.now += self.takes_s
+        self.held |= {seq.id: len(seq.token_ids) for seq in sequences}
+        return super().propose(sequences, budgets)
+
+    def release(self, sequence: Sequence) -> None:
+        self.held.pop(sequence.id, None)
+
+    def num_held(self) -> int:
+        return len(self.held)
+
+
+def late() -> tuple[LateDrafter, Guard, Clock]:
+    clock = Clock()
+    drafter = LateDrafter(clock)
+    return drafter, guarded(drafter, timeout_s=1.0, clock=clock), clock
+
+
+def test_a_drafter_that_was_late_is_asked_again_and_has_forgotten_every_sequence() -> None:
+    drafter, guard, clock = late()
+    asked, other, finished = sequence(1), sequence(2), sequence(3)
+    assert [len(p) for p in guard.ask([asked, other, finished], [4] * 3)] == [1, 1, 1]
+    drafter.takes_s = 5.0
+    assert [len(p) for p in guard.ask([asked], [4])] == [0]
+    assert (guard.num_failures, guard.num_held()) == (1, 0)
+    assert guard.retired == "a call ended with an answer after 5.0 s, later than 1 s"
+    drafter.takes_s = 0.0
+    finished.finish_reason = FinishReason.STOP
+    guard.release(finished)
+    clock.now += FIRST_PAUSE_S - 1
+    assert not guard.serves(asked)
+    assert drafter.calls.count("propose") == 2
+    clock.now += 1
+    assert guard.serves(asked)
+    assert guard.retired == ""
+    other.token_ids += [4, 5]
+    assert [len(p) for p in guard.ask([other], [4])] == [1]
+    assert drafter.held == {2: 12}, "what it knew of all others is gone"
+    assert guard.num_held() == 1
+
+
+def test_pauses_double_and_end_for_good() -> None:
+    drafter, guard, clock = late()
+    drafter.takes_s = 2.0
+    seq = sequence()
+    for number in range(MAX_TIMEOUTS):
+        assert guard.serves(seq)
+        guard.ask([seq], [4])
+        assert guard.retired
+        clock.now += FIRST_PAUSE_S * 2**number - 0.5
+        assert not guard.serves(seq)
+        clock.now += 1.0
+    assert guard.num_failures == MAX_TIMEOUTS
+    clock.now += 1e9
+    assert not guard.serves(seq)
+    assert f"and {MAX_TIMEOUTS - 1} did before" in guard.retired
+
+
+def test_a_sequence_that_was_failed_is_served_again_after_a_pause() -> None:
+    drafter, guard, clock = late()
+    drafter.answer = None
+    guard.ask([sequence(1)], [4])
+    assert (guard.num_retired, guard.serves(sequence(1))) == (1, False)
+    drafter.takes_s = 5.0
+    guard.ask([sequence(2)], [4])
+    clock.now += FIRST_PAUSE_S
+    assert guard.serves(sequence(1))
+
+
+def test_late_in_observe_and_release() -> None:
+    for call in ("observe", "release"):
+        drafter, guard, clock = late()
+        seq = sequence()
+        guard.ask([seq], [4])
+
+        def slowly(*_: Any, clock: Clock = clock) -> None:
+            clock.now += 5
+
+        setattr(drafter, call, slowly)
+        if call == "observe":
+            guard.observe([Observation(seq, Proposal(), 0, torch.zeros(1, VOCAB))])
+        else:
+            guard.release(seq)
+        assert guard.retired
+        assert guard.num_failures == 1
+
+
+def test_a_plugin_that_still_hangs_is_not_asked_again_and_one_that_has_answered_is() -> None:
+    go_on = threading.Event()
+    clock = Clock()
+
+    class Hanging(Plugin):
+        def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+            super().propose(sequences, budgets)
+            if self.calls.count("propose") == 2:
+                go_on.wait(30)
+            return [Proposal.chain([self.calls.count("propose")])] * len(sequences)
+
+    plugin, seq = Hanging(), sequence()
+    guard = guarded(plugin, timeout_s=0.2, clock=clock)
+    assert guard.ask([seq], [4])[0].token_ids == (1,)
+    [before] = plugin.shown
+    assert guard.ask([seq], [4])[0].token_ids == ()
+    clock.now += FIRST_PAUSE_S
+    assert guard.retired
+    assert not guard.serves(seq), "it still hangs"
+    go_on.set()
+    until_s = time.monotonic() + 10
+    while guard.retired and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert guard.serves(seq)
+    assert guard.ask([seq], [4])[0].token_ids == (3,), "what it said too late is thrown away"
+    assert plugin.calls == ["propose", "propose", "release", "propose"]
+    assert plugin.shown[0] is not before
+    assert plugin.shown[0].token_ids == seq.token_ids

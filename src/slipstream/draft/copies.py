@@ -42,6 +42,11 @@ class SequenceCopies:
         """Keep no copy of the sequence any more."""
         self._copies.pop(sequence.id, None)
 
+    def drop_all(self) -> list[Sequence]:
+        """Keep none of any; returns those that were kept."""
+        copies, self._copies = self._copies, {}
+        return list(copies.values())
+
 
 def copies_of_proposals(proposals: Seq[Proposal]) -> list[Proposal]:
     """The same proposals, in tuples and tensors that nobody else holds. Raises TypeError for what is none."""
