@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -132,3 +133,15 @@ def test_a_drafter_that_scribbles_after_its_time_changes_no_answer(
     assert [o.outputs[0].token_ids for o in later] == [
         o.outputs[0].token_ids for o in plain.generate(prompts[6:9], PARAMS)
     ]
+
+
+def test_a_deleted_engine_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    llm = LLM(speculative_config={"method": f"{__name__}:ScribblingDrafter"}, kv_cache_bytes=2**24)
+    llm.generate("Once", SamplingParams(max_tokens=3))
+    [thread] = [one for one in set(threading.enumerate()) - before if one.name == "slipstream-drafter"]
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import SamplingParams
 from slipstream.core import Sequence
 from slipstream.draft.guard import MAX_FAILURES, Guard
 from slipstream.draft.worker import CallTimeout, Worker
@@ -75,16 +75,6 @@ def test_a_forgotten_worker_ends_its_thread_after_the_call_that_it_is_in() -> No
     gc.collect()
     assert thread.is_alive()
     go_on.set()
-    assert ended(thread)
-
-
-def test_a_deleted_engine_leaves_no_thread() -> None:
-    spec = {"method": f"{__name__}:PluginDrafter", "texts": [[1]]}
-    llm, thread = started(lambda: LLM(speculative_config=spec, kv_cache_bytes=2**24))
-    llm.generate("Once", SamplingParams(max_tokens=4))
-    assert thread.is_alive()
-    del llm
-    gc.collect()
     assert ended(thread)
 
 

@@ -34,7 +34,7 @@ class DraftContext:
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
     draft_timeout_s: float = 30.0
-    """How long a call of a drafter may take before it is retired for good."""
+    """How long a call of a drafter may take; one that is late is left out for a while, in the end for good."""
 
 
 @dataclass(frozen=True, slots=True)
