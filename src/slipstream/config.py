@@ -100,7 +100,8 @@ class SpeculativeConfig:
     """Share of the engine's time that may go into finding out what speculation gains: short stretches without it, and
     with `auto` tries of what is not chosen. 0 is never; None is 0.005 with `auto` and never otherwise."""
     draft_timeout_s: float = 30.0
-    """A drafter that takes longer than this for a call is retired; answers go on without drafts."""
+    """A drafter that takes longer than this for a call is left out for a while, in the end for good; answers go on
+    without drafts."""
 
     def __post_init__(self) -> None:
         check_types(self, "speculative_config")

@@ -34,7 +34,7 @@ class DraftContext:
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
     draft_timeout_s: float = 30.0
-    """How long a call of a drafter may take before it is retired for good."""
+    """How long a call of a drafter may take; one that is late is left out for a while, in the end for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,9 @@ class Drafter(ABC):
         A budget of 0 announces a sequence whose prompt the target is still computing: a drafter that must compute
         the prompt too does well to begin.
 
-        Must not change the sequences, and may be called twice in a step: if it raises for a batch, the engine asks
-        again for each sequence alone, and retires it for those for which it raises again.
+        Must not change the sequences (drafters that are not Slipstream's own get copies of them), and may be called
+        twice in a step: if it raises for a batch, the engine asks again for each sequence alone, and retires it for
+        those for which it raises again.
         """
 
     def kinds_made(self) -> frozenset[ProposalKind]:
@@ -179,8 +180,11 @@ class Drafter(ABC):
         return ()
 
     def attach(self, cache: KVCache) -> None:
-        """Get to know the target's cache; called once, after `allocate`. Entries behind a sequence's computed tokens
-        may be written: the target's next pass overwrites them."""
+        """Get to know the target's cache; called once, after `allocate`.
+
+        Slipstream's own drafters may write the entries behind a sequence's computed tokens: the target's next pass
+        overwrites them. All others get a `ReadOnlyCache`.
+        """
         return
 
     def allocate(self, num_tokens: int) -> None:

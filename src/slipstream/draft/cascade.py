@@ -121,7 +121,7 @@ class CascadeDrafter(DraftModelDrafter):
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         self.inner.allocate(num_tokens)
-        self.inner.attach(self.cache)
+        self._guard.attach(self.cache)
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.inner.memory_bytes()
@@ -226,7 +226,7 @@ class CascadeDrafter(DraftModelDrafter):
         common += common_prefix_length(seen[common:], text[common:])
         if common < len(seen):
             del seen[common:]
-            self.inner.rewind(shadow.sequence)
+            self._guard.rewind(shadow.sequence)
         seen.extend(text[common:])
         shadow.num_committed = len(seen)
         return shadow.sequence

@@ -70,12 +70,12 @@ class DrafterGroup(Drafter):
     def attach(self, cache: KVCache) -> None:
         """Give each member the cache with the features that it asked for, in its own order."""
         layers = tuple(self.feature_layers())
-        width = cache.pool.features.shape[1] // max(len(layers), 1)
+        width = cache.feature_width // max(len(layers), 1)
         for member in self.members:
             own = tuple(member.drafter.feature_layers())
             starts = [layers.index(layer) * width for layer in own]
             columns = [column for start in starts for column in range(start, start + width)]
-            member.drafter.attach(cache if own == layers else cache.view(columns))
+            member.attach(cache if own == layers else cache.view(columns))
 
     def allocate(self, num_tokens: int) -> None:
         for member in self.members:

@@ -11,12 +11,20 @@ from typing import TypeVar
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.copies import SequenceCopies, copies_of_proposals, copy_of_observation
 from slipstream.draft.worker import CallTimeout, Worker
+from slipstream.kv.cache import KVCache, ReadOnlyCache
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 16
 """In a row, without a proposal between them: then the drafter is retired for good."""
+FIRST_PAUSE_S = 30.0
+"""How long a drafter is not asked after its first late answer; after each further one twice as long."""
+MAX_TIMEOUTS = 5
+"""Late answers: with the last of them the drafter is retired for good."""
+
+_INTS = {int}
 
 T = TypeVar("T")
 
@@ -24,9 +32,12 @@ T = TypeVar("T")
 class Guard:
     """Guards a drafter: one that raises or breaks its contract is retired for the sequences it failed, no more.
 
-    One that does nothing but fail, or takes longer than `timeout_s` for a call, is retired for good: `retired` says
-    why. Failures are counted in `num_failures` and logged once. Drafters that are not Slipstream's own are called in a
-    thread of their own, so that one that never returns harms nobody.
+    One that takes longer than `timeout_s` for a call is left out for a while, and then for as long as that call still
+    goes on; when it is asked again, it has forgotten every sequence. One that is late again and again, or does nothing
+    but fail, is retired for good. `retired` says why a drafter is not asked. Failures are counted in `num_failures` and
+    logged once. Drafters that are not Slipstream's own are called in a thread of their own, so that one that never
+    returns harms nobody, and see and give copies only (`draft.copies`), so that one that goes on after its time can
+    change nothing.
     """
 
     def __init__(
@@ -35,18 +46,34 @@ class Guard:
         vocab_size: int,
         kinds: frozenset[ProposalKind],
         timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`kinds` are the proposal kinds that the verifier can judge."""
         self.drafter = drafter
         self.num_failures = 0
-        self.retired = ""
-        """Why the drafter is never asked again; empty while it is."""
         self._vocab_size = vocab_size
         self._kinds = kinds
         self._timeout_s = math.inf if drafter.guards_itself else timeout_s
         self._retired: set[int] = set()
         self._failures_in_a_row = 0
+        self._clock = clock
+        self._why = ""
+        self._until_s = 0.0
+        self._num_timeouts = 0
+        self._met: dict[int, Sequence] = {}
+        """Those of which the drafter may keep something, where it is shown the sequences themselves."""
+        self._owed: list[Sequence] = []
+        """What it is to forget before anything else is asked of it."""
         self._worker = None if _is_ours(drafter) else Worker()
+        self._copies = SequenceCopies()
+
+    @property
+    def retired(self) -> str:
+        """Why the drafter is not asked now; empty while it is."""
+        if self._why and self._clock() >= self._until_s and not (self._worker and self._worker.hangs):
+            self._why = ""
+            logger.info("drafter %s is asked again", type(self.drafter).__name__)
+        return self._why
 
     @property
     def num_retired(self) -> int:
@@ -54,8 +81,12 @@ class Guard:
         return len(self._retired)
 
     def serves(self, sequence: Sequence) -> bool:
-        """False once the drafter has failed the sequence, or is retired for good."""
-        return not self.retired and sequence.id not in self._retired
+        """False once the drafter has failed the sequence, and while it is not asked at all."""
+        return sequence.id not in self._retired and not (self._why and self.retired)
+
+    def attach(self, cache: KVCache) -> None:
+        """Introduce the drafter to its target's cache, as far as it is trusted with it."""
+        self.drafter.attach(cache if self._worker is None else ReadOnlyCache(cache))
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One proposal a sequence that it `serves`, within its budget; the empty one where the drafter fails."""
@@ -70,54 +101,112 @@ class Guard:
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the drafter the verdicts of the sequences that it still serves."""
-        served = [seen for seen in observations if self.serves(seen.sequence)]
+        drafter = self.drafter
+        if type(drafter).observe is Drafter.observe or (self._why and self.retired):
+            return  # nobody listens
+        retired = self._retired
+        served = (
+            [seen for seen in observations if seen.sequence.id not in retired] if retired else observations
+        )
         if not served:
             return
         try:
-            self._call(lambda: self.drafter.observe(served))
+            shown = served if self._worker is None else self._copied(served)
+            if self._worker is None:
+                met = self._met
+                for seen in served:
+                    met[seen.sequence.id] = seen.sequence
+            self._call(lambda: drafter.observe(shown))
         except Exception as error:
             self._note_timeout(error)
             for seen in served:
                 self._retire(seen.sequence, error)
             self._count_failure(error)
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Tokens of the sequence were taken back: it ends earlier than at the last call."""
+        if not self.serves(sequence):
+            return
+        try:
+            if self._worker is not None:
+                self._copies.rewind(sequence)
+            shown = self._shown(sequence)
+            self._call(lambda: self.drafter.rewind(shown))
+        except Exception as error:
+            self._note_timeout(error)
+            self._retire(sequence, error)
+            self._count_failure(error)
+
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         if not self.retired:
             try:
-                self._call(lambda: self.drafter.release(sequence))
+                shown = self._shown(sequence)
+                self._call(lambda: self.drafter.release(shown))
             except Exception as error:
                 self._note_timeout(error)
                 self._retire(sequence, error)
+        self._met.pop(sequence.id, None)
+        self._copies.drop(sequence)
         if sequence.finished:
             self._retired.discard(sequence.id)
 
     def num_held(self) -> int:
-        """Sequences for which the drafter keeps state; what a retired one keeps is lost with it."""
-        return 0 if self.retired else self.drafter.num_held()
+        """Sequences for which the drafter keeps state; what one that is not asked keeps is lost, or soon forgotten."""
+        return 0 if self.retired or self._owed else self.drafter.num_held()
 
     def _call(self, function: Callable[[], T]) -> T:
         """In the drafter's own thread if it has one; raises `CallTimeout` where that takes too long."""
+        if self._owed:
+            drafter, owed = self.drafter, self._owed
+
+            def forget() -> None:
+                for sequence in owed:
+                    drafter.release(sequence)
+
+            self._timed(forget)
+            self._owed = []
+        return self._timed(function)
+
+    def _timed(self, function: Callable[[], T]) -> T:
         if self._worker is not None:
             result: T = self._worker.call(function, self._timeout_s)
             return result
-        started_s = time.monotonic()
+        clock = self._clock
+        started_s = clock()
         result = function()
-        if (took_s := time.monotonic() - started_s) > self._timeout_s:
+        if (took_s := clock() - started_s) > self._timeout_s:
             raise CallTimeout(f"an answer after {took_s:.1f} s, later than {self._timeout_s:g} s")
         return result
 
     def _ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        proposals = self._call(lambda: self.drafter.propose(sequences, budgets))
+        drafter = self.drafter
+        if self._worker is None:
+            met = self._met
+            for sequence in sequences:
+                met[sequence.id] = sequence
+            proposals = self._call(lambda: drafter.propose(sequences, budgets))
+        else:
+            shown, limits = [self._copies.of(sequence) for sequence in sequences], list(budgets)
+            proposals = self._call(lambda: copies_of_proposals(drafter.propose(shown, limits)))
         if len(proposals) != len(sequences):
             raise ValueError(f"{len(proposals)} proposals for {len(sequences)} sequences")
         for proposal, budget in zip(proposals, budgets, strict=True):
-            self._check(proposal, budget)
+            if proposal is not EMPTY_PROPOSAL:
+                self._check(proposal, budget)
         self._failures_in_a_row = 0
         return proposals
 
+    def _shown(self, sequence: Sequence) -> Sequence:
+        """The sequence as the drafter knows it."""
+        return sequence if self._worker is None else self._copies.of(sequence)
+
+    def _copied(self, observations: Seq[Observation]) -> list[Observation]:
+        """What is told of a step to a drafter that is not trusted."""
+        return [copy_of_observation(seen, self._copies.of(seen.sequence)) for seen in observations]
+
     def _ask_alone(self, sequence: Sequence, budget: int) -> Proposal:
-        if self.retired:
+        if self._why:
             return EMPTY_PROPOSAL
         try:
             return self._ask([sequence], [budget])[0]
@@ -132,16 +221,19 @@ class Guard:
             raise TypeError(
                 f"a proposal must be a Proposal of some ProposalKind, got {type(proposal).__name__}"
             )
-        if len(proposal) > budget:
-            raise ValueError(f"{len(proposal)} draft tokens for a budget of {budget}")
-        if any(type(token) is not int or not 0 <= token < self._vocab_size for token in proposal.token_ids):
-            raise ValueError(f"a draft token must be an int below {self._vocab_size}")
-        if any(type(parent) is not int for parent in proposal.parents):
-            raise ValueError("the parent of a draft token must be an int")
+        token_ids = proposal.token_ids
+        if len(token_ids) > budget:
+            raise ValueError(f"{len(token_ids)} draft tokens for a budget of {budget}")
+        if token_ids:
+            ints = {*map(type, token_ids)} == _INTS
+            if not ints or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+                raise ValueError(f"a draft token must be an int from 0 to {self._vocab_size - 1}")
+            if {*map(type, proposal.parents)} != _INTS:
+                raise ValueError("the parent of a draft token must be an int")
+            if proposal.kind not in self._kinds:
+                raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
         if proposal.draft_probs is not None:
             self._check_probs(proposal, proposal.draft_probs)
-        if len(proposal) and proposal.kind not in self._kinds:
-            raise ValueError(f"the verifier cannot judge a {proposal.kind} proposal")
 
     def _check_probs(self, proposal: Proposal, probs: object) -> None:
         import torch
@@ -156,17 +248,25 @@ class Guard:
                 raise ValueError("draft_probs must be distributions: none negative, each row's sum 1")
 
     def _note_timeout(self, error: Exception) -> None:
-        """A drafter that hung once would hang everyone again."""
-        if isinstance(error, CallTimeout):
-            self.num_failures += 1
-            self._retire_for_good(f"a call ended with {error}")
+        """A late answer may have been the machine's fault, but a drafter must not delay everyone again and again."""
+        if not isinstance(error, CallTimeout):
+            return
+        self.num_failures += 1
+        self._num_timeouts += 1
+        why = f"a call ended with {error}"
+        if self._num_timeouts >= MAX_TIMEOUTS:
+            self._retire_for_good(f"{why}, and {self._num_timeouts - 1} did before")
+            return
+        pause_s = FIRST_PAUSE_S * 2 ** (self._num_timeouts - 1)
+        logger.warning("drafter %s is not asked for %g s: %s", type(self.drafter).__name__, pause_s, why)
+        self._leave_out(why, pause_s)
 
     def _retire(self, sequence: Sequence, error: Exception) -> None:
         if self.num_failures == 0:
             name = type(self.drafter).__name__
             logger.warning("drafter %s failed and is retired for the sequences it fails: %r", name, error)
             logger.debug("the drafter's failure", exc_info=error)
-        if self.retired:
+        if self._why:
             return
         self.num_failures += 1
         self._retired.add(sequence.id)
@@ -178,10 +278,20 @@ class Guard:
             self._retire_for_good(f"it failed {MAX_FAILURES} times in a row, last with {error!r}")
 
     def _retire_for_good(self, why: str) -> None:
-        if not self.retired:
-            self.retired = why
-            self._retired.clear()
-            logger.warning("drafter %s is retired for good: %s", type(self.drafter).__name__, why)
+        if self._why:
+            return
+        self._leave_out(why, math.inf)
+        self._owed = []
+        if self._worker is not None:
+            self._worker.close()
+        logger.warning("drafter %s is retired for good: %s", type(self.drafter).__name__, why)
+
+    def _leave_out(self, why: str, pause_s: float) -> None:
+        """The drafter goes without hearing of any sequence until it is asked again, so it is to forget them all."""
+        self._why, self._until_s = why, self._clock() + pause_s
+        self._retired.clear()
+        self._owed += [*self._met.values(), *self._copies.drop_all()]
+        self._met.clear()
 
 
 def _is_ours(drafter: Drafter) -> bool:

@@ -137,7 +137,6 @@ class Engine:
             config.enable_prefix_caching,
             feature_width,
         )
-        self.drafter.attach(cache)
         self.runner = ModelRunner(self.model, cache, feature_layers)
         self.drafting = Drafting(
             self.drafter,
@@ -147,6 +146,7 @@ class Engine:
             speculative.draft_timeout_s,
             create_controller(speculative, self.drafter, self.model),
         )
+        self.drafting.attach(cache)
         self.scheduler = Scheduler(
             cache.accounting,
             max_num_seqs=config.max_num_seqs,

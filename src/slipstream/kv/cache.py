@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -40,6 +41,11 @@ class KVCache:
         start = self.accounting.segment(owner).start
         return self.pool.features[start + begin : start + end]
 
+    @property
+    def feature_width(self) -> int:
+        """Numbers that are kept of a token beside its keys and values."""
+        return self.pool.features.shape[1]
+
     def view(self, columns: Sequence[int]) -> KVCache:
         """The same cache, of whose features only `columns` are seen."""
         return _View(self, columns)
@@ -58,3 +64,31 @@ class _View(KVCache):
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
         return super().features(owner, begin, end)[:, self._columns]
+
+    @property
+    def feature_width(self) -> int:
+        return len(self._columns)
+
+
+class ReadOnlyCache(KVCache):
+    """Hands out copies of a cache's features and nothing else, to those who are not trusted with the cache.
+
+    PyTorch has no tensors that cannot be written, so whoever has one of the pool's could change what the target reads:
+    in the middle of a later step, if it comes from a thread that nobody waits for any more.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
+        return self._cache.features(owner, begin, end).clone()
+
+    @property
+    def feature_width(self) -> int:
+        return self._cache.feature_width
+
+    def view(self, columns: Sequence[int]) -> KVCache:
+        return ReadOnlyCache(self._cache.view(columns))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"this drafter may read features of the target's cache, but not its {name}")
