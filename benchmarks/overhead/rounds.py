@@ -1,0 +1,244 @@
+"""Rounds over HTTP and without it in turn, on the same questions."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slipstream.assets import sample_prompts
+from slipstream.bench.statistics import PairedTimes, speedup_interval
+
+WARM_UP = 1
+"""Rounds that are not counted."""
+START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked of both sides."""
+
+    model: str | None = None
+    """None: the embedded pair's target."""
+    specs: Seq[str] = ("off", "draft")
+    """As `slipstream serve --spec` takes them; each is measured for itself."""
+    streams: int = 8
+    """At any time."""
+    rounds: int = 12
+    requests: int = 64
+    """Of a round."""
+    max_tokens: int = 96
+    temperature: float = 0.0
+    threads: int = 1
+    """Of each engine. The server's event loop and the client want a core too."""
+    kv_cache_bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One round on one side. Seconds of CPU are those of all threads of a process."""
+
+    num_tokens: int
+    seconds: float
+    cpu_s: float
+    """Of the process with the engine: of the server, or of the engine alone."""
+    client_cpu_s: float
+    texts: list[str]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process that answers a JSON line with a JSON line."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process ended under way; its own words are above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def cpu_s(self) -> float:
+        return cpu_s(self.process.pid)
+
+
+def measure(plan: Plan) -> list[dict[str, Any]]:
+    """One cell a drafter."""
+    rows = sample_prompts()
+    return [_measure_cell(plan, spec, rows) for spec in plan.specs]
+
+
+def _measure_cell(plan: Plan, spec: str, rows: Seq[dict[str, Any]]) -> dict[str, Any]:
+    with ExitStack() as stack:
+        model = [] if plan.model is None else ["--model", plan.model]
+        alone = stack.enter_context(_worker("alone", *model, *_flags(plan, spec)))
+        port, server_pid = stack.enter_context(_server(plan, spec))
+        client = stack.enter_context(_worker("client", str(port)))
+        pairs: list[tuple[Side, Side]] = []
+        for turn in range(WARM_UP + plan.rounds):
+            asked = {"streams": plan.streams, "bodies": _bodies(plan, rows, turn)}
+            if turn % 2:
+                served = _serve_round(client, server_pid, asked)
+                pair = served, _alone_round(alone, asked)
+            else:
+                own = _alone_round(alone, asked)
+                pair = _serve_round(client, server_pid, asked), own
+            if turn >= WARM_UP:
+                pairs.append(pair)
+        return {"spec": spec, **summary(pairs)}
+
+
+def _bodies(plan: Plan, rows: Seq[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """Other questions in every round, as far as there are so many."""
+    numbers = range(turn * plan.requests, (turn + 1) * plan.requests)
+    return [
+        {
+            "messages": rows[number % len(rows)]["messages"],
+            "max_tokens": plan.max_tokens,
+            "temperature": plan.temperature,
+            "seed": number,
+        }
+        for number in numbers
+    ]
+
+
+def _alone_round(alone: Worker, asked: dict[str, Any]) -> Side:
+    before_s = alone.cpu_s()
+    answer = alone.ask(asked)
+    used_s = alone.cpu_s() - before_s
+    return Side(answer["num_tokens"], answer["seconds"], used_s, 0.0, answer["texts"])
+
+
+def _serve_round(client: Worker, server_pid: int, asked: dict[str, Any]) -> Side:
+    before_s, client_before_s = cpu_s(server_pid), client.cpu_s()
+    answer = client.ask(asked)
+    used_s, client_used_s = cpu_s(server_pid) - before_s, client.cpu_s() - client_before_s
+    return Side(answer["num_tokens"], answer["seconds"], used_s, client_used_s, answer["texts"])
+
+
+def summary(pairs: Seq[tuple[Side, Side]]) -> dict[str, Any]:
+    """What the rounds say, each a pair of server and engine alone. `overhead` is the part of the tokens a second that
+    the server costs; its interval is a bootstrap over rounds of all rounds together."""
+    ratios = [served.tokens_per_s / alone.tokens_per_s for served, alone in pairs]
+    together = PairedTimes(
+        tokens_on=[served.num_tokens for served, _ in pairs],
+        seconds_on=[served.seconds for served, _ in pairs],
+        tokens_off=[alone.num_tokens for _, alone in pairs],
+        seconds_off=[alone.seconds for _, alone in pairs],
+    )
+    interval = speedup_interval([together])
+    differ = sum(
+        one != other for served, alone in pairs for one, other in zip(served.texts, alone.texts, strict=True)
+    )
+    return {
+        "overhead": {
+            "median": round(1 - statistics.median(ratios), 4),
+            "together": round(1 - together.speedup, 4),
+            "interval": interval and [round(1 - interval.high, 4), round(1 - interval.low, 4)],
+            "confidence": interval and interval.confidence,
+            "least": round(1 - max(ratios), 4),
+            "most": round(1 - min(ratios), 4),
+        },
+        "tokens_per_s": {
+            "server": round(statistics.median(served.tokens_per_s for served, _ in pairs), 1),
+            "engine": round(statistics.median(alone.tokens_per_s for _, alone in pairs), 1),
+        },
+        "cpu_us_per_token": {
+            "server": _us_per_token([(served.cpu_s, served.num_tokens) for served, _ in pairs]),
+            "engine": _us_per_token([(alone.cpu_s, alone.num_tokens) for _, alone in pairs]),
+            "client": _us_per_token([(served.client_cpu_s, served.num_tokens) for served, _ in pairs]),
+        },
+        "num_tokens": sum(together.tokens_on),
+        "texts_that_differ": differ,
+        "rounds": [
+            {
+                "server_tokens_per_s": round(served.tokens_per_s, 1),
+                "engine_tokens_per_s": round(alone.tokens_per_s, 1),
+                "ratio": round(ratio, 4),
+            }
+            for (served, alone), ratio in zip(pairs, ratios, strict=True)
+        ],
+    }
+
+
+def _us_per_token(used: Seq[tuple[float, int]]) -> float:
+    return round(1e6 * sum(cpu for cpu, _ in used) / sum(num for _, num in used), 1)
+
+
+def cpu_s(pid: int) -> float:
+    """What a process has used so far, all its threads together."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """The plan as the result tells it."""
+    return {key: value for key, value in asdict(plan).items() if key != "specs"} | {
+        "model": "the embedded pair's target" if plan.model is None else Path(plan.model).name
+    }
+
+
+def _flags(plan: Plan, spec: str) -> list[str]:
+    """As `slipstream serve` and the engine alone both take them."""
+    sizes = ["--threads", str(plan.threads), "--kv-cache-bytes", str(plan.kv_cache_bytes)]
+    return ["--spec", spec, *sizes]
+
+
+@contextmanager
+def _worker(module: str, *arguments: str) -> Iterator[Worker]:
+    command = [sys.executable, "-m", f"benchmarks.overhead.{module}", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield Worker(process)
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _server(plan: Plan, spec: str) -> Iterator[tuple[int, int]]:
+    """Port and process id of `slipstream serve`, which logs into a file."""
+    model = [] if plan.model is None else [plan.model]
+    flags = _flags(plan, spec)
+    command = [sys.executable, "-m", "slipstream.cli.main", "serve", *model, "--port", "0", *flags]
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log, text=True) as process:
+        try:
+            yield _port(log, process), process.pid
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def _port(log: Any, process: subprocess.Popen[str]) -> int:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and process.poll() is None:
+        log.seek(0)
+        if found := re.search(r'"listening".*"port": (\d+)', log.read()):
+            return int(found[1])
+        time.sleep(0.1)
+    log.seek(0)
+    raise RuntimeError(f"the server did not start: {log.read()[-2000:]}")
