@@ -299,3 +299,26 @@ def test_one_callers_mistake_is_nobody_elses(
 @pytest.fixture(scope="module")
 def shared_async() -> LLM:
     return LLM(speculative_config=DRAFT, kv_cache_bytes=64 * 2**20)
+
+
+def test_a_step_wakes_a_loop_once(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    """Every wake-up costs the engine's thread the interpreter's lock."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    async def main() -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        wake, woken = loop.call_soon_threadsafe, 0
+
+        def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+            nonlocal woken
+            woken += 1
+            return wake(*args, **kwargs)
+
+        async with AsyncEngine(engine=make_llm(None).engine) as engine:
+            loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
+            answers = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts[:6]))
+            return woken, sum(len(answer.outputs[0].token_ids) for answer in answers)
+
+    woken, num_tokens = asyncio.run(main())
+    assert num_tokens == 6 * 12
+    assert woken < num_tokens / 2

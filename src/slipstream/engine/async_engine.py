@@ -37,8 +37,18 @@ class _Stream:
 
     def put(self, item: Update | BaseException) -> None:
         """Called from the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the caller's loop has closed: nobody listens
-            self.loop.call_soon_threadsafe(self.updates.put_nowait, item)
+        _hand_over(self.loop, [(self, item)])
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, items: Seq[tuple[_Stream, Update | BaseException]]) -> None:
+    """Called from the engine's thread: give the streams of one loop what is theirs, and wake it once."""
+
+    def put_all() -> None:
+        for stream, item in items:
+            stream.updates.put_nowait(item)
+
+    with contextlib.suppress(RuntimeError):  # the callers' loop has closed: nobody listens
+        loop.call_soon_threadsafe(put_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,6 @@ class AsyncEngine:
                     task=task,
                     max_draft_tokens=max_draft_tokens,
                     draft_method=draft_method,
-                    on_update=stream.put,
                 )
                 self._streams[name] = stream
             except Exception as error:
@@ -239,12 +248,24 @@ class AsyncEngine:
                         self._stop(EngineStoppedError("the engine was closed"))
                         return
                     call.run()
-                for update in self.engine.step():
-                    if update.output is not None:
-                        self._streams.pop(update.request_id, None)
+                self._deliver(self.engine.step())
         except Exception as error:
             logger.exception("the engine failed; every request under way ends with an error")
             self._stop(EngineStoppedError(f"the engine failed: {error}"))
+
+    def _deliver(self, updates: Seq[Update]) -> None:
+        """Engine's thread: give out what a step has added. Every wake-up hands the interpreter's lock to a loop that
+        then keeps the next step waiting, so there is one a loop and step."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Update | BaseException]]] = {}
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:
+                continue
+            by_loop.setdefault(stream.loop, []).append((stream, update))
+            if update.output is not None:
+                del self._streams[update.request_id]
+        for loop, items in by_loop.items():
+            _hand_over(loop, items)
 
     def _stop(self, error: EngineStoppedError) -> None:
         """Engine's thread, last thing: tell everyone who waits, and refuse whoever comes."""

@@ -75,9 +75,10 @@ class Service:
 
     async def _updates(self, job: Job) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self.config.request_timeout_s
+        limit_s = self.config.request_timeout_s
         arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
+        # One timer a request: one for every update would cost more than the rest of the waiting.
+        timer = asyncio.get_running_loop().call_later(limit_s, arrived.put_nowait, _too_late(limit_s))
         readers = [
             asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
         ]
@@ -86,17 +87,7 @@ class Service:
         unfinished = len(readers)
         try:
             while unfinished:
-                try:
-                    async with asyncio.timeout_at(deadline_s):
-                        item = await arrived.get()
-                except TimeoutError:
-                    limit = f"{self.config.request_timeout_s:g} s"
-                    raise ApiError(
-                        504,
-                        f"the answer was not complete within {limit}",
-                        kind="server_error",
-                        code="timeout",
-                    ) from None
+                item = await arrived.get()
                 if isinstance(item, Exception):
                     raise item
                 number, update = item
@@ -105,6 +96,7 @@ class Service:
                 follower.add(number, update)
                 yield item
         finally:
+            timer.cancel()
             for reader in readers:
                 reader.cancel()
             watch.close()
@@ -127,3 +119,8 @@ class Service:
             arrived.put_nowait(error if job.constraint is None else job.constraint.refusal(error))
         except Exception as error:
             arrived.put_nowait(error)
+
+
+def _too_late(limit_s: float) -> ApiError:
+    message = f"the answer was not complete within {limit_s:g} s"
+    return ApiError(504, message, kind="server_error", code="timeout")
