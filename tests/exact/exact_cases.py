@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -112,13 +113,13 @@ VERIFIERS = ("coupled", "rejection", "block")
 
 def far(target: Target) -> Callable[[Text], torch.Tensor]:
     """A draft that knows nothing of the target."""
-    return TableModel(target.model.vocab_size, seed=99, spread=1.5).log_probs
+    return cache(TableModel(target.model.vocab_size, seed=99, spread=1.5).log_probs)
 
 
 def close(target: Target) -> Callable[[Text], torch.Tensor]:
     """The target's raw logits, a little off."""
     other = TableModel(target.model.vocab_size, seed=98, spread=0.3)
-    return lambda text: (target.model.logits(text) + other.logits(text)).log_softmax(-1)
+    return cache(lambda text: (target.model.logits(text) + other.logits(text)).log_softmax(-1))
 
 
 def equal(target: Target) -> Callable[[Text], torch.Tensor]:
@@ -134,7 +135,7 @@ def with_zeros(target: Target) -> Callable[[Text], torch.Tensor]:
 
 def narrow(target: Target) -> Callable[[Text], torch.Tensor]:
     """A draft whose vocabulary lacks the target's last token."""
-    return TableModel(target.model.vocab_size - 1, seed=96).log_probs
+    return cache(TableModel(target.model.vocab_size - 1, seed=96).log_probs)
 
 
 DRAFTS = {"far": far, "close": close, "equal": equal, "with_zeros": with_zeros, "narrow": narrow}

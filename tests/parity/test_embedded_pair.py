@@ -1,7 +1,7 @@
 """The point of it all: on a real trained pair, speculation changes speed and nothing else.
 
-28 held-out prompts of seven tasks, in float32 and int8, for each drafter, chains and trees, decoded in batches whose
-mixture differs from run to run. In our own kernels a row has the same bits in any company, so every text is equal.
+28 held-out prompts, the shortest of seven tasks, in float32 and int8, for each drafter, chains and trees, decoded in
+batches whose mixture differs from run to run. In our own kernels a row has the same bits in any company, so every text is equal.
 PyTorch's do not promise that: where a text differs there, the test shows that the target itself was undecided, the two
 tokens' scores, recomputed alone, differing by less than float32 arithmetic resolves.
 """
@@ -107,8 +107,14 @@ def another_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
+    """The same number of each task. A long prompt costs more than its answer, and how prompts are read is tested
+    elsewhere."""
     tokenizer = LLM().engine.tokenizer
-    return [encode_chat(tokenizer, row["messages"]) for row in sample_prompts()[:NUM_PROMPTS]]
+    by_task: dict[str, list[list[int]]] = {}
+    for row in sample_prompts():
+        by_task.setdefault(row["task"], []).append(encode_chat(tokenizer, row["messages"]))
+    number = NUM_PROMPTS // len(by_task)
+    return [prompt for prompts in by_task.values() for prompt in sorted(prompts, key=len)[:number]]
 
 
 @pytest.fixture(scope="module")

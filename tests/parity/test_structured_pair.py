@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams, StructuredOutput
-from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.sampling.grammar import Grammar
 
 MAX_TOKENS = 40
-TRAINED = "trained on the spot"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -44,7 +42,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "members": [{"method": "suffix"}, {"method": "lookahead"}, {**DRAFT, "tree_top_k": 3}],
         "num_draft_nodes": 12,
     },
-    "eagle3-tree": {"method": "eagle3", "model": TRAINED},
+    "eagle3-tree": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
 }
 
 TEXT, WHOLE, YES_NO = {"type": "string", "maxLength": 9}, {"type": "integer"}, {"type": "boolean"}
@@ -222,10 +220,7 @@ def references() -> dict[str, list[tuple[list[int], str, Any]]]:
 
 
 def speculating(name: str) -> LLM:
-    config = SPECS[name]
-    if config.get("model") == TRAINED:
-        config = {**config, "model": trained_heads(config["method"])}
-    return LLM(speculative_config=config, max_num_seqs=5 + 3 * (list(SPECS).index(name) % 5))
+    return LLM(speculative_config=SPECS[name], max_num_seqs=5 + 3 * (list(SPECS).index(name) % 5))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "seeded"])

@@ -21,17 +21,18 @@ from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.train.eagle_loss import TargetText, training_time_test
 
-NUM_TEXTS = 60
-NUM_TOKENS = 48
+NUM_TEXTS = 32
+NUM_TOKENS = 32
 """Of each text's end, the target's own greedy answer for the most part."""
-NUM_STEPS = 40
+NUM_STEPS = 20
 
 
 @functools.cache
 def trained_heads(method: str) -> str:
     """A folder of heads; seconds of training, seeded. Medusa's and Hydra's share the target's output layer."""
     target = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32).requires_grad_(False)
-    hidden, embeddings, token_ids = (part.detach() for part in _answers(target))
+    hidden, token_ids = _answers()
+    embeddings = target.get_input_embeddings()(token_ids)
     config: dict[str, Any] = {"hidden_size": 320, "vocab_size": 4096, "num_heads": 4, "shares_lm_head": True}
     folder = Path(tempfile.mkdtemp(prefix="slipstream-test-heads-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -48,8 +49,9 @@ def trained_heads(method: str) -> str:
     return str(folder)
 
 
-def _answers(target: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The target's states, embeddings and tokens at the ends of its own answers, [texts, tokens, ...]."""
+@functools.cache
+def _answers() -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's states and tokens at the ends of its own answers, [texts, tokens, ...]."""
     llm = LLM(max_num_seqs=16)
     prompts = [encode_chat(llm.engine.tokenizer, row["messages"]) for row in sample_prompts()[-NUM_TEXTS:]]
     wanted = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -57,10 +59,11 @@ def _answers(target: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prompt + out.outputs[0].token_ids
         for prompt, out in zip(prompts, llm.generate(prompts, wanted), strict=True)
     ]
+    target = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
     with torch.no_grad():
         states = [target.model(torch.tensor([text])).last_hidden_state[0, -NUM_TOKENS:] for text in texts]
     token_ids = torch.tensor([text[-NUM_TOKENS:] for text in texts])
-    return torch.stack(states), target.get_input_embeddings()(token_ids), token_ids
+    return torch.stack(states), token_ids
 
 
 def _train(heads: Any, inputs: list[torch.Tensor], token_ids: torch.Tensor) -> None:

@@ -94,6 +94,15 @@ def edit(head: Path, **changes: Any) -> None:
     (head / "config.json").write_text(json.dumps(config))
 
 
+@pytest.fixture
+def poor_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is heard at once: what it hears of a head without training is tested above."""
+    monkeypatch.setattr(
+        "slipstream.doctor.examination.sing", lambda target, speculative: Canary(0.01, 1.01, 0)
+    )
+
+
+@pytest.mark.usefixtures("poor_canary")
 def test_what_engines_read_otherwise_is_pointed_out(head: Path) -> None:
     edit(head, norm_before_residual=None, eagle_config=None, max_position_embeddings=512)
     edit(head, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
@@ -145,6 +154,7 @@ def test_bad_questions() -> None:
         list(examine("/nowhere", EMBEDDED_DRAFT))
 
 
+@pytest.mark.usefixtures("poor_canary")
 def test_the_command(head: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "embedded", str(head), "--json"])
     assert result.exit_code == 2

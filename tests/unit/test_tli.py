@@ -84,6 +84,7 @@ def test_conforms(
         verifier=verifier,
         params=params,
         num_sequences=4,
+        max_len=48,
     )
 
 

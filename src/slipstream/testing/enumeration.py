@@ -58,10 +58,11 @@ class Script:
         self.used: set[tuple[int, Stream, int, int]] = set()
         """What has been asked for in this run: root position, stream, position, index."""
 
-    def pick(self, probs: Seq[float]) -> int:
-        """One index, with the probability that stands there."""
+    def pick(self, probs: Callable[[], Seq[float]]) -> int:
+        """One index, with the probability that stands there. Runs repeat most decisions of those before them, so
+        `probs` is asked only for a decision that is new."""
         if self._next == len(self._branches):
-            self._branches.append([(i, p) for i, p in enumerate(probs) if p > 0])
+            self._branches.append([(i, p) for i, p in enumerate(probs()) if p > 0])
         outcome, probability = self._branches[self._next][0]
         self._next += 1
         self.weight *= probability
@@ -94,7 +95,7 @@ class BranchingNoise(Noise):
 
     def draw(self, log_probs: torch.Tensor, position: int, stream: Stream, index: int = 0) -> int:
         self._use(stream, position, index)
-        return self._script.pick(log_probs.softmax(-1).tolist())
+        return self._script.pick(lambda: log_probs.softmax(-1).tolist())
 
     def draw_without_replacement(
         self, log_probs: torch.Tensor, k: int, position: int, index: int = 0
@@ -103,13 +104,13 @@ class BranchingNoise(Noise):
         left = log_probs.clone()
         drawn: list[int] = []
         while len(drawn) < k and bool(left.isfinite().any()):
-            drawn.append(self._script.pick(left.softmax(-1).tolist()))
+            drawn.append(self._script.pick(lambda: left.softmax(-1).tolist()))
             left[drawn[-1]] = -torch.inf
         return drawn
 
     def accepts(self, probability: float, position: int, candidate: int) -> bool:
         self._use(Stream.ACCEPTANCE, position, candidate)
-        return self._script.pick([1.0 - probability, probability]) == 1
+        return self._script.pick(lambda: [1.0 - probability, probability]) == 1
 
     def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         raise NotImplementedError(
@@ -145,7 +146,7 @@ class _LazyChoices(Seq[int]):
     def __getitem__(self, row: Any) -> Any:
         position = self._positions[row]
         if position not in self._chosen:
-            self._chosen[position] = row, self._script.pick(self._log_probs[row].softmax(-1).tolist())
+            self._chosen[position] = row, self._script.pick(lambda: self._log_probs[row].softmax(-1).tolist())
         decided_row, token = self._chosen[position]
         if decided_row != row:
             raise NotImplementedError(f"rows {decided_row} and {row} share the noise of position {position}")
