@@ -1,9 +1,9 @@
 """The point of it all: on a real trained pair, speculation changes speed and nothing else.
 
 28 held-out prompts, the shortest of seven tasks, in float32 and int8, for each drafter, chains and trees, decoded in
-batches whose mixture differs from run to run. In our own kernels a row has the same bits in any company, so every text is equal.
-PyTorch's do not promise that: where a text differs there, the test shows that the target itself was undecided, the two
-tokens' scores, recomputed alone, differing by less than float32 arithmetic resolves.
+batches whose mixture differs from run to run. In our own kernels a row has the same bits in any company, so every text
+is equal. PyTorch's do not promise that: where a text differs there, the test shows that the target itself was
+undecided, the two tokens' scores, recomputed alone, differing by less than float32 arithmetic resolves.
 """
 
 from __future__ import annotations
