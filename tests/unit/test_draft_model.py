@@ -68,14 +68,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_conforms(options: dict[str, Any], verifier: str, temperature: float) -> None:
     params = [SamplingParams(temperature=temperature, seed=3)]
-    check_drafter(
-        lambda: make(verifier, **options),
-        VOCAB,
-        verifier=verifier,
-        params=params,
-        num_sequences=4,
-        max_len=48,
-    )
+    check_drafter(lambda: make(verifier, **options), VOCAB, verifier=verifier, params=params, num_sequences=4)
 
 
 def greedy_chain(drafter: DraftModelDrafter, token_ids: list[int], length: int) -> list[int]:

@@ -134,7 +134,6 @@ def test_conforms(members: list[Any], verifier: str, mode: str) -> None:
         params=[SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)],
         tasks=["code", "chat", "other"],
         num_sequences=4,
-        max_len=48,
     )
 
 

@@ -25,14 +25,7 @@ def make(verifier: str = "coupled", **options: Any) -> MedusaDrafter:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_conforms(options: dict[str, Any], verifier: str, temperature: float) -> None:
     params = [SamplingParams(temperature=temperature, seed=3)]
-    check_drafter(
-        lambda: make(verifier, **options),
-        VOCAB,
-        verifier=verifier,
-        params=params,
-        num_sequences=3,
-        max_len=48,
-    )
+    check_drafter(lambda: make(verifier, **options), VOCAB, verifier=verifier, params=params, num_sequences=3)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

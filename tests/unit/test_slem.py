@@ -78,7 +78,6 @@ def test_conforms(
         verifier=verifier,
         params=[SamplingParams(temperature=temperature, seed=3)],
         num_sequences=4,
-        max_len=48,
     )
 
 
