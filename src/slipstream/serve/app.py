@@ -131,7 +131,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         body = await read_completion(request)
         check_unsupported(body)
-        constraint = await constraint_of(body, service.tokens)
+        constraint = await constraint_of(body, service.tokens, service.engine.check_grammar)
         prompts = await service.tokens.prompts(body.prompt)
         job = _job(service, request, body, prompts, "cmpl", body.prompt, constraint)
         return Reply(service, CompletionAnswer(job, service))
@@ -140,7 +140,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         body = await read_chat(request)
         check_unsupported(body)
-        constraint = await constraint_of(body, service.tokens)
+        constraint = await constraint_of(body, service.tokens, service.engine.check_grammar)
         tools = constraint.tools.tools if constraint and constraint.tools else None
         prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
         asked = [message.model_dump(exclude_unset=True) for message in body.messages]
