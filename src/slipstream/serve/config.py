@@ -31,6 +31,8 @@ class ServeConfig:
     """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
     max_body_bytes: int = 4 * 2**20
     """The largest request body."""
+    body_timeout_s: float = 30.0
+    """From a request's head to the end of its body."""
     max_prompt_tokens: int | None = None
     """The longest prompt; the model's context is a limit anyway."""
     max_output_tokens: int | None = None
@@ -43,7 +45,7 @@ class ServeConfig:
     """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
     goes by the chat template, and is hermes where that shows none."""
     request_timeout_s: float = 600.0
-    """From a request's arrival to the end of its answer."""
+    """From the end of a request's body to the end of its answer."""
     grace_period_s: float = 30.0
     """After SIGTERM, for answers under way to end; then they are broken off with an error."""
     per_request_metrics: bool = False
@@ -73,8 +75,9 @@ class ServeConfig:
             check_at_least("serve", 0, **{name: getattr(self, name)})
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
-        if not self.request_timeout_s > 0:
-            raise ConfigError(f"serve request_timeout_s must be above 0, got {self.request_timeout_s}")
+        for name in ("body_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")
         if not self.grace_period_s >= 0:
             raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")

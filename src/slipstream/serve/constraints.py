@@ -5,6 +5,7 @@ The one place where `response_format`, `structured_outputs` and `tools` become w
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> C
     Raises `ApiError` 400 for what contradicts itself, and for parts that cannot be followed by themselves; of the whole
     the engine's compiler says it.
     """
-    use = tool_use(body, tokens.tool_format) if isinstance(body, ChatBody) else None
-    asked = _asked(body)
+    use = None
+    if isinstance(body, ChatBody):
+        use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
+    asked = await asyncio.to_thread(_asked, body)
     if use is None:
         return asked
     for number, schema in enumerate(use.schemas):

@@ -72,7 +72,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             # A form on another site's page could send it otherwise, with no question asked by the browser.
             raise ApiError(415, "the body must be application/json", code="invalid_type")
-        body = parse(AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES))
+        body = parse(
+            AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES, service.config.body_timeout_s)
+        )
         if body.kind not in list(Kind) or not service.watching.alarms.acknowledge(
             Kind(body.kind), body.task, body.drafter
         ):

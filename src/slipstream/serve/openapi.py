@@ -27,6 +27,7 @@ _ERRORS = {
     400: "The body is not valid, or asks for what cannot be had.",
     401: "No API key, or an unknown one.",
     404: "The model is not served here.",
+    408: "The body was too slow.",
     413: "The body is too large.",
     429: "Too many answers are waiting already.",
     500: "The server failed.",
@@ -34,8 +35,8 @@ _ERRORS = {
     504: "The answer took too long.",
 }
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
-_GENERATION = (400, 404, 413, 429, 500, 503, 504)
-_TOKENS = (400, 404, 413, 500, 503)
+_GENERATION = (400, 404, 408, 413, 429, 500, 503, 504)
+_TOKENS = (400, 404, 408, 413, 500, 503)
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1},

@@ -63,20 +63,26 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @asynccontextmanager
-    async def answering(self, job: Job) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
-        """The job's updates, while its places are held; leaving it stops what is still under way.
+    async def answering(self, job: Job, deadline_s: float) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
+        """The job's updates; leaving it stops what is still under way.
 
-        Raises `ApiError` when there is no place, and from the iterator what the engine raises, or `ApiError` 504
-        when the request's time is over.
+        The iterator raises what the engine raises, or `ApiError` 504 at `deadline_s` of the event loop's clock.
         """
-        with self.admission.admit(job.num_answers):
-            async with aclosing(self._updates(job)) as updates:
-                yield updates
+        async with aclosing(self._updates(job, deadline_s)) as updates:
+            yield updates
 
-    async def _updates(self, job: Job) -> AsyncGenerator[PromptUpdate, None]:
+    @asynccontextmanager
+    async def until(self, deadline_s: float) -> AsyncIterator[None]:
+        """Raises `ApiError` 504 where what is within lasts longer."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                yield
+        except TimeoutError:
+            message = f"the answer was not complete within {self.config.request_timeout_s:g} s"
+            raise ApiError(504, message, kind="server_error", code="timeout") from None
+
+    async def _updates(self, job: Job, deadline_s: float) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self.config.request_timeout_s
         arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
         readers = [
             asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
@@ -86,17 +92,8 @@ class Service:
         unfinished = len(readers)
         try:
             while unfinished:
-                try:
-                    async with asyncio.timeout_at(deadline_s):
-                        item = await arrived.get()
-                except TimeoutError:
-                    limit = f"{self.config.request_timeout_s:g} s"
-                    raise ApiError(
-                        504,
-                        f"the answer was not complete within {limit}",
-                        kind="server_error",
-                        code="timeout",
-                    ) from None
+                async with self.until(deadline_s):
+                    item = await arrived.get()
                 if isinstance(item, Exception):
                     raise item
                 number, update = item
