@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from slipstream.serve.schema import ChatBody, CompletionBody
 from slipstream.serve.tokens import Tokens
 
+JSON = {"Content-Type": "application/json"}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
 
 
@@ -51,7 +52,7 @@ def test_a_request_has_its_place_before_it_is_read_into_tokens(
             )  # reads no text, for nobody can now
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
             assert refused.headers["retry-after"] == "1"
-        unread = httpx2.post(f"{url}/v1/completions", content=b"{", timeout=5)
+        unread = httpx2.post(f"{url}/v1/completions", content=b"{", headers=JSON, timeout=5)
         assert unread.status_code == 429, "a body that is not read cannot be wrong"
         assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
         gate.set()

@@ -64,7 +64,8 @@ def _abandoned(url: str, stream: bool) -> closing[socket.socket]:
     """A request on a socket that is closed in the middle of its stream, or before its answer has come."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection((host, int(port)))
     connection.sendall(head.encode() + body)
     if stream:

@@ -27,7 +27,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
-from slipstream.serve.limits import forget_body, read_body
+from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
 from slipstream.serve.sampling import check_unsupported, drafting, sampling_params
 from slipstream.serve.schema import (
@@ -119,6 +119,7 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
 
     async def read(request: Request) -> B:
         try:
+            check_json(request)
             service.admission.check_open()
             if issubclass(cls, GenerationBody):
                 service.admission.check_room()

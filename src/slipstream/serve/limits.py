@@ -17,6 +17,18 @@ DRAIN_S = 5.0
 nobody has read resets it, and many a client then never sees the refusal."""
 
 
+def check_json(request: Request) -> None:
+    """Raise `ApiError` 415 for a body that does not say that it is JSON.
+
+    A web page of any origin may make its readers' browsers post text and forms anywhere, unasked; with JSON a browser
+    asks first.
+    """
+    sent = request.headers.get("content-type", "")
+    if sent.partition(";")[0].strip().lower() != "application/json":
+        message = f"the body must be JSON and say so: send the header 'Content-Type: application/json', not {sent!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept, and 408 when
     it is not complete within `timeout_s` seconds."""
