@@ -453,10 +453,13 @@ class Engine:
         text = TextStream(
             self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
         )
+        stop_token_ids = self._stop_token_ids(params)
+        if sequence.grammar is not None and not stop_token_ids:
+            stop_token_ids = self._eos_token_ids  # for where nothing else is left: not to leave the form
         processor = LogitsProcessor(
             params,
             list(prompt),
-            self._stop_token_ids(params),
+            stop_token_ids,
             encode_bad_words(self.tokenizer, params.bad_words),
             self.model.vocab_size,
             sequence.grammar,

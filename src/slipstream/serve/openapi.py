@@ -100,7 +100,7 @@ def _answer(kind: str, *reasons: str, **choice: Schema) -> Schema:
     common = {
         "index": INTEGER,
         "logprobs": _nullable({"type": "object"}),
-        "finish_reason": {"enum": ["stop", "length", *reasons]},
+        "finish_reason": {"enum": ["stop", "length", "error", *reasons]},
         "stop_reason": ANYTHING,
     }
     choices = _list(_object((), **choice, **common))
