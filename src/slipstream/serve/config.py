@@ -52,8 +52,11 @@ class ServeConfig:
     """Put a request's own acceptance and times into its response, as `metrics`."""
     metrics_alias: str | None = None
     """`vllm`: show the metrics that vLLM has too under its names as well."""
+    task_labels: Seq[str] = ()
+    """A task that gets metrics of its own; those that are not named share the label `other`. Unless given, the first
+    tasks that clients name get them, but with an api_key none, since /metrics needs no key."""
     max_task_labels: int = 32
-    """Tasks that get metrics of their own; later ones share the label `other`."""
+    """Tasks that get metrics of their own where none are named."""
     dashboard_texts: bool = False
     """Show the last answers' texts on the dashboard, to whoever may read it. Off, it keeps no text."""
     log_level: str = "info"
@@ -86,7 +89,7 @@ class ServeConfig:
             reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
         if self.metrics_alias is not None:
             reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
-        for name in ("api_key", "cors_origins"):
+        for name in ("api_key", "cors_origins", "task_labels"):
             values = getattr(self, name)
             if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
                 raise ConfigError(f"serve {name} holds words without spaces around them, none empty")

@@ -144,8 +144,7 @@ def _tasks(service: Service, counted: dict[str, list[int]]) -> list[dict[str, An
     """What was counted by task, beside what the control and the test of drift know of it."""
     watching = service.watching
     reports = {
-        watching.metrics.task_label(task.task): task
-        for task in (watching.report.tasks if watching.report else ())
+        watching.task_label(task.task): task for task in (watching.report.tasks if watching.report else ())
     }
     return [
         {

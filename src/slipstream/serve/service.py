@@ -15,6 +15,7 @@ from slipstream.serve.job import Job
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.sampling import Limits
+from slipstream.serve.task_labels import TaskLabels
 from slipstream.serve.tokens import Tokens
 from slipstream.serve.watching import Watching
 
@@ -49,8 +50,13 @@ class Service:
             config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
-        self.metrics = Metrics(self.model_name, config.max_task_labels, config.metrics_alias)
-        self.watching = Watching(inner, self.metrics, self.method, config.dashboard_texts)
+        # Everybody may read the metrics, also where only holders of keys may read the dashboard's data.
+        num_public = 0 if config.task_labels or config.api_key else config.max_task_labels
+        self.metrics = Metrics(
+            self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
+        )
+        shown = TaskLabels(config.task_labels, config.max_task_labels)
+        self.watching = Watching(inner, self.metrics, self.method, shown, config.dashboard_texts)
 
     @property
     def is_ready(self) -> bool:
