@@ -122,11 +122,13 @@ class Verdict:
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are the ones OpenAI clients know, and `abort`."""
+    """Why a sequence ended; the values are vLLM's, of which OpenAI clients know the first two."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """Nothing that it was allowed could follow, and its text is not the whole form that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

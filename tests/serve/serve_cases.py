@@ -54,9 +54,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[tuple[str, Server]]:
-    """A real server in a thread: its address, and itself."""
+def running(app: FastAPI, send_buffer: int | None = None) -> Iterator[tuple[str, Server]]:
+    """A real server in a thread: its address, and itself. `send_buffer` bytes are what its sockets hold back."""
     bound = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(app)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.serve import stream as streams
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 
@@ -60,13 +62,51 @@ def test_a_client_that_leaves_frees_its_request_at_once(
         assert f'request_success_total{{finished_reason="abort",model_name="{MODEL}"}} 2.0' in text
 
 
+def test_a_client_that_does_not_read_holds_its_places_no_longer_than_one_that_waits(
+    make_app: MakeApp,
+    drafting: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(streams, "LAST_WRITES_S", 0.2)
+    event = streams.event
+    monkeypatch.setattr(
+        streams, "event", lambda payload: event(payload | {"more_than_buffers_hold": "x" * 2**20})
+    )
+    app = make_app(request_timeout_s=3.0)
+    with caplog.at_level(logging.INFO), running(app, send_buffer=4096) as (url, _):
+        with closing(_asking(url, {**LONG, "n": 4, "stream": True}, receive_buffer=4096)):
+            wait_until(lambda: app.state.service.admission.num_answers == 4)
+            wait_until(lambda: app.state.service.admission.num_answers == 0, 20.0)
+            wait_until(lambda: "client_does_not_read" in _last_facts(caplog), 2.0)
+            wait_until(lambda: is_idle(drafting.engine), 2.0)
+        assert httpx2.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+
+
+def _last_facts(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    """What the log says of the request that ended last."""
+    ended = [record for record in caplog.records if record.name == "slipstream.serve.access"]
+    facts: dict[str, Any] = vars(ended[-1])["facts"] if ended else {}
+    return facts
+
+
+def _asking(url: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+    """A connection on which a request has been sent; of its response the client holds `receive_buffer` bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((host, int(port)))
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
 def _abandoned(url: str, stream: bool) -> closing[socket.socket]:
     """A request on a socket that is closed in the middle of its stream, or before its answer has come."""
-    host, port = url.removeprefix("http://").split(":")
-    body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(head.encode() + body)
+    connection = _asking(url, {**LONG, "n": 2, "stream": stream})
     if stream:
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
     return closing(connection)

@@ -15,6 +15,7 @@ from slipstream.serve.schema import IGNORED
 
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
+JSON = {"Content-Type": "application/json"}
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 
@@ -232,12 +233,12 @@ def test_bad_values(
     ids=lambda value: str(value)[:30],
 )
 def test_bad_bodies(shared: TestClient, raw: bytes, says: str) -> None:
-    assert says in error_of(shared.post("/v1/completions", content=raw), 400)["message"]
+    assert says in error_of(shared.post("/v1/completions", content=raw, headers=JSON), 400)["message"]
 
 
 def test_pairs_of_surrogates_are_characters(shared: TestClient) -> None:
     raw = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 2}'
-    assert shared.post("/v1/completions", content=raw).status_code == 200
+    assert shared.post("/v1/completions", content=raw, headers=JSON).status_code == 200
 
 
 def test_codes_tell_a_context_overrun_from_a_bad_value(shared: TestClient) -> None:
@@ -298,10 +299,39 @@ def test_parameters_that_change_nothing_are_let_through(shared: TestClient) -> N
 def test_large_bodies(make_app: MakeApp) -> None:
     with TestClient(make_app(max_body_bytes=1000)) as client:
         body = json.dumps({**TEXT, "prompt": "a" * 2000}).encode()
-        assert error_of(client.post("/v1/completions", content=body), 413)["code"] == "request_too_large"
+        assert (
+            error_of(client.post("/v1/completions", content=body, headers=JSON), 413)["code"]
+            == "request_too_large"
+        )
         pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # no length is announced
-        assert error_of(client.post("/v1/completions", content=pieces), 413)
+        assert error_of(client.post("/v1/completions", content=pieces, headers=JSON), 413)
         assert client.post("/v1/completions", json=TEXT).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_only_what_says_that_it_is_json_is_read(shared: TestClient, path: str) -> None:
+    """The others are what any web page may post without being asked."""
+    bodies = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": TEXT,
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+    }
+    raw = json.dumps(bodies[path]).encode()
+    for sent in (
+        None,
+        "",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+    ):
+        response = shared.post(path, content=raw, headers={} if sent is None else {"Content-Type": sent})
+        error = error_of(response, 415)
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_media_type")
+        assert "send the header 'Content-Type: application/json'" in error["message"]
+        assert repr(sent or "") in error["message"]
+    for sent in ("application/json", "application/json; charset=utf-8", "Application/JSON"):
+        assert shared.post(path, content=raw, headers={"Content-Type": sent}).status_code == 200
 
 
 def test_token_limits(make_app: MakeApp) -> None:

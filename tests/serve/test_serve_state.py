@@ -155,6 +155,36 @@ def test_tasks_cannot_make_labels_without_end(make_app: MakeApp) -> None:
     assert tasks == {"a", "b", "other", "none"}
 
 
+@pytest.mark.parametrize(
+    ("config", "shown", "on_dashboard"),
+    [
+        ({"api_key": ["k"]}, {"other", "none"}, {"acme-merger", "sql", "none"}),
+        (
+            {"api_key": ["k"], "task_labels": ["sql"]},
+            {"sql", "other", "none"},
+            {"acme-merger", "sql", "none"},
+        ),
+        ({"task_labels": ["sql"]}, {"sql", "other", "none"}, {"acme-merger", "sql", "none"}),
+        ({"task_labels": ["sql"], "max_task_labels": 0}, {"sql", "other", "none"}, {"other", "sql", "none"}),
+        ({}, {"acme-merger", "sql", "none"}, {"acme-merger", "sql", "none"}),
+    ],
+    ids=str,
+)
+def test_what_clients_call_their_tasks_is_for_holders_of_keys(
+    make_app: MakeApp, config: dict[str, Any], shown: set[str], on_dashboard: set[str]
+) -> None:
+    with TestClient(make_app(**config)) as client:
+        key = {"Authorization": "Bearer k"}
+        for task in ("acme-merger", "sql", ""):
+            asked = {"prompt": "x", "max_tokens": 1, "task": task}
+            assert client.post("/v1/completions", json=asked, headers=key).status_code == 200
+        text = client.get("/metrics").text
+        data = client.get("/dashboard/data", headers=key).json()
+    assert {line.split('task="')[1].split('"')[0] for line in text.splitlines() if 'task="' in line} == shown
+    assert ("acme-merger" in text) == ("acme-merger" in shown)
+    assert {task["task"] for task in data["tasks"]} == on_dashboard
+
+
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     records = [record for record in caplog.records if record.name == "slipstream.serve.access"]
     return [json.loads(JsonFormatter().format(record)) for record in records]

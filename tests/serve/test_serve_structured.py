@@ -97,3 +97,20 @@ def test_what_only_the_engines_compiler_refuses_names_its_parameter(shared: Test
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "structured_outputs"
         assert "allows no text" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize(("regex", "reason"), [("[ac]{2}b+", "error"), ("[ac]{2}b*", "stop")])
+def test_an_answer_says_whether_its_form_is_whole(
+    shared: TestClient, plain: LLM, regex: str, reason: str, ignore_eos: bool
+) -> None:
+    only = plain.engine.tokenizer("a", add_special_tokens=False).input_ids
+    body = {"structured_outputs": {"regex": regex}, "allowed_token_ids": only, "ignore_eos": ignore_eos}
+    for path, asked in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+        [choice] = shared.post(f"/v1/{path}", json=body | asked | {"max_tokens": 9}).json()["choices"]
+        assert choice["finish_reason"] == reason
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == "aa"
+        streamed = shared.post(f"/v1/{path}", json=body | asked | {"max_tokens": 9, "stream": True})
+        assert events(streamed.text)[-1]["choices"][0]["finish_reason"] == reason
+        [cut] = shared.post(f"/v1/{path}", json=body | asked | {"max_tokens": 1}).json()["choices"]
+        assert cut["finish_reason"] == "length"

@@ -314,6 +314,7 @@ def test_a_matcher_that_fails_ends_the_text(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         assert grammar.ended([5, 6])
     assert "too complex" in caplog.text
+    assert not grammar.accepts([5, 6])
     assert grammar.mask([5], [6, 7]) == 0
     assert not grammar.ended([5])
 
@@ -378,9 +379,38 @@ def test_an_answer_that_may_go_on_is_ended_by_the_model(plain: LLM) -> None:
     assert made.token_ids[-1] == EOS
 
 
-def test_a_dead_end_that_other_rules_make_is_a_stop(plain: LLM) -> None:
-    made, _ = answer(plain, {"choice": ["yes"]}, allowed_token_ids=encode(plain.engine.tokenizer, "no"))
-    assert (made.finish_reason, made.text) == ("stop", "")
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("regex", "reason", "text"),
+    [
+        ("yes", "error", ""),
+        ("[ac]{2}b+", "error", "aa"),
+        ("[ac]{2}b*", "stop", "aa"),
+        ("a{3}b{0,2}", "stop", "aaa"),
+    ],
+)
+def test_a_form_that_other_rules_cut_short_is_no_stop_unless_it_is_whole(
+    plain: LLM, silent: LLM, regex: str, reason: str, text: str, temperature: float, ignore_eos: bool
+) -> None:
+    only = {"allowed_token_ids": encode(plain.engine.tokenizer, "a"), "stop_token_ids": []}
+    for llm in (plain, silent):
+        made, _ = answer(llm, {"regex": regex}, temperature=temperature, ignore_eos=ignore_eos, **only)
+        assert (made.finish_reason, made.stop_reason, made.text) == (reason, None, text)
+        assert made.token_ids[len(text) :] == [EOS], "what ends it is no text of the model's"
+
+
+def test_a_form_is_not_left_where_the_model_may_not_end(plain: LLM) -> None:
+    """With `ignore_eos` an answer goes on as long as its form does, and no longer."""
+    structured = {"grammar": 'start: "a" ("b" start)?'}
+    bias = dict.fromkeys(encode(plain.engine.tokenizer, "q"), 100.0)
+    ids = [encode(plain.engine.tokenizer, letter)[0] for letter in "abq"]
+    values = {"ignore_eos": True, "logit_bias": bias, "allowed_token_ids": ids}
+    made, _ = answer(plain, structured, max_tokens=20, **values)
+    assert (made.finish_reason, len(made.token_ids)) == ("length", 20)
+    assert made.text == "ab" * 10
+    made, _ = answer(plain, structured, max_tokens=20, **values | {"bad_words": ["b"]})
+    assert (made.finish_reason, made.text) == ("stop", "a")
 
 
 def test_answers_of_one_request_and_of_a_batch_do_not_meet(plain: LLM) -> None:

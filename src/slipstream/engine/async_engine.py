@@ -21,7 +21,9 @@ from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import Prompt, encode_chat
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import ConfigError, EngineStoppedError
+from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.structured import StructuredOutput
 
 T = TypeVar("T")
 
@@ -109,6 +111,10 @@ class AsyncEngine:
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = _Stream(asyncio.get_running_loop())
+        grammar: Grammar | None = None
+        compiling = self.engine.compile_grammar(params) if isinstance(params, SamplingParams) else None
+        if compiling is not None:  # not in the engine's thread, where all others would wait for it
+            grammar = await asyncio.wrap_future(compiling)
 
         def add() -> None:
             try:
@@ -120,6 +126,7 @@ class AsyncEngine:
                     task=task,
                     max_draft_tokens=max_draft_tokens,
                     draft_method=draft_method,
+                    grammar=grammar,
                 )
                 self._streams[name] = stream
             except Exception as error:
@@ -169,6 +176,10 @@ class AsyncEngine:
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
         return encode_chat(self.engine.tokenizer, messages)
+
+    async def check_grammar(self, structured: StructuredOutput) -> None:
+        """Raise `RequestError` where a part of a larger constraint cannot be followed."""
+        await asyncio.wrap_future(self.engine.check_grammar(structured))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -57,6 +58,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.native import serial_operators
+from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -196,12 +198,14 @@ class Engine:
         max_draft_tokens: int | None = None,
         draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request; raises `RequestError` before any work when it cannot be served.
 
         Nothing is shared between `tenant`s. `task` names the kind of request for drafters that go by it.
         `max_draft_tokens` bounds the speculation of this request, 0 turns it off; `draft_method` is the only one of
         `draft_methods` that may draft for it. `on_update` is called from `step` with each of the request's updates.
+        `grammar` is what `compile_grammar` has made of `params`; without it that is done here, and waited for.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
@@ -212,9 +216,8 @@ class Engine:
             raise RequestError(f"draft_method must be {choice} on this engine, got {draft_method!r}")
         params.check_vocabulary(self.model.vocab_size)
         token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
-        grammar = None
-        if isinstance(params.structured, StructuredOutput):
-            grammar = self._grammars.compile(params.structured, self._stop_token_ids(params))
+        if grammar is None and (compiling := self.compile_grammar(params)) is not None:
+            grammar = compiling.result()
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
         sequences = make_sequences(
@@ -232,6 +235,22 @@ class Engine:
         self._answers.update(answers)
         for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
+
+        The future raises `RequestError` where it cannot be followed.
+        """
+        if not isinstance(params.structured, StructuredOutput):
+            return None
+        return self._grammars.submit(params.structured, self._stop_token_ids(params))
+
+    def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
+        """Whether a part of a larger constraint can be followed; the future raises `RequestError` where it cannot.
+
+        May be called from any thread.
+        """
+        return self._grammars.check(structured)
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request now and free what it holds; returns its last updates, none for an unknown id.
@@ -434,10 +453,13 @@ class Engine:
         text = TextStream(
             self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
         )
+        stop_token_ids = self._stop_token_ids(params)
+        if sequence.grammar is not None and not stop_token_ids:
+            stop_token_ids = self._eos_token_ids  # for where nothing else is left: not to leave the form
         processor = LogitsProcessor(
             params,
             list(prompt),
-            self._stop_token_ids(params),
+            stop_token_ids,
             encode_bad_words(self.tokenizer, params.bad_words),
             self.model.vocab_size,
             sequence.grammar,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.errors import RequestError
@@ -17,9 +20,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_COMPILED = 64
-"""Compiled grammars that are kept, the ones used last."""
+"""Compiled grammars and refusals that are kept, the ones used last."""
+MAX_SOURCE_BYTES = 128 * 2**10
+"""The largest schema, expression, grammar or choice. With it grow the compiler's time, partly as the square, and the
+depth to which it calls itself."""
+STACK_BYTES = 256 * 2**20
+"""For the compiling thread; address space, of which no more is used than a grammar needs. llguidance calls itself for
+every rule in a chain of rules: a few thousand of them overflow the usual 8 MiB, which would end the process."""
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """What may stand between the tokens of JSON: a space, or a new line and its indentation. Where JSON's own rule holds, a
 model that has begun with blank lines may never come to an end of them."""
@@ -27,8 +38,20 @@ MAX_ERROR_LENGTH = 300
 """Characters of a compiler's message that are passed on."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher that has consumed nothing and never will, and the tokens that may come first, token i as bit i."""
+
+    matcher: LLMatcher
+    first: int
+
+
 class GrammarCompiler:
-    """Compiles constraints with llguidance. Costs nothing until the first one comes."""
+    """Compiles constraints with llguidance, in a thread of its own. Costs nothing until the first one comes.
+
+    May be used from any thread; llguidance lets the others run while it works. Who asks for what is known already,
+    refusals included, waits for nobody.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         """`tokenizer` and `end_token_ids` are the target's; `vocab_size` is the width of its logits."""
@@ -36,41 +59,111 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: _Results[_Compiled] = _Results()
+        self._checked: _Results[bool] = _Results()
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
 
     def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
         """The grammar of one answer that may end with `stop_token_ids`.
 
         Raises `RequestError` where the constraint, or the tokenizer, is nothing that llguidance can follow.
         """
-        matcher = self._compiled.get(structured)
-        if matcher is None:
-            matcher = self._compiled[structured] = self._matcher(structured)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structured)
-        grammar = Grammar(matcher, self._end_token_ids, stop_token_ids, self._vocab_size)
-        if grammar.ended(()):
-            raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
-        return grammar
+        return self.submit(structured, stop_token_ids).result()
 
-    def _matcher(self, structured: StructuredOutput) -> LLMatcher:
+    def submit(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Future[Grammar]:
+        """`compile` without waiting for it. To cancel what has not begun saves its work."""
+        stop = frozenset(stop_token_ids)
+        return self._run(
+            self._compiled,
+            structured,
+            self._compile,
+            lambda compiled: self._grammar(structured, compiled, stop),
+        )
+
+    def check(self, structured: StructuredOutput) -> Future[bool]:
+        """True, or a `RequestError` where llguidance cannot follow a constraint, whatever the model."""
+
+        def check(structured: StructuredOutput) -> bool:
+            check_followed(structured)
+            return True
+
+        return self._run(self._checked, structured, check, bool)
+
+    def _run(
+        self,
+        results: _Results[T],
+        structured: StructuredOutput,
+        make: Callable[[StructuredOutput], T],
+        use: Callable[[T], R],
+    ) -> Future[R]:
+        """`use` of what `results` have, or of what `make` makes in the compiling thread."""
+
+        def work() -> R:
+            result = results.find(structured)
+            if result is None:
+                try:
+                    result = make(structured)
+                except RequestError as error:
+                    result = error
+                results.keep(structured, result)
+            if isinstance(result, RequestError):
+                raise RequestError(str(result))
+            return use(result)
+
+        future: Future[R] = Future()
+        try:
+            check_size(structured)
+            known = results.find(structured)
+            if known is None:
+                return self._submit(work)
+            if isinstance(known, RequestError):
+                raise RequestError(str(known))
+            future.set_result(use(known))
+        except RequestError as error:
+            future.set_exception(error)
+        return future
+
+    def _submit(self, work: Callable[[], R]) -> Future[R]:
+        with self._lock:
+            if self._thread is not None:
+                return self._thread.submit(work)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-grammars")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                return self._thread.submit(work)  # makes the thread
+            finally:
+                threading.stack_size(before)
+
+    def _grammar(
+        self, structured: StructuredOutput, compiled: _Compiled, stop_token_ids: frozenset[int]
+    ) -> Grammar:
+        ends = stop_token_ids.union(self._end_token_ids)
+        if not compiled.first & (1 << self._vocab_size) - 1 & ~sum(1 << token for token in ends):
+            raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
+        # A matcher of its own: none may be used by two threads at once.
+        return Grammar(compiled.matcher.deep_copy(), self._end_token_ids, stop_token_ids, self._vocab_size)
+
+    def _compile(self, structured: StructuredOutput) -> _Compiled:
         from llguidance import LLMatcher
 
         vocabulary = self._read_tokenizer()
         try:
-            source = _source(structured)
-            failed, messages = LLMatcher.validate_grammar_with_warnings(source, vocabulary)
-            matcher = LLMatcher(vocabulary, source, log_level=0)
-            matcher.compute_bitmask()  # what is too complex from the first token on fails here
+            matcher = LLMatcher(vocabulary, _source(structured), log_level=0)
+            first = int.from_bytes(
+                matcher.compute_bitmask(), "little"
+            )  # what is too complex from here on fails
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
-        if failed or (matcher.is_error() and not is_dead_end(matcher)):
-            raise RequestError(_refusal(structured, messages[0] if failed else matcher.get_error()))
+        if matcher.is_error():
+            if not is_dead_end(matcher):
+                raise RequestError(_refusal(structured, matcher.get_error()))
+            first = 0
+        messages = matcher.get_grammar_warnings()
         if messages:  # which quote the client's text: they are for whoever debugs
             logger.warning("%s is followed but for %d of its words", kind(structured), len(messages))
             logger.debug("llguidance says: %s", messages)
-        return matcher
+        return _Compiled(matcher, first)
 
     def _read_tokenizer(self) -> LLTokenizer:
         if self._vocabulary is None:
@@ -81,6 +174,27 @@ class GrammarCompiler:
                     f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
                 ) from None
         return self._vocabulary
+
+
+class _Results(Generic[T]):
+    """What became of the constraints that came last, refusals too. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[StructuredOutput, T | RequestError] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, structured: StructuredOutput) -> T | RequestError | None:
+        with self._lock:
+            if structured not in self._results:
+                return None
+            self._results.move_to_end(structured)
+            return self._results[structured]
+
+    def keep(self, structured: StructuredOutput, result: T | RequestError) -> None:
+        with self._lock:
+            self._results[structured] = result
+            if len(self._results) > MAX_COMPILED:
+                self._results.popitem(last=False)
 
 
 class _ByBytes:
@@ -142,6 +256,14 @@ def check_followed(structured: StructuredOutput) -> None:
         raise RequestError(_refusal(structured, messages[0]))
 
 
+def check_size(structured: StructuredOutput, max_bytes: int = MAX_SOURCE_BYTES) -> None:
+    """Raise `RequestError` where a constraint's text has more than `max_bytes`."""
+    value = getattr(structured, kind(structured))
+    num_bytes = sum(len(str(text).encode()) for text in (value if isinstance(value, tuple) else (value,)))
+    if num_bytes > max_bytes:
+        raise RequestError(f"{kind(structured)} has {num_bytes:,} bytes; at most {max_bytes:,} are taken")
+
+
 def kind(structured: StructuredOutput) -> str:
     """Which constraint it is."""
     return next(name for name in CONSTRAINTS if getattr(structured, name))
@@ -152,7 +274,10 @@ def _source(structured: StructuredOutput) -> str:
     from llguidance import LLMatcher
 
     if structured.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
+        # One terminal of them all, since terminals are compared with one another.
+        return LLMatcher.grammar_from_lark(
+            "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, structured.choice))
+        )
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.grammar is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.core import FinishReason, Sequence
 from slipstream.engine.text import TextStream
+from slipstream.sampling.grammar import Grammar
 
 
 class StopRules:
@@ -21,9 +22,13 @@ class StopRules:
 
     def append(self, token_id: int, from_draft: bool) -> bool:
         """Commit one token to the sequence and its text; True when the answer ends with it."""
-        sequence, params = self._sequence, self._sequence.params
+        sequence, params, grammar = self._sequence, self._sequence.params, self._sequence.grammar
+        before = sequence.output_token_ids if grammar is not None else []
         sequence.token_ids.append(token_id)
         sequence.from_draft.append(from_draft)
+        if grammar is not None and not grammar.mask(before) >> token_id & 1:
+            # Nothing that may follow was left to say, so something else was said: it is no text.
+            return self._finish_form(grammar, before)
         if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
             if params.include_stop_str_in_output:
                 self._text.push(token_id, from_draft, check_stop=False)
@@ -33,13 +38,17 @@ class StopRules:
         stop = self._text.push(token_id, from_draft, check_stop)
         if stop is not None:
             return self._finish(FinishReason.STOP, stop)
-        if sequence.grammar is not None and sequence.grammar.ended(sequence.output_token_ids):
-            return self._finish(FinishReason.STOP)
+        if grammar is not None and grammar.ended(sequence.output_token_ids):
+            return self._finish_form(grammar, sequence.output_token_ids)
         if sequence.num_output_tokens >= params.max_tokens:
             return self._finish(FinishReason.LENGTH)
         if len(sequence.token_ids) >= self._num_tokens_limit:
             return self._finish(FinishReason.LENGTH)
         return False
+
+    def _finish_form(self, grammar: Grammar, output: list[int]) -> bool:
+        """The answer cannot go on: well where it is whole."""
+        return self._finish(FinishReason.STOP if grammar.accepts(output) else FinishReason.ERROR)
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         self._sequence.finish_reason = reason

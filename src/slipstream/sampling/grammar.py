@@ -79,6 +79,12 @@ class Grammar:
         """True where nothing may follow but a stop token."""
         return not self.mask(output) & self._text_bits
 
+    def accepts(self, output: Seq[int]) -> bool:
+        """True where `output`, which holds no stop token, is a whole text of the grammar."""
+        self._turn_to(list(output))
+        matcher = self._matcher(())
+        return matcher is not None and not matcher.is_error() and bool(matcher.is_accepting())
+
     def _turn_to(self, output: list[int]) -> None:
         """Make `output` the text below which matchers and masks are kept. Those of the path that it took stay."""
         if output == self._output:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -27,7 +27,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
-from slipstream.serve.limits import read_body
+from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
 from slipstream.serve.sampling import check_unsupported, drafting, sampling_params
 from slipstream.serve.schema import (
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=Body)
 
+LARGE_BYTES = 64 * 2**10
+"""Bodies of this size are parsed off the event loop."""
 STATE_TIMEOUT_S = 2.0
 """How long a scrape waits for a step to end; after that, queue and cache are as they were at the last one."""
 
@@ -113,11 +115,20 @@ def _middleware(service: Service, traces: TracerProvider | None) -> list[Middlew
 
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:
     """Reads and checks a body of `cls`."""
+    config = service.config
 
     async def read(request: Request) -> B:
-        body = parse(cls, await read_body(request, service.config.max_body_bytes))
+        try:
+            check_json(request)
+            service.admission.check_open()
+            if issubclass(cls, GenerationBody):
+                service.admission.check_room()
+        except ApiError:
+            await forget_body(request)
+            raise
+        raw = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        body = parse(cls, raw) if len(raw) < LARGE_BYTES else await asyncio.to_thread(parse, cls, raw)
         service.check_model(getattr(body, "model", None))
-        service.admission.check_open()
         return body
 
     return read
@@ -126,26 +137,38 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
 def _add_generation(app: FastAPI, service: Service) -> None:
     read_completion = _reader(service, CompletionBody)
     read_chat = _reader(service, ChatBody)
+    check_grammar = service.engine.check_grammar
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_completion(request)
         check_unsupported(body)
-        constraint = await constraint_of(body, service.tokens)
-        prompts = await service.tokens.prompts(body.prompt)
-        job = _job(service, request, body, prompts, "cmpl", body.prompt, constraint)
-        return Reply(service, CompletionAnswer(job, service))
+
+        async def prepare() -> CompletionAnswer:
+            constraint = await constraint_of(body, service.tokens, check_grammar)
+            prompts = await service.tokens.prompts(body.prompt)
+            return CompletionAnswer(_job(service, request, body, prompts, "cmpl", constraint), service)
+
+        several = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+        return Reply(service, (len(body.prompt) if several else 1) * _num_each(body), prepare)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read_chat(request)
         check_unsupported(body)
-        constraint = await constraint_of(body, service.tokens)
-        tools = constraint.tools.tools if constraint and constraint.tools else None
-        prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
-        asked = [message.model_dump(exclude_unset=True) for message in body.messages]
-        job = _job(service, request, body, [prompt], "chatcmpl", asked, constraint)
-        return Reply(service, ChatAnswer(job, service))
+
+        async def prepare() -> ChatAnswer:
+            constraint = await constraint_of(body, service.tokens, check_grammar)
+            tools = constraint.tools.tools if constraint and constraint.tools else None
+            prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
+            return ChatAnswer(_job(service, request, body, [prompt], "chatcmpl", constraint), service)
+
+        return Reply(service, _num_each(body), prepare)
+
+
+def _num_each(body: GenerationBody) -> int:
+    """Answers a prompt; what is no number of them is refused later."""
+    return max(body.n or 1, 1)
 
 
 def _job(
@@ -154,13 +177,12 @@ def _job(
     body: GenerationBody,
     prompts: list[list[int]],
     kind: str,
-    asked: Any,
     constraint: Constraint | None,
 ) -> Job:
     """What the engine is to do; raises `ApiError` 400 for what it cannot."""
     facts = request.scope[FACTS]
     if service.config.log_prompts:
-        facts["asked"] = asked
+        [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
     options = body.stream_options
     max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
     return Job(

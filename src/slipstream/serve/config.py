@@ -31,6 +31,8 @@ class ServeConfig:
     """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
     max_body_bytes: int = 4 * 2**20
     """The largest request body."""
+    body_timeout_s: float = 30.0
+    """From a request's head to the end of its body."""
     max_prompt_tokens: int | None = None
     """The longest prompt; the model's context is a limit anyway."""
     max_output_tokens: int | None = None
@@ -43,15 +45,18 @@ class ServeConfig:
     """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
     goes by the chat template, and is hermes where that shows none."""
     request_timeout_s: float = 600.0
-    """From a request's arrival to the end of its answer."""
+    """From the end of a request's body to the end of its answer."""
     grace_period_s: float = 30.0
     """After SIGTERM, for answers under way to end; then they are broken off with an error."""
     per_request_metrics: bool = False
     """Put a request's own acceptance and times into its response, as `metrics`."""
     metrics_alias: str | None = None
     """`vllm`: show the metrics that vLLM has too under its names as well."""
+    task_labels: Seq[str] = ()
+    """A task that gets metrics of its own; those that are not named share the label `other`. Unless given, the first
+    tasks that clients name get them, but with an api_key none, since /metrics needs no key."""
     max_task_labels: int = 32
-    """Tasks that get metrics of their own; later ones share the label `other`."""
+    """Tasks that get metrics of their own where none are named."""
     dashboard_texts: bool = False
     """Show the last answers' texts on the dashboard, to whoever may read it. Off, it keeps no text."""
     log_level: str = "info"
@@ -73,8 +78,9 @@ class ServeConfig:
             check_at_least("serve", 0, **{name: getattr(self, name)})
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
-        if not self.request_timeout_s > 0:
-            raise ConfigError(f"serve request_timeout_s must be above 0, got {self.request_timeout_s}")
+        for name in ("body_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")
         if not self.grace_period_s >= 0:
             raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
@@ -83,7 +89,7 @@ class ServeConfig:
             reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
         if self.metrics_alias is not None:
             reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
-        for name in ("api_key", "cors_origins"):
+        for name in ("api_key", "cors_origins", "task_labels"):
             values = getattr(self, name)
             if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
                 raise ConfigError(f"serve {name} holds words without spaces around them, none empty")

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.grammars import WHITESPACE, check_followed
+from slipstream.engine.grammars import MAX_SOURCE_BYTES, WHITESPACE, check_size
 from slipstream.errors import RequestError
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.errors import ApiError
 from slipstream.serve.schema import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from slipstream.serve.tokens import Tokens
 from slipstream.serve.tools import ToolUse, tool_use
+
+Check = Callable[[StructuredOutput], Awaitable[None]]
+"""Raises `RequestError` for what llguidance cannot follow."""
+MAX_GRAMMAR_BYTES = 32 * 2**10
+"""The largest grammar in the client's own words: one of 110 KB, terminal in terminal, takes the compiler 20 s."""
 
 _KINDS = ("json_", "json_object", "regex", "grammar", "choice")
 
@@ -43,10 +48,11 @@ class Constraint:
         return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
 
 
-async def constraint_of(body: GenerationBody, tokens: Tokens) -> Constraint | None:
+async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> Constraint | None:
     """What the text of an answer has to obey; None where it is free.
 
-    Raises `ApiError` 400 for what contradicts itself, and for what llguidance cannot follow.
+    Raises `ApiError` 400 for what contradicts itself, and for parts that cannot be followed by themselves; of the whole
+    the engine's compiler says it.
     """
     use = None
     if isinstance(body, ChatBody):
@@ -54,7 +60,19 @@ async def constraint_of(body: GenerationBody, tokens: Tokens) -> Constraint | No
     asked = await asyncio.to_thread(_asked, body)
     if use is None:
         return asked
+    for number, schema in enumerate(use.schemas):
+        param = f"tools.{number}.function.parameters"
+        await _check(Constraint(param, StructuredOutput(json_schema=schema)), check)
+    if asked is not None:
+        await _check(asked, check)
     return _with_tools(use, asked, tokens.special)
+
+
+async def _check(constraint: Constraint, check: Check) -> None:
+    try:
+        await check(constraint.structured)
+    except RequestError as error:
+        raise constraint.refusal(error) from None
 
 
 def _asked(body: GenerationBody) -> Constraint | None:
@@ -67,13 +85,7 @@ def _asked(body: GenerationBody) -> Constraint | None:
     if len(found) == 2:
         message = "response_format and structured_outputs both ask for a form; give one of them"
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
-    if not found:
-        return None
-    try:
-        check_followed(found[0].structured)
-    except RequestError as error:
-        raise found[0].refusal(error) from None
-    return found[0]
+    return found[0] if found else None
 
 
 def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, int]) -> Constraint:
@@ -127,7 +139,7 @@ def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput |
         message = "structured_outputs needs exactly one of json, json_object, regex, grammar and choice"
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
     try:
-        return StructuredOutput(
+        structured = StructuredOutput(
             json_schema=form.json_,
             json_object=bool(form.json_object),
             regex=form.regex,
@@ -135,6 +147,8 @@ def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput |
             choice=form.choice,
             compact=bool(form.disable_any_whitespace),
         )
+        check_size(structured, MAX_SOURCE_BYTES if structured.grammar is None else MAX_GRAMMAR_BYTES)
+        return structured
     except RequestError as error:
         message = f"structured_outputs: {error}"
         raise ApiError(400, message, param="structured_outputs", code="invalid_value") from None

@@ -9,9 +9,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.serve.history import MAX_POSITIONS, History
-
-OTHER = "other"
-"""The label of tasks that have none of their own; their figures cannot be put together."""
+from slipstream.serve.task_labels import OTHER
 
 
 class ControlMetrics(Collector):

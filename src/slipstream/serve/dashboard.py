@@ -21,7 +21,7 @@ from slipstream.control.drift import REFERENCE_SIZES, ShiftWatch
 from slipstream.control.report import TaskReport
 from slipstream.errors import EngineStoppedError
 from slipstream.serve.errors import ApiError
-from slipstream.serve.limits import read_body
+from slipstream.serve.limits import check_json, read_body
 from slipstream.serve.schema import Body, parse
 from slipstream.serve.service import Service
 
@@ -69,10 +69,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/dashboard/acknowledge", include_in_schema=False)
     async def acknowledge(request: Request) -> Response:
         """Clears an alarm: what is now counts as usual from here on."""
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            # A form on another site's page could send it otherwise, with no question asked by the browser.
-            raise ApiError(415, "the body must be application/json", code="invalid_type")
-        body = parse(AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES))
+        check_json(request)
+        body = parse(
+            AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES, service.config.body_timeout_s)
+        )
         if body.kind not in list(Kind) or not service.watching.alarms.acknowledge(
             Kind(body.kind), body.task, body.drafter
         ):
@@ -144,8 +144,7 @@ def _tasks(service: Service, counted: dict[str, list[int]]) -> list[dict[str, An
     """What was counted by task, beside what the control and the test of drift know of it."""
     watching = service.watching
     reports = {
-        watching.metrics.task_label(task.task): task
-        for task in (watching.report.tasks if watching.report else ())
+        watching.task_label(task.task): task for task in (watching.report.tasks if watching.report else ())
     }
     return [
         {

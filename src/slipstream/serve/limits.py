@@ -17,26 +17,50 @@ DRAIN_S = 5.0
 nobody has read resets it, and many a client then never sees the refusal."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept."""
+def check_json(request: Request) -> None:
+    """Raise `ApiError` 415 for a body that does not say that it is JSON.
+
+    A web page of any origin may make its readers' browsers post text and forms anywhere, unasked; with JSON a browser
+    asks first.
+    """
+    sent = request.headers.get("content-type", "")
+    if sent.partition(";")[0].strip().lower() != "application/json":
+        message = f"the body must be JSON and say so: send the header 'Content-Type: application/json', not {sent!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept, and 408 when
+    it is not complete within `timeout_s` seconds."""
     announced = request.headers.get("content-length", "")
-    length = int(announced) if announced.isdecimal() else None
-    if length is not None and length > max_bytes:
-        waits = request.headers.get("expect", "").lower() == "100-continue"  # nothing has been sent
-        if length <= DRAIN_BYTES and not waits:
-            await _drain(request)
+    if announced.isdecimal() and int(announced) > max_bytes:
+        await forget_body(request)
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                body.clear()
-                await _drain(request)
-                raise _too_large(max_bytes)
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    break
     except ClientDisconnect:  # nobody will read this; the log will
         raise ApiError(400, "the client left before its body was complete", code="client_left") from None
+    except TimeoutError:
+        message = f"the body was not complete within {timeout_s:g} s"
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+    if len(body) > max_bytes:
+        body.clear()
+        await _drain(request)
+        raise _too_large(max_bytes)
     return bytes(body)
+
+
+async def forget_body(request: Request) -> None:
+    """Read and forget a body that is to be refused, within bounds; one that has not been sent is not asked for."""
+    announced = request.headers.get("content-length", "")
+    waits = request.headers.get("expect", "").lower() == "100-continue"
+    if not waits and not (announced.isdecimal() and int(announced) > DRAIN_BYTES):
+        await _drain(request)
 
 
 async def _drain(request: Request) -> None:
@@ -63,7 +87,7 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.capacity = max_running + max_waiting
         self.num_answers = 0
-        """Under way: running or waiting for their turn."""
+        """Under way: being read into tokens, running, or waiting for their turn."""
         self.draining = False
         """True once nothing new is taken in."""
 
@@ -74,6 +98,15 @@ class Admission:
         if num_answers > self.capacity:
             message = f"the request asks for {num_answers} answers; this server takes {self.capacity} at once"
             raise ApiError(400, message, param="n", code="invalid_value")
+        self.check_room(num_answers)
+        self.num_answers += num_answers
+        try:
+            yield
+        finally:
+            self.num_answers -= num_answers
+
+    def check_room(self, num_answers: int = 1) -> None:
+        """Raise `ApiError` 429 where there are not places for so many answers now."""
         if self.num_answers + num_answers > self.capacity:
             raise ApiError(
                 429,
@@ -82,11 +115,6 @@ class Admission:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self.num_answers += num_answers
-        try:
-            yield
-        finally:
-            self.num_answers -= num_answers
 
     def check_open(self) -> None:
         """Raise `ApiError` 503 once the server is shutting down."""

@@ -25,6 +25,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
+from slipstream.serve.task_labels import TaskLabels
 
 PREFIX = "slipstream_"
 VLLM_PREFIX = "vllm:"
@@ -51,9 +52,8 @@ _AS_VLLM = frozenset(
 class Metrics:
     """One server's registry. Counting is safe from the engine's thread and the event loop alike."""
 
-    def __init__(self, model_name: str, max_tasks: int, alias: str | None) -> None:
-        self._max_tasks = max_tasks
-        self._tasks: set[str] = set()
+    def __init__(self, model_name: str, task_label: TaskLabels, alias: str | None) -> None:
+        self.task_label = task_label
         self._by_task: dict[tuple[str, str], tuple[Counter, ...]] = {}
         self._by_position: list[tuple[Counter, Counter]] = []
         self._registry = registry = CollectorRegistry()
@@ -198,16 +198,6 @@ class Metrics:
             number = len(self._by_position)
             self._by_position.append((self._drafted_at.labels(number), self._accepted_at.labels(number)))
         return self._by_position[position]
-
-    def task_label(self, task: str) -> str:
-        """The task's own name for the first few tasks, so that clients cannot make labels without end."""
-        if not task:
-            return "none"
-        if task not in self._tasks:
-            if len(self._tasks) >= self._max_tasks:
-                return "other"
-            self._tasks.add(task)
-        return task
 
     # --- in the event loop --------------------------------------------------------------------------------------
 

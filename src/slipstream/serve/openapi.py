@@ -27,15 +27,17 @@ _ERRORS = {
     400: "The body is not valid, or asks for what cannot be had.",
     401: "No API key, or an unknown one.",
     404: "The model is not served here.",
+    408: "The body was too slow.",
     413: "The body is too large.",
+    415: "The body does not say that it is JSON.",
     429: "Too many answers are waiting already.",
     500: "The server failed.",
     503: "The server takes no new requests, or cannot work.",
     504: "The answer took too long.",
 }
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
-_GENERATION = (400, 404, 413, 429, 500, 503, 504)
-_TOKENS = (400, 404, 413, 500, 503)
+_GENERATION = (400, 404, 408, 413, 415, 429, 500, 503, 504)
+_TOKENS = (400, 404, 408, 413, 415, 500, 503)
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1},
@@ -98,7 +100,7 @@ def _answer(kind: str, *reasons: str, **choice: Schema) -> Schema:
     common = {
         "index": INTEGER,
         "logprobs": _nullable({"type": "object"}),
-        "finish_reason": {"enum": ["stop", "length", *reasons]},
+        "finish_reason": {"enum": ["stop", "length", "error", *reasons]},
         "stop_reason": ANYTHING,
     }
     choices = _list(_object((), **choice, **common))

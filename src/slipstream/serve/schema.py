@@ -9,7 +9,15 @@ import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from slipstream.serve.errors import ApiError
 
@@ -28,10 +36,34 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """What OpenAI calls functions and schemas."""
 
 
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong element is told. Millions of them, told of one by one, would take gigabytes."""
+
+
+def _first_wrong(value: Any) -> Any:
+    """Of an object that should map names to numbers, the first entry that does not, alone; likewise."""
+    if isinstance(value, dict):
+        for name, number in value.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                return {name: number}
+    return value
+
+
 class Body(BaseModel):
     """Exact types, known names."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, value: Any) -> Any:
+        """Leaves one unknown name of however many, for the same reason."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in value if name not in known]
+        return {name: value[name] for name in value if name in known or name == unknown[0]}
 
 
 class StreamOptions(Body):
@@ -77,7 +109,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: List[str] | None = None
     disable_any_whitespace: bool | None = None
 
 
@@ -123,8 +155,8 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[List[str], Field(max_length=64)] | None = None
+    stop_token_ids: List[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -132,9 +164,9 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: Annotated[list[str], Field(max_length=256)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_first_wrong)] | None = None
+    allowed_token_ids: List[int] | None = None
+    bad_words: Annotated[List[str], Field(max_length=256)] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -152,7 +184,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -191,20 +223,20 @@ class Message(BaseModel):
         json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]},
     )
     role: str
-    content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
-    tool_calls: list[MessageCall] | None = None
+    content: str | List[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
+    tool_calls: List[MessageCall] | None = None
     """What an earlier answer called."""
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: List[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[List[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -214,7 +246,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: List[Message] | None = None
     add_special_tokens: bool | None = None
     """For a text; on unless false."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -224,7 +256,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: List[int]
 
 
 B = TypeVar("B", bound=Body)

@@ -15,6 +15,7 @@ from slipstream.serve.job import Job
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.sampling import Limits
+from slipstream.serve.task_labels import TaskLabels
 from slipstream.serve.tokens import Tokens
 from slipstream.serve.watching import Watching
 
@@ -49,8 +50,13 @@ class Service:
             config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
-        self.metrics = Metrics(self.model_name, config.max_task_labels, config.metrics_alias)
-        self.watching = Watching(inner, self.metrics, self.method, config.dashboard_texts)
+        # Everybody may read the metrics, also where only holders of keys may read the dashboard's data.
+        num_public = 0 if config.task_labels or config.api_key else config.max_task_labels
+        self.metrics = Metrics(
+            self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
+        )
+        shown = TaskLabels(config.task_labels, config.max_task_labels)
+        self.watching = Watching(inner, self.metrics, self.method, shown, config.dashboard_texts)
 
     @property
     def is_ready(self) -> bool:
@@ -63,22 +69,29 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @asynccontextmanager
-    async def answering(self, job: Job) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
-        """The job's updates, while its places are held; leaving it stops what is still under way.
+    async def answering(self, job: Job, deadline_s: float) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
+        """The job's updates; leaving it stops what is still under way.
 
-        Raises `ApiError` when there is no place, and from the iterator what the engine raises, or `ApiError` 504
-        when the request's time is over.
+        The iterator raises what the engine raises, or `ApiError` 504 at `deadline_s` of the event loop's clock.
         """
-        with self.admission.admit(job.num_answers):
-            async with aclosing(self._updates(job)) as updates:
-                yield updates
+        async with aclosing(self._updates(job, deadline_s)) as updates:
+            yield updates
 
-    async def _updates(self, job: Job) -> AsyncGenerator[PromptUpdate, None]:
+    @asynccontextmanager
+    async def until(self, deadline_s: float) -> AsyncIterator[None]:
+        """Raises `ApiError` 504 where what is within lasts longer."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                yield
+        except TimeoutError:
+            raise _too_late(self.config.request_timeout_s) from None
+
+    async def _updates(self, job: Job, deadline_s: float) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
-        limit_s = self.config.request_timeout_s
         arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
         # One timer a request: one for every update would cost more than the rest of the waiting.
-        timer = asyncio.get_running_loop().call_later(limit_s, arrived.put_nowait, _too_late(limit_s))
+        late = _too_late(self.config.request_timeout_s)
+        timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
         readers = [
             asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.answer import Answer
 from slipstream.serve.errors import ApiError, as_api_error
+from slipstream.serve.logs import FACTS
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
@@ -34,14 +36,14 @@ class Reply(Response):
     without `[DONE]`.
     """
 
-    def __init__(self, service: Service, answer: Answer) -> None:
+    def __init__(self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[Answer]]) -> None:
+        """`prepare` reads what is asked into tokens, once `num_answers` have their places."""
         super().__init__(media_type="text/event-stream")
         self._service = service
-        self._answer = answer
-        self._extra = {SEED_HEADER: str(answer.job.params.seed)}
+        self._num_answers = num_answers
+        self._prepare = prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ANSWER] = self._answer
         work = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:
@@ -49,65 +51,73 @@ class Reply(Response):
             limit_s = self._service.config.request_timeout_s + LAST_WRITES_S
             await asyncio.wait({work, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._answer.job.facts["client_left" if leaving.done() else "client_does_not_read"] = True
+                scope[FACTS]["client_left" if leaving.done() else "client_does_not_read"] = True
         finally:
             for task in (work, leaving):
                 task.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
-            self._note()
+            if ANSWER in scope:
+                _note(scope[ANSWER])
         if not work.cancelled():
             work.result()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._answer.job.stream:
-            await self._send_events(send)
-            return
-        async with self._service.answering(self._answer.job) as updates:
-            async for prompt, update in updates:
-                self._answer.add(prompt, update)
-        await JSONResponse(self._answer.whole(), headers=self._extra)(scope, receive, send)
+        deadline_s = asyncio.get_running_loop().time() + self._service.config.request_timeout_s
+        with self._service.admission.admit(self._num_answers):
+            async with self._service.until(deadline_s):
+                answer = scope[ANSWER] = await self._prepare()
+            extra = {SEED_HEADER: str(answer.job.params.seed)}
+            if answer.job.stream:
+                await self._send_events(answer, deadline_s, extra, send)
+                return
+            async with self._service.answering(answer.job, deadline_s) as updates:
+                async for prompt, update in updates:
+                    answer.add(prompt, update)
+        await JSONResponse(answer.whole(), headers=extra)(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(
+        self, answer: Answer, deadline_s: float, extra: Mapping[str, str], send: Send
+    ) -> None:
         begun = False
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal begun
             if not begun:
                 begun = True
-                headers = {**self._extra, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                headers = {**extra, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
                 self.init_headers(headers)
                 del self.headers["content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with self._service.answering(self._answer.job) as updates:
+            async with self._service.answering(answer.job, deadline_s) as updates:
                 async for prompt, update in updates:
-                    self._answer.add(prompt, update)
-                    data = b"".join(event(chunk) for chunk in self._answer.chunks(prompt, update))
+                    answer.add(prompt, update)
+                    data = b"".join(event(chunk) for chunk in answer.chunks(prompt, update))
                     if data:
                         await write(data)
-            closing = self._answer.closing_chunk()
+            closing = answer.closing_chunk()
             await write((b"" if closing is None else event(closing)) + DONE, more=False)
         except Exception as error:
             if not begun:
                 raise
             failure: ApiError = as_api_error(error)
-            self._answer.job.facts["error"] = failure.message
+            answer.job.facts["error"] = failure.message
             await write(event(failure.body()), more=False)
 
-    def _note(self) -> None:
-        """Tell the log what became of the request."""
-        job = self._answer.job
-        facts = job.facts
-        facts |= {
-            "prompt_tokens": sum(map(len, job.prompts)),
-            "output_tokens": self._answer.num_output_tokens,
-            "finish_reasons": [
-                str(answer.finish_reason) for output in self._answer.outputs for answer in output.outputs
-            ],
-            "task": job.task,
-        }
+
+def _note(answer: Answer) -> None:
+    """Tell the log what became of the request."""
+    job = answer.job
+    job.facts.update(
+        prompt_tokens=sum(map(len, job.prompts)),
+        output_tokens=answer.num_output_tokens,
+        finish_reasons=[
+            str(completion.finish_reason) for output in answer.outputs for completion in output.outputs
+        ],
+        task=job.task,
+    )
 
 
 async def _client_leaves(receive: Receive) -> None:

@@ -46,10 +46,12 @@ class Tokens:
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not many:
             raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
-        return [
-            self._checked(list(one) if not isinstance(one, str) else await self.encode(one), "prompt")  # type: ignore[arg-type]
-            for one in many
-        ]
+        return await self._run(
+            lambda: [
+                self._checked(self._encode(one, True) if isinstance(one, str) else list(one), "prompt")  # type: ignore[arg-type]
+                for one in many
+            ]
+        )
 
     async def chat(
         self,
@@ -58,33 +60,24 @@ class Tokens:
         tools: Seq[dict[str, Any]] | None = None,
     ) -> list[int]:
         """The token ids of a conversation; raises `ApiError` 400 for what cannot be answered."""
-        return self._checked(await self.encode_chat(messages, options, tools), "messages")
+        return await self._run(lambda: self._checked(self._encode_chat(messages, options, tools), "messages"))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids."""
-        return await self._run(
-            lambda: list(
-                self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
-            )
-        )
+        return await self._run(lambda: self._encode(text, add_special_tokens))
 
-    async def encode_chat(
-        self,
-        messages: Seq[Message],
-        options: Mapping[str, Any] | None,
-        tools: Seq[dict[str, Any]] | None = None,
-    ) -> list[int]:
+    async def encode_chat(self, messages: Seq[Message], options: Mapping[str, Any] | None) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer."""
-        plain = for_template(messages, None if self._shows_tools else self.tool_format, tools)
-        try:
-            return await self._run(lambda: encode_chat(self._tokenizer, plain, options, tools))
-        except RequestError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+        return await self._run(lambda: self._encode_chat(messages, options, None))
 
     async def decode(self, token_ids: Seq[int]) -> str:
         """The text of the token ids, special tokens included."""
-        self._check_known(token_ids, "tokens")
-        return str(await self._run(lambda: self._tokenizer.decode(list(token_ids))))
+
+        def decode() -> str:
+            self._check_known(token_ids, "tokens")
+            return str(self._tokenizer.decode(list(token_ids)))
+
+        return await self._run(decode)
 
     def text_of(self, token_id: int) -> str:
         """One token's own text; a byte that is no character alone shows as a replacement character."""
@@ -98,6 +91,21 @@ class Tokens:
         said = self._bytes.get(token_id)
         return list(self.text_of(token_id).encode() if said is None else said)
 
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+    def _encode_chat(
+        self,
+        messages: Seq[Message],
+        options: Mapping[str, Any] | None,
+        tools: Seq[dict[str, Any]] | None,
+    ) -> list[int]:
+        plain = for_template(messages, None if self._shows_tools else self.tool_format, tools)
+        try:
+            return encode_chat(self._tokenizer, plain, options, tools)
+        except RequestError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -106,12 +114,12 @@ class Tokens:
             raise ApiError(
                 400, f"{param} has no tokens; give at least one", param=param, code="invalid_value"
             )
-        self._check_known(token_ids, param)
         if len(token_ids) > self._max_prompt_tokens:
             message = (
                 f"{param} has {len(token_ids)} tokens, and at most {self._max_prompt_tokens} fit; shorten it"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
+        self._check_known(token_ids, param)
         return token_ids
 
     def _check_known(self, token_ids: Seq[int], param: str) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.grammars import WHITESPACE, check_followed
-from slipstream.errors import RequestError
+from slipstream.engine.grammars import WHITESPACE
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.errors import ApiError
 from slipstream.serve.schema import ChatBody, NamedTool, Tool
@@ -26,6 +25,8 @@ class ToolUse:
     """As the client described them; a chat template reads this."""
     callable: tuple[tuple[str, str], ...]
     """Name and arguments' JSON schema of the functions that may be called."""
+    schemas: tuple[str, ...]
+    """The arguments' JSON schemas of all tools, which nobody has tried to follow yet."""
     must_call: bool
     many: bool
     """More than one call is allowed."""
@@ -61,11 +62,12 @@ def tool_use(body: ChatBody, tool_format: ToolFormat) -> ToolUse | None:
         if name not in schemas:
             message = f"tool_choice names the function {name!r}, which is not among the tools"
             raise _refusal("tool_choice", message)
-        schemas = {name: schemas[name]}
+    may_call = {name: schemas[name]} if isinstance(choice, NamedTool) else schemas
     return ToolUse(
         tool_format,
         [tool.model_dump(exclude_none=True) for tool in tools],
-        tuple(schemas.items()),
+        tuple(may_call.items()),
+        tuple(schemas.values()),
         must_call=choice not in (None, "auto"),
         many=body.parallel_tool_calls is not False
         and tool_format.between is not None
@@ -74,17 +76,13 @@ def tool_use(body: ChatBody, tool_format: ToolFormat) -> ToolUse | None:
 
 
 def _arguments_schema(number: int, tool: Tool) -> str:
-    """The schema of a function's arguments, which are an object; raises `ApiError` 400 for one that is not followed."""
+    """The schema of a function's arguments; raises `ApiError` 400 unless they are an object."""
     param = f"tools.{number}.function.parameters"
     schema = dict(tool.function.parameters or {"properties": {}, "additionalProperties": False})
     if schema.setdefault("type", "object") != "object":
         message = f"{param}: arguments are an object, so the schema's type must be 'object'"
         raise _refusal(param, message)
     schema["x-guidance"] = {"whitespace_pattern": WHITESPACE} | dict(schema.get("x-guidance") or {})
-    try:
-        check_followed(StructuredOutput(json_schema=schema))
-    except RequestError as error:
-        raise _refusal(param, f"{param}: {error}") from None
     return json.dumps(schema)
 
 

@@ -25,6 +25,7 @@ from slipstream.serve.history import History, Snapshot
 from slipstream.serve.job import Job
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.recent import Pieces, Recent
+from slipstream.serve.task_labels import TaskLabels
 
 logger = logging.getLogger("slipstream.serve.alarms")
 
@@ -38,11 +39,15 @@ class Watching:
     Counting happens in the engine's thread, `read` between two of its steps; the rest belongs to the event loop.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, method: str, with_texts: bool) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, method: str, task_label: TaskLabels, with_texts: bool
+    ) -> None:
+        """`task_label` is for the history, `metrics` have their own."""
         self._method = method
         self._max_model_len = engine.max_model_len
         self.metrics = metrics
-        self.history = History(metrics.task_label)
+        self.task_label = task_label
+        self.history = History(task_label)
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
         self._read_s = time.monotonic()

@@ -1,0 +1,127 @@
+"""What is asked costs next to nothing before it has a place: slow, huge and too many clients hold up nobody."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+from pydantic import ValidationError
+from serve_cases import MESSAGES, MODEL, MakeApp, running, wait_until
+from starlette.testclient import TestClient
+
+from slipstream.serve.schema import ChatBody, CompletionBody
+from slipstream.serve.tokens import Tokens
+
+JSON = {"Content-Type": "application/json"}
+TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds up the tokenizer until it is set."""
+    event = threading.Event()
+    encode = Tokens._encode
+
+    def waiting(self: Tokens, text: str, add_special_tokens: bool) -> list[int]:
+        assert event.wait(20)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokens, "_encode", waiting)
+    return event
+
+
+def test_a_request_has_its_place_before_it_is_read_into_tokens(
+    make_app: MakeApp, gate: threading.Event
+) -> None:
+    app = make_app(max_waiting=1)  # beside the four that run
+    with running(app) as (url, _), ThreadPoolExecutor(2) as pool:
+        body = {**TEXT, "prompt": ["One", "Two"], "n": 2}
+        jobs = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60)]
+        wait_until(lambda: app.state.service.admission.num_answers == 4)
+        jobs += [pool.submit(httpx2.post, f"{url}/v1/completions", json=TEXT, timeout=60)]
+        wait_until(lambda: app.state.service.admission.num_answers == 5)
+        for path, asked in (("completions", TEXT), ("chat/completions", {"messages": MESSAGES})):
+            refused = httpx2.post(
+                f"{url}/v1/{path}", json=asked, timeout=5
+            )  # reads no text, for nobody can now
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            assert refused.headers["retry-after"] == "1"
+        unread = httpx2.post(f"{url}/v1/completions", content=b"{", headers=JSON, timeout=5)
+        assert unread.status_code == 429, "a body that is not read cannot be wrong"
+        assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200, 200]
+        wait_until(lambda: app.state.service.admission.num_answers == 0)
+
+
+def test_places_are_given_back_where_preparing_fails_or_takes_too_long(
+    make_app: MakeApp, gate: threading.Event
+) -> None:
+    app = make_app(request_timeout_s=0.2)
+    with TestClient(app) as client:
+        assert client.post("/v1/completions", json={**TEXT, "prompt": [5] * 3000}).status_code == 400
+        late = client.post("/v1/completions", json=TEXT)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert app.state.service.admission.num_answers == 0
+        gate.set()
+
+
+def test_a_client_that_leaves_while_its_text_is_read(make_app: MakeApp, gate: threading.Event) -> None:
+    app = make_app()
+    with running(app) as (url, _):
+        raw = json.dumps(TEXT).encode()
+        with send(url, raw, len(raw)):
+            wait_until(lambda: app.state.service.admission.num_answers == 1)
+        wait_until(lambda: app.state.service.admission.num_answers == 0, 2.0)
+        gate.set()
+
+
+def send(url: str, raw: bytes, length: int) -> socket.socket:
+    """A connection on which a request of `length` bytes has begun with `raw`."""
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(make_app: MakeApp) -> None:
+    app = make_app(body_timeout_s=0.3)
+    with running(app) as (url, _), send(url, b'{"prompt"', 1000) as connection:
+        began_s = time.monotonic()
+        answer = connection.makefile("rb").read()  # until the server closes
+        assert time.monotonic() - began_s < 5
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == ("body_timeout", "invalid_request_error")
+        assert "within 0.3 s" in error["message"]
+        assert app.state.service.admission.num_answers == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "body"),
+    [
+        (CompletionBody, {"prompt": [0.5] * 1000}),
+        (CompletionBody, {"prompt": [[0.5] * 1000] * 1000}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 1000}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(1000)}}),
+        (CompletionBody, {"prompt": "a", **{f"x{i}": 1 for i in range(1000)}}),
+        (CompletionBody, {"prompt": "a", "stream_options": {f"x{i}": 1 for i in range(1000)}}),
+        (ChatBody, {"messages": [{}] * 1000}),
+        (ChatBody, {"messages": MESSAGES, "tools": [{}] * 100}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_few_words_are_made_of_what_is_wrong_many_times(cls: Any, body: dict[str, Any]) -> None:
+    """Each error takes a kilobyte and more: a body of 4 MiB took 4 GB and half a minute."""
+    with pytest.raises(ValidationError) as caught:
+        cls.model_validate(body)
+    assert caught.value.error_count() <= 5
