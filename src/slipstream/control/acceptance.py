@@ -294,12 +294,22 @@ class LookupYield:
     def shares(self, task: str) -> list[float]:
         """By bucket, how often a guess falls into it; a task of which little is known borrows from the others."""
         of_task = self._tasks.get(task, _Guesses())
-        even = BUCKET_PRIOR / len(BUCKETS)
-        counts = [
-            mine + 0.1 * others + even for mine, others in zip(of_task.number, self._all.number, strict=True)
+        of_all = _shares(self._all.number, [1 / len(BUCKETS)] * len(BUCKETS))
+        return _shares(of_task.number, of_all)
+
+    def lengths(self, task: str) -> list[float]:
+        """By bucket, the mean length of a guess."""
+        of_task = self._tasks.get(task, _Guesses())
+        return [
+            (checked + BUCKET_PRIOR * first) / (number + BUCKET_PRIOR)
+            for checked, number, first in zip(of_task.checked, of_task.number, BUCKETS, strict=True)
         ]
-        return [count / sum(counts) for count in counts]
 
     def num_guesses(self, task: str) -> float:
         """How much is known of a task, old guesses counted less."""
         return sum(self._tasks[task].number) if task in self._tasks else 0.0
+
+
+def _shares(counts: list[float], prior: list[float]) -> list[float]:
+    total = sum(counts) + BUCKET_PRIOR
+    return [(count + BUCKET_PRIOR * share) / total for count, share in zip(counts, prior, strict=True)]

@@ -158,6 +158,20 @@ class _Use:
     tokens: Mean = field(default_factory=Mean)
 
 
+class _BestGuess(NamedTuple):
+    """What a lookup that is asked first is expected to do for a request."""
+
+    lookup: int = NOBODY
+    min_tokens: int = 0
+    taken: float = 0.0
+    """The chance that its guess is taken."""
+    tokens: float = 0.0
+    """Expected to stand."""
+    rows: float = 0.0
+    """Expected to be checked."""
+    ask_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Try:
     sequence_id: int
@@ -334,7 +348,12 @@ class Controller:
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
         if self._held_s <= 0 or self._has_changed(len(asked)):
-            self._replan(asked)
+            # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next.
+            able = [request for request in asked if request.limit > 0]
+            if len(able) == len(asked) or not num_other_rows:
+                self._replan(asked)
+            elif 2 * len(able) >= len(asked):
+                self._replan(able)
         choices: list[Choice] = []
         for request in asked:
             choice = self._chosen.get(request.sequence_id)
@@ -439,33 +458,48 @@ class Controller:
         rate, price = plan.tokens_per_s, plan.tokens_per_s * row_s
         guesses = Guesses.none(len(asked))
         choices, taken, tokens, rows = list(guesses.choices), *(np.zeros(len(asked)) for _ in range(3))
-        known: dict[tuple[int, str], tuple[list[float], list[float], float]] = {}
+        best: dict[tuple[str, float, frozenset[int] | None], _BestGuess] = {}
         ask_s = 0.0
         for i, (request, value) in enumerate(zip(asked, market.values(plan), strict=True)):
-            best_gain = 0.0
-            for number, yields in self.lookups.items():
-                if not _may_ask(number, request):
-                    continue
-                key = number, request.task
-                if key not in known:
-                    alone_s = self.draft_costs[number](Drafted(len(asked), 1, len(asked))) / len(asked)
-                    known[key] = yields.rates(request.task), yields.shares(request.task), alone_s
-                rates, shares, alone_s = known[key]
-                worth = [
-                    length * (stands - price) - value for length, stands in zip(BUCKETS, rates, strict=True)
-                ]
-                first = next((b for b in range(1, len(BUCKETS)) if worth[b] > 0), len(BUCKETS))
-                buckets = range(first, len(BUCKETS))
-                gain = sum(shares[b] * max(worth[b], 0.0) for b in buckets) - rate * alone_s
-                if gain > best_gain:
-                    best_gain = gain
-                    choices[i] = number, BUCKETS[first]
-                    taken[i] = sum(shares[b] for b in buckets)
-                    tokens[i] = sum(shares[b] * BUCKETS[b] * rates[b] for b in buckets)
-                    rows[i] = sum(shares[b] * BUCKETS[b] for b in buckets)
-            if choices[i][0] != NOBODY:
-                ask_s += known[choices[i][0], request.task][2]
+            key = request.task, value, request.members
+            if key not in best:
+                best[key] = self._best_guess(request, value, rate, price, len(asked))
+            found = best[key]
+            if found.lookup == NOBODY or request.limit < found.min_tokens:
+                continue
+            choices[i] = found.lookup, found.min_tokens
+            taken[i], tokens[i], rows[i] = found.taken, found.tokens, found.rows
+            ask_s += found.ask_s
         return Guesses(choices, taken, tokens, rows, ask_s)
+
+    def _best_guess(self, request: Asked, value: float, rate: float, price: float, number: int) -> _BestGuess:
+        """Which lookup to ask for such a request, where a row is worth `price` and the draft that a guess makes
+        needless gains `value` tokens; `number` requests share the call."""
+        best, best_gain = _BestGuess(), 0.0
+        for lookup, yields in self.lookups.items():
+            if not _may_ask(lookup, request):
+                continue
+            alone_s = self.draft_costs[lookup](Drafted(number, 1, number)) / number
+            guesses = zip(
+                yields.shares(request.task),
+                yields.lengths(request.task),
+                yields.rates(request.task),
+                strict=True,
+            )
+            worth = [(share, n, n * stands, n * (stands - price) - value) for share, n, stands in guesses]
+            first = next((b for b in range(1, len(BUCKETS)) if worth[b][3] > 0), len(BUCKETS))
+            gain = sum(share * max(more, 0.0) for share, _, _, more in worth[first:]) - rate * alone_s
+            if gain > best_gain:
+                best_gain = gain
+                best = _BestGuess(
+                    lookup,
+                    BUCKETS[first],
+                    sum(share for share, *_ in worth[first:]),
+                    sum(share * stand for share, _, stand, _ in worth[first:]),
+                    sum(share * n for share, n, *_ in worth[first:]),
+                    alone_s,
+                )
+        return best
 
     def _offer(self, number: int, asked: Seq[Asked]) -> Offer:
         member, acceptance = self.members[number], self.acceptance[number]

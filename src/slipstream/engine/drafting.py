@@ -78,7 +78,7 @@ class Drafting(Guard):
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
         self._step: _Step | None = None
         """The one under way; None where it only repeats what was decided."""
-        self._unchecked: dict[int, _Unchecked] = {}
+        self._unchecked: list[_Unchecked] = []
         self._turn = 0
         self._learning_s = 0.0
         """What telling the controller of a step took, the last time."""
@@ -188,15 +188,13 @@ class Drafting(Guard):
         assert self._group is not None
         sequence = item.sequence
         asked_first = step.choices[sequence.id].lookup
-        if sequence.id in self._unchecked:
-            return
         for member, guard in enumerate(self._group.members):
             if member == asked_first or not guard.drafter.looks_up or not self._allows(sequence, member):
                 continue
             limit = min(item.max_draft_tokens, guard.drafter.max_nodes())
             if limit and controller.may_score(member):
                 [proposal] = guard.ask([sequence], [limit])
-                self._unchecked[sequence.id] = _Unchecked(sequence, member, proposal, len(sequence.token_ids))
+                self._unchecked.append(_Unchecked(sequence, member, proposal, len(sequence.token_ids)))
                 return
 
     def _asked(self, item: ScheduledSequence) -> Asked:
@@ -309,9 +307,9 @@ class Drafting(Guard):
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         self._changed.pop(sequence.id, None)
-        if self.controller is not None and sequence.finished and sequence.id in self._unchecked:
+        if self.controller is not None and self._unchecked:
             self._score(self.controller)
-        self._unchecked.pop(sequence.id, None)
+            self._unchecked = [each for each in self._unchecked if each.sequence is not sequence]
         super().release(sequence)
         if self.controller is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
@@ -357,9 +355,7 @@ class Drafting(Guard):
         lookup = choice.lookup
         if lookup not in (NOBODY, member) and len(found := self._found(sequence)):
             lookup = NOBODY  # its guess was too short to be taken: time will tell
-            self._unchecked.setdefault(
-                sequence.id, _Unchecked(sequence, choice.lookup, found, own.length_before)
-            )
+            self._unchecked.append(_Unchecked(sequence, choice.lookup, found, own.length_before))
         return Outcome(
             sequence.id, sequence.task, member, choice.depth, checked, reached, accepted, emitted, lookup
         )
@@ -371,15 +367,17 @@ class Drafting(Guard):
 
     def _score(self, controller: Controller) -> None:
         """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
-        for key, unchecked in list(self._unchecked.items()):
+        waiting: list[_Unchecked] = []
+        for unchecked in self._unchecked:
             sequence, proposal = unchecked.sequence, unchecked.proposal
             depth = max(proposal.depths, default=0)
-            grown = sequence.token_ids[unchecked.length :][:depth]
+            grown = sequence.token_ids[unchecked.length : unchecked.length + depth]
             accepted = depth_along(proposal, grown)
             if accepted == len(grown) < depth and not sequence.finished:
-                continue
-            del self._unchecked[key]
-            controller.score(unchecked.member, sequence.task, len(proposal), accepted)
+                waiting.append(unchecked)
+            else:
+                controller.score(unchecked.member, sequence.task, len(proposal), accepted)
+        self._unchecked = waiting
 
 
 @cache
