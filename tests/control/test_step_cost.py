@@ -179,3 +179,16 @@ def test_steps_that_never_draft_do_not_make_rows_look_free() -> None:
         cost.learn(num_sequences=40, num_rows=40, drafted=0, checked=0, seconds=noisy(0.05, source))
     assert cost.step_s(40, 40, 0, 0) == pytest.approx(0.05, rel=0.02)
     assert cost.step_s(40, 80, 40, 40) > 0.08
+
+
+def test_levels_are_priced_as_calls_are() -> None:
+    source, cost = random.Random(3), DraftCost(0.01)
+    for _ in range(200):
+        number, levels = source.randint(1, 8), source.randint(1, 6)
+        cost.learn(
+            Drafted(number, levels, number * levels), 2 * number, 0.001 + 0.002 * levels + 1e-4 * number
+        )
+    shares = cost.by_level(4, 6)
+    assert shares[0] == 0
+    assert list(shares[1:]) == pytest.approx([cost(Drafted(4, n, 4 * n)) / 4 for n in range(1, 7)])
+    assert not DraftCost(0.01).by_level(4, 6).any()

@@ -158,14 +158,9 @@ class Market:
         scores, places = [np.zeros(self._number)], [np.zeros(self._number, dtype=np.int64)]
         for number, offer in enumerate(self.offers):
             sharing = max(int((going.members == number).sum()), share * self._number, 1.0)
-            levels = np.arange(offer.max_depth + 1)
-            draft_s = np.array(
-                [
-                    offer.cost(Drafted(sharing, int(d), float(d) * sharing)) / sharing if d else 0.0
-                    for d in levels
-                ]
-            )
-            entry_s = offer.entry_s[:, None] * (levels > 0)
+            draft_s = offer.cost.by_level(sharing, offer.max_depth)
+            entry_s = np.repeat(offer.entry_s[:, None], offer.max_depth + 1, axis=1)
+            entry_s[:, 0] = 0.0
             score = offer.tokens - rate * (offer.rows * row_s + draft_s + entry_s)
             place = score.argmax(axis=1)
             places.append(place)

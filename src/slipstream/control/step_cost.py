@@ -86,9 +86,16 @@ class Linear:
 
     def __call__(self, features: Seq[float]) -> float:
         """Seconds; as believed at first before anything is known."""
+        seconds = 0.0
+        for part, feature in zip(self.parts(), features, strict=True):
+            seconds += part * feature
+        return seconds
+
+    def parts(self) -> list[float]:
+        """Seconds of one of each quantity."""
         if self._num_new >= (SOLVED_EVERY if self._is_settled else 1):
             self._work_in()
-        return sum(part * feature for part, feature in zip(self._parts, features, strict=True))
+        return self._parts
 
     def _work_in(self) -> None:
         rows = np.array([features for features, _ in self._new], dtype=float)
@@ -158,6 +165,17 @@ class DraftCost:
         if not drafted.num_sequences or not self.is_known:
             return 0.0
         return self._parts((*drafted.features, self._missed.value * drafted.num_sequences))
+
+    def by_level(self, num_sequences: float, max_levels: int) -> NDArray[np.float64]:
+        """Seconds of one sequence's share of a call for so many, by level from 0 on."""
+        if not self.is_known:
+            return np.zeros(max_levels + 1)
+        call_s, level_s, sequence_s, token_s, missed_s = self._parts.parts()
+        levels = np.arange(max_levels + 1)
+        shared_s = (call_s + level_s * levels) / num_sequences
+        seconds = shared_s + sequence_s + token_s * levels + missed_s * self._missed.value
+        seconds[0] = 0.0
+        return seconds
 
     @property
     def missed_token_s(self) -> float:
