@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--requests", type=int, default=16, help="at least, of a run; never less than two a place"
+        "--requests", type=int, default=16, help="at least, of a run; never less than four a place"
     )
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
@@ -97,7 +97,7 @@ def measure_cell(
 
     The first rounds are not counted: kernels are warm, and what learns has learned, when they are over.
     """
-    number = max(at_least, 2 * concurrency)
+    number = max(at_least, 4 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     differ = 0
     for turn in range(WARM_UP + rounds):

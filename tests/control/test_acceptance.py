@@ -150,7 +150,7 @@ def test_drafts_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be"):
         Drafts().add(2, 1, 2)
     with pytest.raises(ValueError, match="cannot be"):
-        Drafts().add(2, 3, 1)
+        Drafts().add(1, 3, 1)
 
 
 def test_memory_is_bounded() -> None:
@@ -209,3 +209,17 @@ def test_a_task_without_lookups_borrows_from_the_others() -> None:
     for _ in range(50):
         lookups.learn("t", 4, 0)
     assert lookups.rates("t")[bucket_of(4)] < 0.2
+
+
+def test_a_chain_that_ended_early_counts_as_one_that_fell() -> None:
+    """What its drafter had no confidence in would not have stood, or is at least not to be had."""
+    acceptance = Acceptance(3)
+    for i in range(200):
+        drafts = Drafts()
+        drafts.add(2, 3, 2) if i % 2 else drafts.add(3, 3, 3)
+        acceptance.learn(i, "t", drafts)
+    survival = acceptance.survival(-1, "t")
+    assert survival[1] > 0.95
+    assert survival[2] == pytest.approx(0.5, abs=0.05)
+    with pytest.raises(ValueError, match="cannot be"):
+        Drafts().add(2, 4, 2)

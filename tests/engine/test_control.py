@@ -147,7 +147,7 @@ def test_any_choice_gives_the_same_text(
     assert texts(llm, prompts[:12]) == texts(plain, prompts[:12])
     assert llm.engine.drafting.num_failures == 0
     assert llm.engine.drafter.num_failures == 0  # type: ignore[attr-defined]
-    assert drafted == {"suffix", "draft_model"}
+    assert drafted == {"suffix", "draft_model-1", "draft_model-2"}
     if verifier == "coupled":
         seeded = SamplingParams(temperature=0.9, max_tokens=24, seed=5)
         assert texts(llm, prompts[:12], seeded) == texts(plain, prompts[:12], seeded)
@@ -203,6 +203,31 @@ def test_a_request_may_name_its_drafter(
     llm.engine.on_observe = lambda seen: used.update(one.method for one in seen)
     assert texts(llm, prompts[:6], draft_method=method) == texts(plain, prompts[:6])
     assert used <= {method, "off"}
+
+
+@pytest.mark.parametrize(("wanted", "members"), [("draft_model", {0, 1}), ("draft_model-2", {1})])
+def test_of_two_drafters_of_one_method_either_or_one_may_be_asked_for(
+    make_llm: MakeLLM,
+    prompts: list[list[int]],
+    wanted: str,
+    members: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_draft: list[frozenset[int] | None] = []
+    choose = Controller.choose
+
+    def recorded(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+        may_draft.extend(request.members for request in asked)
+        return choose(self, asked, num_other_rows)
+
+    monkeypatch.setattr(Controller, "choose", recorded)
+    llm = make_llm({"method": "auto", "drafters": [DRAFT, {**DRAFT, "num_speculative_tokens": 2}]})
+    assert llm.engine.draft_methods == ["draft_model-1", "draft_model-2", "draft_model"]
+    used: set[str] = set()
+    llm.engine.on_observe = lambda seen: used.update(one.method for one in seen)
+    llm.generate(prompts[:6], PARAMS, draft_method=wanted)
+    assert set(may_draft) == {frozenset(members)}
+    assert used <= {"off", *(f"draft_model-{member + 1}" for member in members)}
 
 
 def test_a_request_may_forbid_drafts(make_llm: MakeLLM, prompts: list[list[int]]) -> None:

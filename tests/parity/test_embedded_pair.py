@@ -35,6 +35,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix"},
     "suffix-tree": {"method": "suffix", "tree": True},
     "draft-chain": DRAFT,
+    "draft-confident": {**DRAFT, "confidence_threshold": 0.1},
     "draft-tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 10},
     "draft-greedy-rejection": {**DRAFT, "verifier": "rejection", "draft_sample_method": "greedy"},
     "draft-block": {**DRAFT, "verifier": "block"},

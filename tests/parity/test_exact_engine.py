@@ -42,6 +42,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "lookahead"},
     {"method": "jacobi", **CHAIN},
     {**DRAFT, **CHAIN},
+    {**DRAFT, **CHAIN, "confidence_threshold": 0.45},
+    {**DRAFT, "num_speculative_tokens": 3, "confidence_threshold": 0.2},
     {**DRAFT, **TREE},
     {**DRAFT, **CHAIN, "draft_sample_method": "greedy"},
     {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
@@ -80,7 +82,11 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
 def name(spec: dict[str, Any]) -> str:
     shape = "tree" if TREE.keys() & spec.keys() or spec.get("tree_top_k", 1) > 1 else "chain"
     return "-".join(
-        [spec["method"], shape, *(str(spec[k]) for k in ("draft_sample_method", "mode") if k in spec)]
+        [
+            spec["method"],
+            shape,
+            *(str(spec[k]) for k in ("draft_sample_method", "mode", "confidence_threshold") if k in spec),
+        ]
     )
 
 

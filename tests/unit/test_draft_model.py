@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -50,6 +53,45 @@ def seen(sequence: Sequence, num_accepted: int) -> Observation:
 def text(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(6, VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_a_chain_ends_where_the_draft_has_lost_its_confidence(verifier: str, temperature: float) -> None:
+    """Before the token with which the product of the highest probabilities falls below the threshold."""
+    whole, careful = make(verifier), make(verifier, confidence_threshold=0.1)
+    lengths: set[int] = set()
+    for seed in range(12):
+        asked = sequence(text(40, seed), temperature, seed)
+        [full], [part] = whole.propose([asked], [4]), careful.propose([asked], [4])
+        lengths.add(len(part))
+        assert part.token_ids == full.token_ids[: len(part)]
+        highest = [_highest(asked, list(full.token_ids[:depth])) for depth in range(4)]
+        products = [math.prod(highest[: depth + 1]) for depth in range(4)]
+        expected = next((depth for depth, product in enumerate(products) if product < 0.1), 4)
+        assert len(part) == expected
+    assert len(lengths) > 1
+
+
+def _highest(asked: Sequence, guessed: list[int]) -> float:
+    """The draft's highest probability of the next token, after some guesses, by a drafter of its own."""
+    params = SamplingParams(temperature=asked.params.temperature or 1.0, max_tokens=100)
+    drafter = make("rejection", num_speculative_tokens=1)
+    longer = replace(asked, token_ids=[*asked.token_ids, *guessed], params=params)
+    [proposal] = drafter.propose([longer], [1])
+    assert proposal.draft_probs is not None
+    return float(proposal.draft_probs[0].max())
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.0, math.nan])
+def test_a_threshold_that_cannot_be_is_refused(threshold: Any) -> None:
+    with pytest.raises(ConfigError, match="confidence_threshold must be from 0 to below 1"):
+        DraftModelOptions(model=EMBEDDED_DRAFT, confidence_threshold=threshold)
+
+
+def test_a_tree_takes_no_threshold() -> None:
+    with pytest.raises(ConfigError, match="confidence_threshold is for chains"):
+        DraftModelOptions(model=EMBEDDED_DRAFT, confidence_threshold=0.1, tree_top_k=2)
 
 
 @pytest.mark.parametrize(

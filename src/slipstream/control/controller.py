@@ -26,7 +26,7 @@ import numpy as np
 from slipstream.control.acceptance import BUCKETS, Acceptance, Drafts, LookupYield
 from slipstream.control.payoff import break_even
 from slipstream.control.plan import NOBODY, Guesses, Market, Offer, Plan
-from slipstream.control.realised import NUM_OFF_STEPS, Gain, Realised
+from slipstream.control.realised import NUM_OFF_STEPS, NUM_ON_STEPS, Gain, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
@@ -220,6 +220,8 @@ class Controller:
         self._lengths: OrderedDict[str, Mean] = OrderedDict()
         """Task to tokens of an answer."""
         self._in_probe = self._resting = self._speculates = False
+        self._watches = float(NUM_ON_STEPS)
+        """Steps that may be told of one after the other, because a probe can be paid for and is compared with them."""
         self._is_steady = False
         """Nothing is tried or probed."""
         self._repeats = 0
@@ -550,13 +552,16 @@ class Controller:
         """Whether this step is the first of a few without drafts."""
         if self._credit_s["probe"] <= 0 or num_other_rows or self._try is not None:
             return False
-        off_s = self._step_s.value  # not less than without drafts, and known without a calculation
-        gain = self._gain or 1.5
-        price_s = NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
+        price_s = self._probe_price_s()
         if self._credit_s["probe"] < price_s or not self.realised.can_probe(len(asked)):
             return False
         self._pay("probe", price_s)
         return True
+
+    def _probe_price_s(self) -> float:
+        off_s = self._step_s.value  # not less than without drafts, and known without a calculation
+        gain = self._gain or 1.5
+        return NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
 
     def _consider_try(self, market: Market, plan: Plan, asked: Seq[Asked]) -> None:
         """Have the request of which least is known try what the plan does not give it, when there is credit for it."""
@@ -636,6 +641,15 @@ class Controller:
         self._held_s -= facts.seconds
         self._books_s.learn(facts.books_s)
         self._repeats = min(int(self._books_s.value / (BOOKS_SHARE * self._step_s.value)), MAX_REPEATS)
+        if (
+            self._credit_s["probe"] > 0
+            and self._credit_s["probe"] >= self._probe_price_s()
+            and self._watches >= 1
+        ):
+            self._watches -= 1
+            self._repeats = 0
+        else:
+            self._watches = min(self._watches + 0.1, float(NUM_ON_STEPS))
         self._is_steady = self._try is None and not self._in_probe
         if len(self._outcomes) >= MAX_UNLEARNED:
             self._work_in()

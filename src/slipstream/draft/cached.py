@@ -64,7 +64,7 @@ class CachedDrafter(Drafter):
         self.shape = Shape.of(options, context.verifier)
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
-        self._growths = Growths(self.shape, vocab_size)
+        self._growths = Growths(self.shape, vocab_size, options.confidence_threshold)
         self._cache: KVCache | None = None
         self._open: dict[int, Growth] = {}
         """The last proposal of each sequence, until its verdict has been observed."""

@@ -207,7 +207,10 @@ class CascadeDrafter(DraftModelDrafter):
         accepted: list[int] = []
         node: int | None = ROOT
         while node is not None and growth.frontier:
-            (guess,) = growth.grow(logits[node + 1 : node + 2])
+            guesses = growth.grow(logits[node + 1 : node + 2])
+            if not guesses:
+                break
+            (guess,) = guesses
             children = {proposal.token_ids[child]: child for child in proposal.children.get(node, ())}
             node = children.get(guess.token_id)
             if node is not None:

@@ -24,7 +24,9 @@ class DrafterGroup(Drafter):
         """`configs` are the members'; the verifier is the context's."""
         super().__init__(options, context)
         judged = self.kinds if context.verifier == "coupled" else self.kinds - {ProposalKind.COUPLED}
-        self.names = [config.method for config in configs]
+        self.methods = [config.method for config in configs]
+        self.names = _numbered(self.methods)
+        """Methods, with a number behind those that occur more than once."""
         self.members = [
             Guard(
                 create_drafter(replace(config, verifier=context.verifier), context),
@@ -94,3 +96,10 @@ class DrafterGroup(Drafter):
             if not member.retired
             for fault in member.drafter.integrity()
         ]
+
+
+def _numbered(methods: list[str]) -> list[str]:
+    return [
+        method if methods.count(method) == 1 else f"{method}-{methods[:place].count(method) + 1}"
+        for place, method in enumerate(methods)
+    ]

@@ -11,6 +11,7 @@ Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ class GrowthOptions:
     """Depth: draft tokens in a chain, levels in a tree."""
     tree_top_k: int = 1
     """Guesses kept at each level; 1 is a chain."""
+    confidence_threshold: float = 0.0
+    """A chain ends where the drafter itself gives what it has less than this chance to be right: the product of its
+    highest probabilities, known before anything is drawn. 0 draws on to the end."""
     num_draft_nodes: int | None = None
     """Nodes of a dynamic tree; None is `num_speculative_tokens * tree_top_k`."""
     tree_choices: list[Any] | None = None
@@ -54,6 +58,13 @@ class GrowthOptions:
             what, 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
         )
         reject_unknown([self.draft_sample_method], SAMPLE_METHODS, "draft_sample_method")
+        threshold = self.confidence_threshold
+        if not 0 <= threshold < 1:
+            raise ConfigError(f"{what} confidence_threshold must be from 0 to below 1, got {threshold!r}")
+        if threshold and (self.tree_top_k > 1 or self.tree_choices is not None):
+            raise ConfigError(
+                f"{what} confidence_threshold is for chains; a tree spends its nodes by confidence"
+            )
         if self.num_draft_nodes is not None:
             check_at_least(what, 1, num_draft_nodes=self.num_draft_nodes)
             if self.tree_top_k == 1:
@@ -186,6 +197,10 @@ class Growth:
     stored: list[Node] = field(default_factory=list)
     state: Any = None
     """As `Node.state`, for the committed text."""
+    confidence_threshold: float = 0.0
+    """Of a chain: it ends before a token with which the product of the highest probabilities falls below."""
+    confidence: float = 1.0
+    """That product, so far."""
 
     def grow(self, logits: Tensor) -> list[Node]:
         """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
@@ -193,6 +208,8 @@ class Growth:
         Returns the new guesses, best first.
         """
         parents = self.frontier
+        if not parents:
+            return []
         paths = [node.token_ids() if node else [] for node in parents]
         depth = len(paths[0]) + 1
         log_probs = logits  # of which only the argmax counts
@@ -201,6 +218,9 @@ class Growth:
         if self.shape.widths is not None:
             children = self._fixed(parents, log_probs, depth)
         elif self.shape.is_chain:
+            if self._loses_confidence(log_probs[0]):
+                self.frontier = []
+                return []
             children = [self._single(parents[0], log_probs[0], depth)]
         else:
             children = self._best(parents, log_probs, [self.shape.top_k] * len(parents), depth)
@@ -242,6 +262,14 @@ class Growth:
         if self.shape.widths is not None:
             return [node for node in children if node.ranks in self.shape.widths]
         return list(children[: self.shape.top_k])
+
+    def _loses_confidence(self, log_probs: Tensor) -> bool:
+        """Whether the chain ends here. Nothing of this level is drawn yet, so every verifier stays exact."""
+        if not self.confidence_threshold:
+            return False
+        highest = log_probs.max() - log_probs.logsumexp(-1)
+        self.confidence *= math.exp(float(highest))
+        return self.confidence < self.confidence_threshold
 
     def _single(self, parent: Node | None, log_probs: Tensor, depth: int) -> Node:
         """The one guess of a chain, from `log_probs` [vocab]."""
@@ -309,8 +337,10 @@ class Growth:
 class Growths:
     """Begins a `Growth` for each sequence in turn, and keeps what is the same from step to step."""
 
-    def __init__(self, shape: Shape, vocab_size: int) -> None:
+    def __init__(self, shape: Shape, vocab_size: int, confidence_threshold: float = 0.0) -> None:
         self.shape = shape
+        self.confidence_threshold = confidence_threshold
+        """Of chains."""
         self.vocab_size = vocab_size
         """Width of the drafter's logits, in the target's tokens."""
         self._processors: dict[int, LogitsProcessor] = {}
@@ -332,6 +362,7 @@ class Growths:
             processor=self._processors[sequence.id],
             noise=Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce),
             start=start,
+            confidence_threshold=self.confidence_threshold if self.shape.is_chain else 0.0,
         )
 
     def release(self, sequence: Sequence) -> None:

@@ -76,7 +76,7 @@ class HeadDrafter(Drafter):
         if target.kernels != "torch" or quantization is not None:
             pack_linears(heads, quantization, native=target.kernels != "torch")
         self.target = target
-        self._growths = Growths(self.shape, config.vocab_size)
+        self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
         self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
         self._target_cache: KVCache | None = None
 

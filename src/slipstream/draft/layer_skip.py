@@ -80,7 +80,7 @@ class LayerSkipDrafter(Drafter):
         self.model.check_layers()
         self._layers = _given(options, self.model.num_layers)
         self._searches: dict[str, LayerSearch] = {}
-        self._growths = Growths(self.shape, context.vocab_size)
+        self._growths = Growths(self.shape, context.vocab_size, options.confidence_threshold)
         self._open: dict[int, Layers] = {}
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
         self._cache: KVCache | None = None

@@ -32,8 +32,9 @@ def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: C
             return None
         return Controller([_member(speculative.method, drafter)], adaptive=False, probe_share=share)
     assert isinstance(drafter, AutoDrafter)
-    names = _numbered(drafter.names)
-    members = [_member(name, guard.drafter) for name, guard in zip(names, drafter.members, strict=True)]
+    members = [
+        _member(name, guard.drafter) for name, guard in zip(drafter.names, drafter.members, strict=True)
+    ]
     return Controller(members, adaptive=True, probe_share=share, pass_s=_pass_s(model))
 
 
@@ -43,14 +44,6 @@ def _member(name: str, drafter: Drafter) -> Member:
     # Whether a lookup's guess is taken depends on its length, which must not be what a random draw came to.
     draws = bool(drafter.kinds_made() - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
     return Member(name, depth, length is not None, drafter.looks_up and not draws)
-
-
-def _numbered(names: list[str]) -> list[str]:
-    """Methods; with a number behind those that occur more than once."""
-    return [
-        name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
-        for i, name in enumerate(names)
-    ]
 
 
 def _pass_s(model: CausalLM) -> Callable[[float], float]:

@@ -76,6 +76,8 @@ class Drafting(Guard):
         self.controller = controller
         self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
+        drafters = [drafter] if self._group is None else [member.drafter for member in self._group.members]
+        self._ends_early = [getattr(each.options, "confidence_threshold", 0.0) > 0 for each in drafters]
         self._step: _Step | None = None
         """The one under way; None where it only repeats what was decided."""
         self._unchecked: list[_Unchecked] = []
@@ -210,7 +212,7 @@ class Drafting(Guard):
         """Whether a drafter may be asked for a sequence: its caller wants no other, and it has not failed it."""
         if self._group is None:
             return True
-        wanted = sequence.draft_method in (None, self._group.names[member])
+        wanted = sequence.draft_method in (None, self._group.names[member], self._group.methods[member])
         return wanted and self._group.members[member].serves(sequence)
 
     def _note_call(self, member: int, sequences: Seq[Sequence], budgets: Seq[int], seconds: float) -> None:
@@ -350,7 +352,10 @@ class Drafting(Guard):
             member = NOBODY if made_by is None else made_by
         checked, accepted = len(own.proposal), own.num_accepted
         cut = sequence.finished and sequence.from_draft[-1]  # what follows was not looked at
-        reached = min(accepted + (not cut), max(own.proposal.depths, default=0))
+        depth = max(own.proposal.depths, default=0)
+        if member == choice.member != NOBODY and depth < choice.depth and self._ends_early[member]:
+            depth += 1  # not confident enough to go on: no better than a token that does not stand
+        reached = min(accepted + (not cut), depth)
         emitted = len(sequence.token_ids) - own.length_before
         lookup = choice.lookup
         if lookup not in (NOBODY, member) and len(found := self._found(sequence)):

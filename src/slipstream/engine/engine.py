@@ -171,7 +171,9 @@ class Engine:
     @property
     def draft_methods(self) -> list[str]:
         """The drafters that a request may name as its own."""
-        return self.drafter.names if isinstance(self.drafter, AutoDrafter) else [self.speculative.method]
+        if not isinstance(self.drafter, AutoDrafter):
+            return [self.speculative.method]
+        return list(dict.fromkeys([*self.drafter.names, *self.drafter.methods]))
 
     def control_report(self) -> ControlReport:
         """What is known of speculation's worth on this engine's traffic; call it between two steps."""
