@@ -33,7 +33,7 @@ from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, 
 
 PLAN_SHARE = 0.005
 """Of the time, for making plans: one holds until it has paid for itself, and for the books of its step."""
-MAX_HELD_STEPS = 128
+MAX_HELD_STEPS = 192
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
 TRY_STEPS = 3
 """Steps of a try, each of one level: the first token says the most for its price."""

@@ -129,9 +129,10 @@ class Market:
         makes drafts worth less, so the two are found in turns.
         """
         best = max([self.nothing(), *self._uniform()], key=_value)
+        shares = SHARES[:1] if self._number <= 2 else SHARES
         for _ in range(3):
             guesses = look(best) if look else None
-            plans = [self._each(best, share, guesses) for share in SHARES]
+            plans = [self._each(best, share, guesses) for share in shares]
             if look:
                 plans += [self.price(best.members, best.depths, guesses), self.nothing(guesses)]
             better = max(plans, key=_value)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig, check_types
@@ -111,7 +112,7 @@ class AutoDrafter(DrafterGroup):
             elif selection.member is not None:
                 then.setdefault(selection.member, []).append(wish)
         for number, asking in sorted(first.items()):
-            answers = self._ask(number, [(sequence, budget) for sequence, budget, _ in asking])
+            answers = self._ask(number, asking, [budget for _, budget, _ in asking])
             for wish in asking:
                 sequence, _, selection = wish
                 proposal = self.found[sequence.id] = answers.get(sequence.id, EMPTY_PROPOSAL)
@@ -123,20 +124,21 @@ class AutoDrafter(DrafterGroup):
                     then.setdefault(selection.member, []).append(wish)
         for number, asking in sorted(then.items()):
             budgets = [
-                (sequence, budget if selection.budget is None else min(selection.budget, budget))
-                for sequence, budget, selection in asking
+                budget if selection.budget is None else min(selection.budget, budget)
+                for _, budget, selection in asking
             ]
-            proposals |= self._ask(number, budgets)
+            proposals |= self._ask(number, asking, budgets)
         return proposals
 
-    def _ask(self, number: int, asked: Seq[tuple[Sequence, int]]) -> dict[int, Proposal]:
+    def _ask(self, number: int, wishes: Seq[Wish], limits: Seq[int]) -> dict[int, Proposal]:
         """One drafter's proposals, by sequence id, for those whom it serves."""
         member, most = self.members[number], self._most[number]
+        sequences, budgets = [wish[0] for wish in wishes], [min(limit, most) for limit in limits]
         if member.num_failures:
-            asked = [(sequence, budget) for sequence, budget in asked if member.serves(sequence)]
-            if not asked:
+            served = [member.serves(sequence) for sequence in sequences]
+            sequences, budgets = list(compress(sequences, served)), list(compress(budgets, served))
+            if not sequences:
                 return {}
-        sequences, budgets = [sequence for sequence, _ in asked], [min(budget, most) for _, budget in asked]
         started_s = time.perf_counter()
         answers = member.ask(sequences, budgets)
         self.asked.append(Asking(number, sequences, budgets, time.perf_counter() - started_s))
