@@ -553,6 +553,16 @@ def test_a_report_says_what_is_going_on() -> None:
     assert dict(report.depth_by_batch)[4] == pytest.approx(world.chosen()[0][1], abs=1.5)
 
 
+def test_each_task_has_an_estimate_of_its_own() -> None:
+    guesser = chain("a", {"sql": 0.9, "creative": 0.05})
+    world = World([guesser], size=4, tasks=("sql", "creative"), prompt=0, answer=FOREVER).run(200)
+    estimates = {task.task: task.estimated_speedup for task in world.controller.report().tasks}
+    assert estimates["sql"] is not None
+    assert estimates["creative"] is not None
+    assert estimates["sql"] > 1.5
+    assert estimates["creative"] < 1.0, "it waits for the drafts of the others"
+
+
 def test_break_even_is_where_one_token_pays() -> None:
     machine = Machine(read_s=0.02, row_s=0.0)
     world = steady(0.85, 1, machine=machine).run(200)

@@ -16,7 +16,7 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control import controller as controller_module
-from slipstream.control.controller import Asked, Choice, Controller
+from slipstream.control.controller import NOTHING, Asked, Choice, Controller
 from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
@@ -196,13 +196,15 @@ def test_steps_that_repeat_what_was_decided_say_the_same(
 
 @pytest.mark.parametrize("method", ["suffix", "draft_model"])
 def test_a_request_may_name_its_drafter(
-    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], method: str
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_llm(AUTO)
-    used: set[str] = set()
+    used: Counter[str] = Counter()
     llm.engine.on_observe = lambda seen: used.update(one.method for one in seen)
+    monkeypatch.setattr(Controller, "_adapted", lambda self, asked, others: [NOTHING] * len(asked))
     assert texts(llm, prompts[:6], draft_method=method) == texts(plain, prompts[:6])
-    assert used <= {method, "off"}
+    assert used.keys() <= {method, "off"}
+    assert used[method] > 5 * used["off"], "even where it does not pay"
 
 
 @pytest.mark.parametrize(("wanted", "members"), [("draft_model", {0, 1}), ("draft_model-2", {1})])

@@ -212,6 +212,8 @@ class Controller:
         self._others = Mean()
         self._gain: float | None = None
         """Estimated speedup of the plan that holds."""
+        self._gains: dict[str, float] = {}
+        """The same by task: of its requests, in the plan that had some of them."""
         self._undrafted_rate = 0.0
         """Tokens a second of the plan with lookups alone, by estimate."""
         self._drafts_gain = 1.0
@@ -415,13 +417,18 @@ class Controller:
         self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
         self._usual = _most_common(choices)
         votes: dict[str, list[Choice]] = {}
-        for request, choice in zip(asked, choices, strict=True):
+        yields: dict[str, list[float]] = {}
+        for request, choice, tokens in zip(asked, choices, market.tokens(plan), strict=True):
             votes.setdefault(request.task, []).append(choice)
+            yields.setdefault(request.task, []).append(tokens)
+        slower = plan.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
         for task, given in votes.items():
             self._of_task.pop(task, None)
             self._of_task[task] = _most_common(given)
+            self._gains[task] = sum(yields[task]) / len(yields[task]) / slower
         while len(self._of_task) > MAX_TASKS:
-            del self._of_task[next(iter(self._of_task))]
+            oldest = next(iter(self._of_task))
+            del self._of_task[oldest], self._gains[oldest]
         self._undrafted_rate = market.nothing(plan.guesses).tokens_per_s
         self._drafts_gain = plan.tokens_per_s / self._undrafted_rate if self._undrafted_rate else 1.0
         self._gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
@@ -785,7 +792,7 @@ class Controller:
             acceptance_rate=rate,
             acceptance_length=use.tokens.value or None,
             break_even=self._break_even(max(member, 0)),
-            estimated_speedup=self._gain if member != NOBODY else 1.0,
+            estimated_speedup=self._gains.get(task, self._gain),
             realised=self.realised.speedup(task),
         )
 

@@ -187,6 +187,15 @@ class Market:
         after = self._cost.step_s(self._number, base + more, drafted, rows + more)
         return (after - before) / more, shares
 
+    def tokens(self, plan: Plan) -> list[float]:
+        """By request, the tokens that a step is expected to yield."""
+        left = 1.0 - plan.guesses.taken
+        found: list[float] = (1.0 + plan.guesses.tokens).tolist()
+        for i, (number, depth) in enumerate(zip(plan.members.tolist(), plan.depths.tolist(), strict=True)):
+            if number != NOBODY:
+                found[i] += float(left[i] * self.offers[number].tokens[i, depth])
+        return found
+
     def values(self, plan: Plan) -> list[float]:
         """By request, the tokens that its draft gains beyond what its time is worth at the plan's rate; 0 without."""
         row_s, shares_s = self.marginal(plan)

@@ -128,6 +128,8 @@ class Drafting(Guard):
         wishes: list[Wish] = []
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
         for item, choice in zip(decoding, choices, strict=True):
+            if item.sequence.draft_method is not None and choice == NOTHING:
+                choice = self._insisted(item)
             step.choices[item.sequence.id] = choice
             if choice != NOTHING:
                 wishes.append((item.sequence, item.max_draft_tokens, _selection(choice)))
@@ -147,9 +149,21 @@ class Drafting(Guard):
             choice = controller.standing(sequence.id, sequence.task)
             if sequence.draft_method is not None or not anyone:
                 choice = controller.bounded(choice, self._asked(item))
+                if choice == NOTHING and sequence.draft_method is not None:
+                    choice = self._insisted(item)
             if choice[0] != choice[2] and limit > 0:  # not `NOTHING`
                 wishes.append((sequence, limit, _selection(choice)))
         return wishes
+
+    def _insisted(self, item: ScheduledSequence) -> Choice:
+        """Whoever names a drafter gets it, though nobody would be asked for their request."""
+        controller, sequence = self.controller, item.sequence
+        if controller is None or controller.in_probe or self._group is None or not item.max_draft_tokens:
+            return NOTHING
+        for number, member in enumerate(controller.members):
+            if self._allows(sequence, number):
+                return Choice(number, min(member.max_depth, item.max_draft_tokens))
+        return NOTHING
 
     def _announced(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> Iterator[Wish]:
         """Drafters that begin with a prompt while the target computes it."""
