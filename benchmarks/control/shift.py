@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from benchmarks.control.traffic import Question, make_engines
+from slipstream.control.plan import NOBODY
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 
@@ -15,50 +17,67 @@ PHASES = (("sql", 0.0), ("creative", 1.2), ("sql", 0.0), ("creative", 1.2), ("sq
 TOKENS = 1600
 """Of a phase."""
 WINDOW = 40
-"""Tokens of a request class over which the share of drafted steps and the depth are read."""
+"""Tokens over which it is read who is asked for drafts."""
+SAME = 0.75
+"""The share of a window's tokens for which those must be asked who are asked in the second half of the phase."""
 
 
 def measure_shift(model: str | None, threads: int, by_task: dict[str, list[Question]]) -> dict[str, Any]:
-    """Tokens of a request class after each shift until its depth is what it stays at, with and without task tags."""
+    """Tokens after each shift until those are asked for drafts, or nobody, who stay it; with and without task tags.
+
+    Phases of one task have other questions and seeds, and the drafters' memory of texts is emptied between them.
+    """
     found: dict[str, Any] = {}
     for tagged in (True, False):
         engine = make_engines(["auto"], model, threads, 64, 512 * 2**20)["auto"]
-        phases = [
-            {"task": task, "temperature": temperature, **_phase(engine, by_task[task], temperature, tagged)}
-            for task, temperature in PHASES
+        found["tagged" if tagged else "untagged"] = [
+            {"task": task, "temperature": heat, **_phase(engine, number, by_task[task], heat, tagged)}
+            for number, (task, heat) in enumerate(PHASES)
         ]
-        found["tagged" if tagged else "untagged"] = phases
     return {"concurrency": CONCURRENCY, "tokens_a_phase": TOKENS, "window": WINDOW, "phases": found}
 
 
-def _phase(engine: Engine, asked: Seq[Question], temperature: float, tagged: bool) -> dict[str, Any]:
-    """What is drafted for each token of a phase, in the order in which tokens come."""
-    depths: list[float] = []
+def _phase(
+    engine: Engine, phase: int, asked: Seq[Question], temperature: float, tagged: bool
+) -> dict[str, Any]:
+    """Who is asked for the drafts of each token of a phase, in the order in which tokens come."""
+    engine.reset_caches()
+    controller = engine.drafting.controller
+    assert controller is not None
+    names = [member.name for member in controller.members]
+    who: list[str] = []
+    depths: list[int] = []
 
     def on_observe(seen: Any) -> None:
         for one in seen:
+            choice = controller.standing(one.sequence.id, one.sequence.task)
+            parts = [names[member] for member in (choice.lookup, choice.member) if member != NOBODY]
             emitted = len(one.sequence.token_ids) - one.length_before
+            who.extend([" then ".join(parts) or "nobody"] * emitted)
             depths.extend([len(one.proposal)] * emitted)
 
     engine.on_observe = on_observe
     number = 0
-    while len(depths) < TOKENS:
+    while len(who) < TOKENS:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < CONCURRENCY:
-            question = asked[number % len(asked)]
-            params = SamplingParams(temperature=temperature, max_tokens=96, seed=number)
+            question = asked[(number + 25 * phase) % len(asked)]
+            params = SamplingParams(temperature=temperature, max_tokens=96, seed=1000 * phase + number)
             engine.add_request(str(number), question.token_ids, params, task=question.task if tagged else "")
             number += 1
         engine.step()
     for request in range(number):
         engine.abort(str(request))
-    settled = statistics.fmean(depths[TOKENS // 2 :])
-    return {"mean_depth": round(settled, 2), "settled_after_tokens": _settled_after(depths, settled)}
+    settled, _ = Counter(who[TOKENS // 2 :]).most_common(1)[0]
+    return {
+        "asked": settled,
+        "mean_draft": round(statistics.fmean(depths[TOKENS // 2 :]), 2),
+        "settled_after_tokens": _settled_after([each == settled for each in who]),
+    }
 
 
-def _settled_after(depths: Seq[float], settled: float) -> int:
-    """The first token from which on a window's mean depth is within half a token, or a third, of where it stays."""
-    near = max(0.5, settled / 3)
-    for start in range(0, len(depths) - WINDOW, WINDOW // 4):
-        if abs(statistics.fmean(depths[start : start + WINDOW]) - settled) <= near:
+def _settled_after(right: Seq[bool]) -> int:
+    """The first token from which on a window's tokens are right but for a few."""
+    for start in range(0, len(right) - WINDOW, WINDOW // 4):
+        if statistics.fmean(right[start : start + WINDOW]) >= SAME:
             return start
-    return len(depths)
+    return len(right)

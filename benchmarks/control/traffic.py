@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -81,7 +81,8 @@ def questions(engine: Engine) -> dict[str, list[Question]]:
 def closed_loop(
     engine: Engine, asked: Seq[Question], concurrency: int, params: SamplingParams, *, tagged: bool = True
 ) -> Run:
-    """`concurrency` questions at any time until all are answered; caches are empty at the beginning."""
+    """`concurrency` questions at any time until all are answered; caches are empty at the beginning. Seeded requests
+    have seeds of their own, or a repeated question would be answered from memory."""
     engine.reset_caches()
     run = Run()
     waiting = list(enumerate(asked))[::-1]
@@ -90,7 +91,8 @@ def closed_loop(
     while waiting or engine.has_unfinished:
         while waiting and num_open < concurrency:
             number, question = waiting.pop()
-            engine.add_request(str(number), question.token_ids, params, task=question.task if tagged else "")
+            own = params if params.seed is None else replace(params, seed=params.seed + number)
+            engine.add_request(str(number), question.token_ids, own, task=question.task if tagged else "")
             num_open += 1
         for update in engine.step():
             run.num_tokens += len(update.token_ids)
