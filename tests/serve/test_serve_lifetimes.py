@@ -33,9 +33,9 @@ def slow(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], No
     def make(seconds: float) -> None:
         step = drafting.engine.step
 
-        def slow_step() -> Any:
+        def slow_step(*args: Any) -> Any:
             time.sleep(seconds)
-            return step()
+            return step(*args)
 
         monkeypatch.setattr(drafting.engine, "step", slow_step)
 
