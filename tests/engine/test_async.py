@@ -6,7 +6,6 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,9 +14,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.engine import async_engine
 from slipstream.engine.async_engine import EngineStoppedError
-from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
@@ -327,111 +324,40 @@ def test_a_step_wakes_a_loop_once(make_llm: MakeLLM, prompts: list[list[int]]) -
     assert woken < num_tokens / 2
 
 
-class Steps:
-    """Steps of an engine under a test's hand: each waits before its pass for `go`, and holds updates as long."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go = threading.Semaphore(0)
-        self.begun = 0
-        step = engine.step
-
-        def held_step(before_pass: Callable[[], None]) -> list[Update]:
-            self.begun += 1
-            assert self.go.acquire(timeout=10)
-            return step(before_pass)
-
-        monkeypatch.setattr(engine, "step", held_step)
-        monkeypatch.setattr(async_engine, "MOST_HELD_S", 60.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-
-
-def test_updates_come_before_the_next_pass_and_at_once_when_there_is_none(
-    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = make_llm().engine
-    steps = Steps(inner, monkeypatch)
-
-    async def main() -> None:
-        async with AsyncEngine(engine=inner) as engine:
-            got: list[Any] = []
-            await engine.begin(prompts[0], PLAIN, got.append)
-            steps.go.release()
-            await until(lambda: steps.begun == 2)
-            await asyncio.sleep(0.02)
-            assert got == []  # held for the loop to work beside the next pass
-            steps.go.release()
-            await until(lambda: steps.begun == 3)
-            assert len(got) == 1
-            steps.go.release()
-            await until(lambda: len(got) == 3)  # no pass follows
-            assert got[-1].output.outputs[0].token_ids == [t for update in got for t in update.token_ids]
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("end", ["abort", "close", "failure"])
-def test_what_is_held_comes_before_the_end(
+def test_all_updates_come_before_the_end(
     make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """One request has finished and one goes on when the end comes, with the updates of the step still held."""
+    """A request that is over and one that goes on, both begun without an iterator, when the end comes."""
     inner = make_llm().engine
-    steps = Steps(inner, monkeypatch)
 
     async def main() -> tuple[list[Any], list[Any]]:
         engine = AsyncEngine(engine=inner)
         short: list[Any] = []
         long: list[Any] = []
-        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
         await engine.begin(prompts[0], params, long.append, request_id="long")
-        await until(lambda: steps.begun == 1)
         await engine.begin(prompts[1], SamplingParams(temperature=0, max_tokens=1), short.append)
-        steps.go.release(2)  # the second step is the short one's only one
-        await until(lambda: steps.begun == 3)
-        assert (len(long), len(short)) == (1, 0)
-        if end == "abort":
-            await engine.abort("long")
-        elif end == "failure":
-            monkeypatch.setattr(inner.drafting, "propose", lambda scheduled: 1 / 0)
-        closing = asyncio.create_task(asyncio.to_thread(engine.close)) if end == "close" else None
-        await asyncio.sleep(0.02)
-        steps.go.release()
-        await until(lambda: isinstance(long[-1], Exception) or long[-1].output is not None)
-        await (closing or asyncio.to_thread(engine.close))
+        async with asyncio.timeout(10):
+            while not (long and short):
+                await asyncio.sleep(0.002)
+            if end == "abort":
+                await engine.abort("long")
+            elif end == "failure":
+                monkeypatch.setattr(inner.drafting, "propose", lambda scheduled: 1 / 0)
+            else:
+                await asyncio.to_thread(engine.close)
+            while not isinstance(long[-1], Exception) and long[-1].output is None:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(engine.close)
         return long, short
 
     long, short = asyncio.run(main())
     assert [update.output is not None for update in short] == [True]
     if end == "abort":
         assert long[-1].finish_reason == "abort"
-        output = long[-1].output.outputs[0]
-        assert output.token_ids == [t for update in long for t in update.token_ids]
-        assert len(long) == len(output.token_ids) + 1
+        token_ids = long[-1].output.outputs[0].token_ids
+        assert token_ids == [t for update in long for t in update.token_ids]
     else:
-        assert "divi" in str(long[-1]) if end == "failure" else "closed" in str(long[-1])
-        assert [len(update.token_ids) for update in long[:-1]] == [1] * (2 if end == "failure" else 3)
-
-
-def test_nothing_is_held_where_a_pass_is_long_in_coming(
-    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = make_llm().engine
-    steps = Steps(inner, monkeypatch)
-    monkeypatch.setattr(async_engine, "MOST_HELD_S", 0.0)
-
-    async def main() -> None:
-        async with AsyncEngine(engine=inner) as engine:
-            got: list[Any] = []
-            await engine.begin(prompts[0], PLAIN, got.append)
-            for number in range(1, 4):
-                steps.go.release()
-                await until(lambda number=number: len(got) == number)  # type: ignore[misc]
-
-    asyncio.run(main())
+        assert ("division" if end == "failure" else "closed") in str(long[-1])
+        assert [len(update.token_ids) for update in long[:-1]] == [1] * (len(long) - 1)

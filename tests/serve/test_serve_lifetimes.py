@@ -33,9 +33,9 @@ def slow(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], No
     def make(seconds: float) -> None:
         step = drafting.engine.step
 
-        def slow_step(*args: Any) -> Any:
+        def slow_step() -> Any:
             time.sleep(seconds)
-            return step(*args)
+            return step()
 
         monkeypatch.setattr(drafting.engine, "step", slow_step)
 

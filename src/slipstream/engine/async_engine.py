@@ -8,7 +8,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -33,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 Item = Update | Exception
 """What a caller is given; an exception is the last one."""
-
-MOST_HELD_S = 0.01
-"""How long updates may wait for the next pass. Where the last step took longer to begin its own, as with a drafter that
-takes its time, they are given out at once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,8 +80,6 @@ class AsyncEngine:
         # What follows belongs to the engine's thread.
         self._callers: dict[str, _Caller] = {}
         self._held: dict[asyncio.AbstractEventLoop, list[tuple[_Caller, Item]]] = {}
-        self._step_began_s = 0.0
-        self._before_pass_s = 0.0
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
@@ -277,13 +270,12 @@ class AsyncEngine:
         try:
             while True:
                 while not self.engine.has_unfinished or not self._calls.empty():
-                    if not self.engine.has_unfinished:
-                        self._give_out()  # there may be no other pass
                     call = self._calls.get()
                     if call is None:
                         self._stop(EngineStoppedError("the engine was closed"))
                         return
                     call.run()
+                    self._give_out()
                 self._step()
         except Exception as error:
             logger.exception("the engine failed; every request under way ends with an error")
@@ -292,22 +284,14 @@ class AsyncEngine:
     # --- in the engine's thread -------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """One step. What it adds is held until the next one's pass, which computes without the interpreter's lock:
-        the loops can work then, and would keep everything before it waiting."""
-        self._step_began_s = time.perf_counter()
-        updates = self.engine.step(self._before_pass)
-        self._give_out()  # a step without a pass
-        for update in updates:
+        """One step. Every wake-up hands the interpreter's lock to a loop that then keeps the next step waiting, so
+        there is one a loop and step."""
+        for update in self.engine.step():
             caller = self._callers.get(update.request_id)
             if caller is not None:
                 self._hold(caller, update)
                 if update.output is not None:
                     del self._callers[update.request_id]
-        if self._before_pass_s > MOST_HELD_S:
-            self._give_out()
-
-    def _before_pass(self) -> None:
-        self._before_pass_s = time.perf_counter() - self._step_began_s
         self._give_out()
 
     def _hold(self, caller: _Caller, item: Item) -> None:

@@ -271,11 +271,8 @@ class Engine:
 
     # --- the step ---------------------------------------------------------------------------------------------
 
-    def step(self, before_pass: Callable[[], None] | None = None) -> list[Update]:
-        """Run one step for everyone who is scheduled; returns what it added to their answers.
-
-        `before_pass` is called when all is ready for the target's pass, unless nobody is scheduled.
-        """
+    def step(self) -> list[Update]:
+        """Run one step for everyone who is scheduled; returns what it added to their answers."""
         started_s = time.perf_counter()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
@@ -286,7 +283,7 @@ class Engine:
             planned_s = time.perf_counter()
             proposals = self.drafting.propose(plan.scheduled)
             drafted_s = time.perf_counter()
-            logits = self.runner.forward(plan, proposals, before_pass)
+            logits = self.runner.forward(plan, proposals)
             verdicts = self._verify(plan, proposals, logits)
             times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -24,13 +23,8 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def forward(
-        self,
-        plan: StepPlan,
-        proposals: dict[int, Proposal],
-        before_pass: Callable[[], None] | None = None,
-    ) -> list[Tensor]:
-        """One pass over all scheduled rows and all proposals; `before_pass` is called when all is ready for it.
+    def forward(self, plan: StepPlan, proposals: dict[int, Proposal]) -> list[Tensor]:
+        """One pass over all scheduled rows and all proposals.
 
         Returns for each scheduled sequence the logits, [rows, vocab], of its rows that matter: every computed row
         while prompt log-probabilities are wanted, else the last committed token's row and one a draft node (none
@@ -39,7 +33,7 @@ class ModelRunner:
         groups = [
             self._row_group(item, proposals.get(item.sequence.id, EMPTY_PROPOSAL)) for item in plan.scheduled
         ]
-        output = self.model.forward(groups, self.cache.pool, self.feature_layers, before_pass=before_pass)
+        output = self.model.forward(groups, self.cache.pool, self.feature_layers)
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             slots = [slot for group in groups for slot in range(group.first_new_slot, group.end_slot)]

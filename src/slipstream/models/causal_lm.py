@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -119,11 +119,9 @@ class CausalLM:
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        before_pass: Callable[[], None] | None = None,
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`.
 
-        `before_pass` is called when all is ready for it: our own kernels then compute without the interpreter's lock.
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
         them. Hidden states are those of whole passes only. Raises as `check_layers` does.
         """
@@ -135,9 +133,7 @@ class CausalLM:
                     f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
                 )
         if self.decoder is not None:
-            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers, layers, before_pass))
-        if before_pass is not None:
-            before_pass()
+            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers, layers))
         if layers is not None and self._layer_stack is not None:
             with self._layer_stack.only(layers):
                 return self._forward(groups, pool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -112,7 +112,6 @@ class Decoder:
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        before_pass: Callable[[], None] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `CausalLM.forward`."""
         rows = _Rows(groups)
@@ -135,8 +134,6 @@ class Decoder:
             logits.data_ptr(),
             run.ctypes.data,
         )
-        if before_pass is not None:
-            before_pass()
         with self._lock:
             native.library().slipstream_forward(
                 ctypes.byref(self._struct), ctypes.byref(batch), self._scratch, self.num_threads
