@@ -322,3 +322,42 @@ def test_a_step_wakes_a_loop_once(make_llm: MakeLLM, prompts: list[list[int]]) -
     woken, num_tokens = asyncio.run(main())
     assert num_tokens == 6 * 12
     assert woken < num_tokens / 2
+
+
+@pytest.mark.parametrize("end", ["abort", "close", "failure"])
+def test_all_updates_come_before_the_end(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A request that is over and one that goes on, both begun without an iterator, when the end comes."""
+    inner = make_llm().engine
+
+    async def main() -> tuple[list[Any], list[Any]]:
+        engine = AsyncEngine(engine=inner)
+        short: list[Any] = []
+        long: list[Any] = []
+        params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+        await engine.begin(prompts[0], params, long.append, request_id="long")
+        await engine.begin(prompts[1], SamplingParams(temperature=0, max_tokens=1), short.append)
+        async with asyncio.timeout(10):
+            while not (long and short):
+                await asyncio.sleep(0.002)
+            if end == "abort":
+                await engine.abort("long")
+            elif end == "failure":
+                monkeypatch.setattr(inner.drafting, "propose", lambda scheduled: 1 / 0)
+            else:
+                await asyncio.to_thread(engine.close)
+            while not isinstance(long[-1], Exception) and long[-1].output is None:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(engine.close)
+        return long, short
+
+    long, short = asyncio.run(main())
+    assert [update.output is not None for update in short] == [True]
+    if end == "abort":
+        assert long[-1].finish_reason == "abort"
+        token_ids = long[-1].output.outputs[0].token_ids
+        assert token_ids == [t for update in long for t in update.token_ids]
+    else:
+        assert ("division" if end == "failure" else "closed") in str(long[-1])
+        assert [len(update.token_ids) for update in long[:-1]] == [1] * (len(long) - 1)

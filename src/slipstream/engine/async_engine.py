@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,27 +30,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Stream:
-    """One caller's queue of updates; an exception in it ends the stream."""
+Item = Update | Exception
+"""What a caller is given; an exception is the last one."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Caller:
+    """Who waits for a request: `put` is called in `loop`."""
 
     loop: asyncio.AbstractEventLoop
-    updates: asyncio.Queue[Update | BaseException] = field(default_factory=asyncio.Queue)
-
-    def put(self, item: Update | BaseException) -> None:
-        """Called from the engine's thread."""
-        _hand_over(self.loop, [(self, item)])
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, items: Seq[tuple[_Stream, Update | BaseException]]) -> None:
-    """Called from the engine's thread: give the streams of one loop what is theirs, and wake it once."""
-
-    def put_all() -> None:
-        for stream, item in items:
-            stream.updates.put_nowait(item)
-
-    with contextlib.suppress(RuntimeError):  # the callers' loop has closed: nobody listens
-        loop.call_soon_threadsafe(put_all)
+    put: Callable[[Item], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +77,9 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # no call is queued once the thread has stopped taking them
         self._stopped: EngineStoppedError | None = None
-        self._streams: dict[str, _Stream] = {}
+        # What follows belongs to the engine's thread.
+        self._callers: dict[str, _Caller] = {}
+        self._held: dict[asyncio.AbstractEventLoop, list[tuple[_Caller, Item]]] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
@@ -109,8 +100,49 @@ class AsyncEngine:
         Raises `RequestError` before the first update when the request cannot be served, `EngineStoppedError` when
         the engine stops under way.
         """
+        updates: asyncio.Queue[Item] = asyncio.Queue()
+        leave = await self.begin(
+            prompt,
+            params,
+            updates.put_nowait,
+            request_id=request_id,
+            tenant=tenant,
+            task=task,
+            max_draft_tokens=max_draft_tokens,
+            draft_method=draft_method,
+        )
+        finished = False
+        try:
+            while not finished:
+                item = await updates.get()
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.output is not None
+                yield item
+        finally:
+            if not finished:
+                leave()
+
+    async def begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        put: Callable[[Item], None],
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        task: str = "",
+        max_draft_tokens: int | None = None,
+        draft_method: str | None = None,
+    ) -> Callable[[], None]:
+        """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
+
+        Returns what aborts the request. Raises `RequestError` for a constraint that cannot be followed, and
+        `EngineStoppedError`.
+        """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop())
+        caller = _Caller(asyncio.get_running_loop(), put)
         grammar: Grammar | None = None
         compiling = self.engine.compile_grammar(params) if isinstance(params, SamplingParams) else None
         if compiling is not None:  # not in the engine's thread, where all others would wait for it
@@ -128,24 +160,16 @@ class AsyncEngine:
                     draft_method=draft_method,
                     grammar=grammar,
                 )
-                self._streams[name] = stream
+                self._callers[name] = caller
             except Exception as error:
-                stream.put(error)
+                self._hold(caller, error)
 
-        self._post(add, fail=stream.put)
-        finished = False
-        try:
-            while not finished:
-                item = await stream.updates.get()
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.output is not None
-                yield item
-        finally:
-            if not finished:
-                with contextlib.suppress(EngineStoppedError):
-                    self._post(lambda: self._abort(name, stream))
+        def leave() -> None:
+            with contextlib.suppress(EngineStoppedError):
+                self._post(lambda: self._abort(name, caller))
+
+        self._post(add, fail=lambda error: self._hold(caller, error))
+        return leave
 
     async def generate(
         self,
@@ -241,14 +265,6 @@ class AsyncEngine:
                 raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
             self._calls.put(_Call(run, fail))
 
-    def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
-        """Engine's thread: end a request, but only the one that `stream` belongs to when that is given."""
-        known = self._streams.get(request_id)
-        if known is not None and stream in (None, known):
-            del self._streams[request_id]
-            for update in self.engine.abort(request_id):
-                known.put(update)
-
     def _run(self) -> None:
         """The engine's thread: take calls, step while there is work, wait while there is none."""
         try:
@@ -259,35 +275,60 @@ class AsyncEngine:
                         self._stop(EngineStoppedError("the engine was closed"))
                         return
                     call.run()
-                self._deliver(self.engine.step())
+                    self._give_out()
+                self._step()
         except Exception as error:
             logger.exception("the engine failed; every request under way ends with an error")
             self._stop(EngineStoppedError(f"the engine failed: {error}"))
 
-    def _deliver(self, updates: Seq[Update]) -> None:
-        """Engine's thread: give out what a step has added. Every wake-up hands the interpreter's lock to a loop that
-        then keeps the next step waiting, so there is one a loop and step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Update | BaseException]]] = {}
-        for update in updates:
-            stream = self._streams.get(update.request_id)
-            if stream is None:
-                continue
-            by_loop.setdefault(stream.loop, []).append((stream, update))
-            if update.output is not None:
-                del self._streams[update.request_id]
-        for loop, items in by_loop.items():
-            _hand_over(loop, items)
+    # --- in the engine's thread -------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One step. Every wake-up hands the interpreter's lock to a loop that then keeps the next step waiting, so
+        there is one a loop and step."""
+        for update in self.engine.step():
+            caller = self._callers.get(update.request_id)
+            if caller is not None:
+                self._hold(caller, update)
+                if update.output is not None:
+                    del self._callers[update.request_id]
+        self._give_out()
+
+    def _hold(self, caller: _Caller, item: Item) -> None:
+        """Keep what is to be given out; everything goes this way, so that it comes in its order."""
+        self._held.setdefault(caller.loop, []).append((caller, item))
+
+    def _give_out(self) -> None:
+        """Give the callers what is held for them; a loop is woken once."""
+        while self._held:
+            loop, items = self._held.popitem()
+            with contextlib.suppress(RuntimeError):  # the callers' loop has closed: nobody listens
+                loop.call_soon_threadsafe(_put_all, items)
+
+    def _abort(self, request_id: str, caller: _Caller | None = None) -> None:
+        """End a request, but only the one that `caller` has begun when that is given."""
+        known = self._callers.get(request_id)
+        if known is not None and caller in (None, known):
+            del self._callers[request_id]
+            for update in self.engine.abort(request_id):
+                self._hold(known, update)
 
     def _stop(self, error: EngineStoppedError) -> None:
-        """Engine's thread, last thing: tell everyone who waits, and refuse whoever comes."""
+        """The last thing: tell everyone who waits, and refuse whoever comes."""
         with self._lock:
             self._stopped = error
         while not self._calls.empty():
             call = self._calls.get()
             if call is not None:
                 call.fail(error)
-        for request_id, stream in self._streams.items():
-            stream.put(error)
+        for request_id, caller in self._callers.items():
+            self._hold(caller, error)
             with contextlib.suppress(Exception):  # a failed engine may not even abort
                 self.engine.abort(request_id)
-        self._streams.clear()
+        self._callers.clear()
+        self._give_out()
+
+
+def _put_all(items: Seq[tuple[_Caller, Item]]) -> None:
+    for caller, item in items:
+        caller.put(item)

@@ -54,10 +54,15 @@ async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> C
     Raises `ApiError` 400 for what contradicts itself, and for parts that cannot be followed by themselves; of the whole
     the engine's compiler says it.
     """
-    use = None
+    use = asked = None
+    # What may be large is read in another thread. Changing threads takes longer than seeing that nothing is asked.
     if isinstance(body, ChatBody):
-        use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
-    asked = await asyncio.to_thread(_asked, body)
+        if body.tools:
+            use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
+        else:
+            tool_use(body, tokens.tool_format)  # raises for a choice among none
+    if body.response_format is not None or body.structured_outputs is not None:
+        asked = await asyncio.to_thread(_asked, body)
     if use is None:
         return asked
     for number, schema in enumerate(use.schemas):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 from slipstream.engine.async_engine import AsyncEngine
@@ -92,46 +92,49 @@ class Service:
         # One timer a request: one for every update would cost more than the rest of the waiting.
         late = _too_late(self.config.request_timeout_s)
         timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
-        readers = [
-            asyncio.create_task(self._read(job, number, arrived)) for number in range(len(job.prompts))
-        ]
         watch = self.metrics.watch(job.num_answers)
         follower = self.watching.follow(job)
-        unfinished = len(readers)
+        under_way: dict[int, Callable[[], None]] = {}  # prompt to what aborts it
         try:
-            while unfinished:
+            async with self.until(deadline_s):
+                for number in range(len(job.prompts)):
+                    under_way[number] = await self._begin(job, number, arrived)
+            while under_way:
                 item = await arrived.get()
                 if isinstance(item, Exception):
                     raise item
                 number, update = item
-                unfinished -= update.output is not None
+                if update.output is not None:
+                    del under_way[number]
                 watch.add(number, update)
                 follower.add(number, update)
                 yield item
+        except RequestError as error:  # all else in a job has been checked
+            raise (error if job.constraint is None else job.constraint.refusal(error)) from None
         finally:
             timer.cancel()
-            for reader in readers:
-                reader.cancel()
+            for leave in under_way.values():
+                leave()
             watch.close()
-            await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, job: Job, number: int, arrived: asyncio.Queue[PromptUpdate | Exception]) -> None:
-        """Hand on the updates of one prompt; being cancelled aborts it in the engine."""
-        try:
-            async for update in self.engine.stream(
-                job.prompts[number],
-                job.params,
-                request_id=f"{job.id}-{number}",
-                tenant=job.tenant,
-                task=job.task,
-                max_draft_tokens=job.max_draft_tokens,
-                draft_method=job.draft_method,
-            ):
-                arrived.put_nowait((number, update))
-        except RequestError as error:  # all else in a job has been checked
-            arrived.put_nowait(error if job.constraint is None else job.constraint.refusal(error))
-        except Exception as error:
-            arrived.put_nowait(error)
+    async def _begin(
+        self, job: Job, number: int, arrived: asyncio.Queue[PromptUpdate | Exception]
+    ) -> Callable[[], None]:
+        """Have the engine put the updates of one prompt into `arrived`; returns what aborts it."""
+
+        def put(item: Update | Exception) -> None:
+            arrived.put_nowait(item if isinstance(item, Exception) else (number, item))
+
+        return await self.engine.begin(
+            job.prompts[number],
+            job.params,
+            put,
+            request_id=f"{job.id}-{number}",
+            tenant=job.tenant,
+            task=job.task,
+            max_draft_tokens=job.max_draft_tokens,
+            draft_method=job.draft_method,
+        )
 
 
 def _too_late(limit_s: float) -> ApiError:
