@@ -90,6 +90,11 @@ class AutoDrafter(DrafterGroup):
         """Sequence id to what a lookup that was asked first guessed the last time, taken or not."""
         self._most = [member.drafter.max_nodes() for member in self.members]
         self._learns = [type(member.drafter).observe is not Drafter.observe for member in self.members]
+        self._listens = any(
+            learns and member.drafter.observes_all
+            for learns, member in zip(self._learns, self.members, strict=True)
+        )
+        """Whether some drafter learns from the text though it was not asked."""
         self._open: dict[int, tuple[int, Proposal, int]] = {}
         """The member that was asked for a sequence, what it proposed, and the text's length then."""
 
@@ -150,10 +155,12 @@ class AutoDrafter(DrafterGroup):
 
     def drafted_by(self, sequence: Sequence) -> int | None:
         """Who was asked for the sequence's last proposal, until it is observed; None where nobody was."""
-        made = self._open.get(sequence.id)
+        made = self._open.get(sequence.id) if self._open else None
         return None if made is None else made[0]
 
     def observe(self, observations: Seq[Observation]) -> None:
+        if not self._open and not self._listens:
+            return
         opened = [self._open.pop(seen.sequence.id, None) for seen in observations]
         for number, member in enumerate(self.members):
             if not self._learns[number]:
