@@ -31,7 +31,7 @@ from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
 
-PLAN_SHARE = 0.003
+PLAN_SHARE = 0.005
 """Of the time, for making plans: one holds until it has paid for itself, and for the books of its step."""
 MAX_HELD_STEPS = 192
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
