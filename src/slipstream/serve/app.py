@@ -29,7 +29,7 @@ from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
-from slipstream.serve.sampling import check_unsupported, drafting, sampling_params
+from slipstream.serve.sampling import check_unsupported, drafting, sampling_params, seeds_of
 from slipstream.serve.schema import (
     Body,
     ChatBody,
@@ -185,10 +185,12 @@ def _job(
         [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
     options = body.stream_options
     max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
+    seeds = seeds_of(body, len(prompts))
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
         prompts=prompts,
-        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits, constraint),
+        params=sampling_params(body, [len(prompt) for prompt in prompts], seeds[0], service.limits, constraint),
+        seeds=seeds,
         constraint=constraint,
         tenant=body.user or "",
         task=body.task or "",

@@ -66,7 +66,7 @@ class Reply(Response):
         with self._service.admission.admit(self._num_answers):
             async with self._service.until(deadline_s):
                 answer = scope[ANSWER] = await self._prepare()
-            extra = {SEED_HEADER: str(answer.job.params.seed)}
+            extra = {SEED_HEADER: ", ".join(map(str, dict.fromkeys(answer.job.seeds)))}
             if answer.job.stream:
                 await self._send_events(answer, deadline_s, extra, send)
                 return
