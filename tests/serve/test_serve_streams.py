@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serve_cases import MESSAGES, MODEL, QUESTION, counters, events
+from serve_cases import MESSAGES, MODEL, QUESTION, MakeApp, counters, events
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
