@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.answer import Answer
-from slipstream.serve.errors import ApiError, as_api_error
-from slipstream.serve.logs import FACTS
+from slipstream.serve.errors import FACTS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
