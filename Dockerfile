@@ -20,7 +20,8 @@ RUN useradd --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /home/slipstream/.cache
 WORKDIR /app
 EXPOSE 8000
-# The start loads a model, and on a CPU compiles the kernels once.
+# The start loads a model, and on a CPU compiles the kernels once. The check reads SLIPSTREAM_PORT; it does not
+# see --port.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['SLIPSTREAM_PORT']}/health\", timeout=4)"]
 # SIGTERM ends what is under way first: give `docker stop` more than --grace-period-s.

@@ -98,7 +98,8 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     probe_share: float | None = None
     """Share of the engine's time that may go into finding out what speculation gains: short stretches without it, and
-    with `auto` tries of what is not chosen. 0 is never; None is 0.005 with `auto` and never otherwise."""
+    with `auto` tries of what is not chosen. 0 is never; None is 0.005 with
+    `auto` and in `slipstream serve`, and never otherwise."""
     draft_timeout_s: float = 30.0
     """A drafter that takes longer than this for a call is left out for a while, in the end for good; answers go on
     without drafts."""

@@ -176,9 +176,11 @@ def test_a_key_is_asked_for_and_kept_to_the_tab(make_app: MakeApp, chromium: Any
         page = chromium.new_context().new_page()  # browsers log a 401 as an error
         page.goto(f"{address}/dashboard")
         page.wait_for_selector("#locked:not([hidden])")
+        assert page.is_hidden("#wrong-key")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
         page.get_by_text("locked", exact=True).wait_for()
+        page.wait_for_selector("#wrong-key:not([hidden])")
         page.fill("#key", "secret")
         page.click("#key-form button")
         page.wait_for_selector("#locked", state="hidden")

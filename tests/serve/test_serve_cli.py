@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
@@ -152,6 +153,22 @@ def test_help_is_complete_and_names_the_environment() -> None:
     assert "SLIPSTREAM_MAX_NUM_SEQS" in text
 
 
+@pytest.mark.parametrize("verb", ["serve", "generate", "train"])
+def test_help_cuts_no_name_and_eats_no_brackets(verb: str) -> None:
+    command = get_command(app).commands[verb]  # type: ignore[attr-defined]
+    words = [verb]
+    if verb == "train":
+        words.append("eagle3")
+        command = command.commands["eagle3"]
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"})
+    for parameter in command.params:
+        for name in parameter.opts if parameter.param_type_name == "option" else ():
+            assert re.search(rf"{name}\b", result.output), name
+    assert "…\n" not in result.output
+    if verb == "serve":
+        assert "slipstream-llm[otel]" in result.output
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -213,7 +230,8 @@ def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], s
             started.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
     assert started.wait(timeout=20) == 0
-    logged = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    assert "draining, 1 under way, up to 30 s" in [line["message"] for line in logged]
     [request] = [line for line in logged if line.get("path") == "/v1/completions"]
     assert request["output_tokens"] == 800
     assert "memory:" in log.read_text()

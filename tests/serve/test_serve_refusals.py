@@ -195,7 +195,24 @@ BAD = [
     ),
     ("chat", {"chat_template_kwargs": {"tokenize": False}}, "messages", "'tokenize' is not a variable"),
     ("text", {"user": "x" * 513}, "user", "at most 512"),
-    ("chat", {"speculation": True}, "speculation", "speculation"),
+    ("chat", {"speculation": True}, "speculation", "speculation must be an object"),
+    ("chat", {"store": True}, "store", "must be false"),
+    ("chat", {"service_tier": "flex"}, "service_tier", '"auto" or "default"'),
+    ("chat", {"modalities": ["text", "audio"]}, "modalities", '["text"]'),
+    ("chat", {"functions": []}, "functions", "give tools"),
+    ("text", {"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+    ("text", {"priority": 3}, "priority", "no priorities"),
+    ("chat", {"reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
+    ("chat", {"prediction": {"type": "content"}}, "prediction", "not supported"),
+    ("chat", {"prompt": "hi"}, "prompt", "is for /v1/completions"),
+    ("text", {"messages": MESSAGES}, "messages", "is for /v1/chat/completions"),
+    ("chat", {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "'user', 'assistant'"),
+    (
+        "chat",
+        {"messages": [*MESSAGES, {"role": "tool", "content": "17"}]},
+        "messages.1.tool_call_id",
+        "names the call",
+    ),
 ]
 
 
@@ -259,6 +276,27 @@ def test_routes(shared: TestClient) -> None:
         error_of(shared.get(path), 404)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/completions/", "/v1/completions"),
+    ],
+)
+def test_wrong_paths_name_the_right_one(shared: TestClient, path: str, meant: str) -> None:
+    error = error_of(shared.post(path, json=TEXT), 404)
+    assert error["message"].endswith(f"did you mean {meant}?")
+    assert "did you mean" not in error_of(shared.post("/v1/embeddings", json={}), 404)["message"]
+
+
+def test_names_that_are_not_close_are_no_hint(shared: TestClient) -> None:
+    error = error_of(shared.post("/v1/completions", json={**TEXT, "logit_processors": []}), 400)
+    assert error["message"] == "unknown parameter 'logit_processors'"
+
+
 def test_unknown_models(shared: TestClient) -> None:
     for path, body in [
         ("/v1/chat/completions", CHAT),
@@ -287,11 +325,21 @@ def test_tokens(shared: TestClient, path: str, body: dict[str, Any], says: str) 
 
 
 def test_parameters_that_change_nothing_are_let_through(shared: TestClient) -> None:
-    values = {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True}
+    values = {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "modalities": ["text"]}
     body = {**CHAT, **dict.fromkeys(IGNORED, "auto"), **values, "tool_choice": "none", "tools": []}
     assert shared.post("/v1/chat/completions", json=body).status_code == 200
     nulls = dict.fromkeys(
-        ("temperature", "stop", "tools", "response_format", "speculation", "best_of", "user")
+        (
+            "temperature",
+            "stop",
+            "tools",
+            "response_format",
+            "speculation",
+            "best_of",
+            "user",
+            "functions",
+            "store",
+        )
     )
     assert shared.post("/v1/chat/completions", json={**CHAT, **nulls}).status_code == 200
 

@@ -25,6 +25,10 @@ def test_models(client: TestClient) -> None:
     [model] = listed["data"]
     assert (model["id"], model["object"], model["owned_by"]) == (MODEL, "model", "slipstream")
     assert model["root"].endswith("target")
+    assert client.get(f"/v1/models/{MODEL}").json() == model
+    for other in ("gpt-4", "some/model", f"{MODEL}/x"):
+        answer = client.get(f"/v1/models/{other}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_name_of_its_own(make_app: MakeApp) -> None:
@@ -188,6 +192,38 @@ def test_what_clients_call_their_tasks_is_for_holders_of_keys(
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     records = [record for record in caplog.records if record.name == "slipstream.serve.access"]
     return [json.loads(JsonFormatter().format(record)) for record in records]
+
+
+def test_the_log_says_why_a_request_was_refused(make_app: MakeApp, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with TestClient(make_app(api_key=["k"])) as client:
+        key = {"Authorization": "Bearer k"}
+        body = {"prompt": "SECRET", "top_p": 7}
+        said = client.post("/v1/completions", json=body, headers=key).json()["error"]
+        client.post("/v1/completions", json=body)
+    bad, no_key = access_lines(caplog)
+    assert bad["error_message"] == said["message"]
+    assert (bad["error_code"], bad["error_param"]) == ("invalid_value", "top_p")
+    assert no_key["error_code"] == "invalid_api_key"
+    assert "SECRET" not in json.dumps([bad, no_key])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused_is_no_answer_that_was_broken_off(client: TestClient, stream: bool) -> None:
+    for form in ({"regex": "("}, {"grammar": "start: gone"}, {"json": {"type": "strin"}}):
+        body = {"prompt": ["a", "b"], "structured_outputs": form, "stream": stream}
+        assert client.post("/v1/completions", json=body).status_code == 400
+    assert counters(client)['slipstream_request_success_total{"finished_reason": "abort"}'] == 0
+
+
+def test_a_chat_that_is_too_long_is_no_warning(
+    client: TestClient, drafting: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(drafting.engine.tokenizer, "deprecation_warnings", {})
+    long = [{"role": "user", "content": "word " * 3000}]
+    assert client.post("/v1/chat/completions", json={"messages": long}).status_code == 400
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["silent", "with prompts"])

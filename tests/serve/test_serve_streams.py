@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serve_cases import MESSAGES, MODEL, QUESTION, counters, events
+from serve_cases import MESSAGES, MODEL, QUESTION, MakeApp, counters, events
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
@@ -66,6 +66,22 @@ def test_the_seed_that_was_drawn_gives_the_answer_again(client: TestClient) -> N
     again = client.post("/v1/completions", json={**body, "seed": seed}).json()
     assert [c["text"] for c in again["choices"]] == [c["text"] for c in first.json()["choices"]]
     assert client.post("/v1/completions", json=body).headers["x-slipstream-seed"] != str(seed)
+
+
+def test_prompts_draw_seeds_of_their_own(make_app: MakeApp) -> None:
+    body = {"prompt": [QUESTION] * 3, "max_tokens": 20, "temperature": 1.5, "ignore_eos": True}
+    with TestClient(make_app(per_request_metrics=True)) as client:
+        first = client.post("/v1/completions", json=body)
+        texts = [choice["text"] for choice in first.json()["choices"]]
+        assert len(set(texts)) == 3
+        seeds = [int(seed) for seed in first.headers["x-slipstream-seed"].split(", ")]
+        assert seeds == first.json()["metrics"]["seeds"]
+        for seed, text in zip(seeds, texts, strict=True):
+            alone = {**body, "prompt": QUESTION, "seed": seed}
+            assert client.post("/v1/completions", json=alone).json()["choices"][0]["text"] == text
+        given = client.post("/v1/completions", json={**body, "seed": 5})
+        assert given.headers["x-slipstream-seed"] == "5"
+        assert len({choice["text"] for choice in given.json()["choices"]}) == 1
 
 
 def test_several_prompts_are_numbered_through(client: TestClient, plain: LLM) -> None:

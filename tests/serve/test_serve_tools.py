@@ -12,7 +12,9 @@ from serve_cases import MESSAGES, MODEL, MakeApp, events
 from starlette.testclient import TestClient
 
 from slipstream import LLM
-from slipstream.serve.tool_formats import FORMATS, ToolFormat
+from slipstream.serve.schema import ChatBody
+from slipstream.serve.tool_formats import FORMATS, ToolFormat, tool_format
+from slipstream.serve.tools import tool_use
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -273,3 +275,22 @@ def test_a_template_that_knows_tools_gets_them(
     question = MESSAGES[0]["content"]
     expected = f"[get_weather][get_news]<user>{question}<assistant>get_weather(Rome)abcdefghi"
     assert text == f"{expected}<tool>17 degreesabcdefghi<tool_call>"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_closes_the_objects_that_list_their_names(strict: bool) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}}
+    free = {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}}
+    parts = {"anyOf": [inner], "properties": {"c": {}}}
+    given = {"properties": {"a": {"type": "array", "items": inner}, "free": free, "parts": parts}}
+    function = {"name": "f", "parameters": given, "strict": strict}
+    body = ChatBody.model_validate({"messages": [], "tools": [{"type": "function", "function": function}]})
+    use = tool_use(body, tool_format("hermes", ""))
+    assert use is not None
+    schema = json.loads(use.schemas[0])
+    assert ("additionalProperties" in schema) is strict
+    closed = inner | {"additionalProperties": False}
+    assert schema["properties"]["a"]["items"] == (closed if strict else inner)
+    assert schema["properties"]["free"] == free
+    assert schema["properties"]["parts"] == parts
+    assert use.tools[0]["function"]["parameters"] == given

@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from slipstream import __version__
 from slipstream.cli import bench, chat, doctor, generate, info, load, serve, train, tree
+from slipstream.cli.help import PlainHelp
 from slipstream.errors import SlipstreamError
 
 
@@ -58,15 +59,15 @@ class _Group(TyperGroup):
         return code
 
 
-app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(info.info)
-app.command()(bench.bench)
-app.command()(load.load)
-app.command()(tree.tree)
-app.command()(doctor.doctor)
+app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command(cls=PlainHelp)(generate.generate)
+app.command(cls=PlainHelp)(chat.chat)
+app.command(cls=PlainHelp)(serve.serve)
+app.command(cls=PlainHelp)(info.info)
+app.command(cls=PlainHelp)(bench.bench)
+app.command(cls=PlainHelp)(load.load)
+app.command(cls=PlainHelp)(tree.tree)
+app.command(cls=PlainHelp)(doctor.doctor)
 app.add_typer(train.app, name="train")
 
 

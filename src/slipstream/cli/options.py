@@ -47,15 +47,14 @@ def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> L
 
 def announce(llm: LLM) -> None:
     """What the engine will hold in memory, and any label its results must carry, to standard error."""
-    announce_engine(llm.engine)
-
-
-def announce_engine(engine: Engine) -> None:
-    """The same for an engine alone."""
     console = notes()
-    console.print(f"memory: {engine.memory_plan}", markup=False)
-    for label in engine_labels(engine):
-        console.print(f"note: {label}")
+    for line in engine_notes(llm.engine):
+        console.print(line, markup=False)
+
+
+def engine_notes(engine: Engine) -> list[str]:
+    """What is said of an engine before it begins."""
+    return [f"memory: {engine.memory_plan}", *(f"note: {label}" for label in engine_labels(engine))]
 
 
 def labels(llm: LLM) -> list[str]:

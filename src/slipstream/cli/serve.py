@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.flags import FlagSet, Values, with_flags
-from slipstream.cli.options import ENGINE, SPECULATION, announce_engine, chosen_speculation
+from slipstream.cli.options import ENGINE, SPECULATION, chosen_speculation, engine_notes
 from slipstream.cli.settings import merged
 from slipstream.serve.config import ServeConfig
+
+logger = logging.getLogger(__name__)
 
 PROBE_SHARE = 0.005
 """Unless the speculative configuration says otherwise."""
@@ -59,9 +62,11 @@ def serve(
 
     if speculative.probe_share is None:  # whoever serves is shown what speculation really gains
         speculative = replace(speculative, probe_share=PROBE_SHARE)
+    logs.configure(server_config)  # from here on all lines have one form
+    logs.take_over_transformers()
     made = make_engine(model, speculative, settings["engine"])
-    announce_engine(made)
-    logs.configure(server_config)
+    for line in engine_notes(made):
+        logger.info(line)
     async_engine = AsyncEngine(engine=made)
     try:
         app = create_app(async_engine, server_config, model or "embedded-pair")

@@ -16,6 +16,7 @@ import typer
 
 from slipstream.cli.console import notes
 from slipstream.cli.flags import FlagSet, Values, with_flags
+from slipstream.cli.help import PlainHelp
 from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
 from slipstream.errors import ConfigError
 from slipstream.train.options import (
@@ -59,7 +60,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there 
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
-@app.command()
+@app.command(cls=PlainHelp)
 @with_flags(options=_REGENERATE, speculation=SPECULATION, engine=ENGINE)
 def regenerate(
     model: TargetArgument = None,
@@ -160,7 +161,9 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
             )
 
         command.__doc__ = make.__doc__
-        app.command(method)(with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command))
+        app.command(method, cls=PlainHelp)(
+            with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command)
+        )
         return make
 
     return register

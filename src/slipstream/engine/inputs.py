@@ -59,7 +59,8 @@ def encode_chat(
         raise RequestError("the conversation is empty; give at least one message")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {message!r}')
+            got = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else repr(message)
+            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {got}')
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
     if reserved:  # else a request could bring a template of its own, which is a program
         raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
@@ -71,6 +72,7 @@ def encode_chat(
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
+                tokenizer_kwargs={"verbose": False},  # as in `encode_prompt`
                 **(template_options or {}),
             )
         )

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -25,11 +25,11 @@ from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint, constraint_of
-from slipstream.serve.errors import ApiError
+from slipstream.serve.errors import FACTS, ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
-from slipstream.serve.logs import FACTS, ID_HEADER, RequestLog
-from slipstream.serve.sampling import check_unsupported, drafting, sampling_params
+from slipstream.serve.logs import ID_HEADER, RequestLog
+from slipstream.serve.sampling import check_unsupported, drafting, sampling_params, seeds_of
 from slipstream.serve.schema import (
     Body,
     ChatBody,
@@ -185,10 +185,14 @@ def _job(
         [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
     options = body.stream_options
     max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
+    seeds = seeds_of(body, len(prompts))
     return Job(
         id=f"{kind}-{uuid.uuid4().hex}",
         prompts=prompts,
-        params=sampling_params(body, [len(prompt) for prompt in prompts], service.limits, constraint),
+        params=sampling_params(
+            body, [len(prompt) for prompt in prompts], seeds[0], service.limits, constraint
+        ),
+        seeds=seeds,
         constraint=constraint,
         tenant=body.user or "",
         task=body.task or "",
@@ -229,9 +233,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     started = int(time.time())
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        model = {
+    def card() -> dict[str, Any]:
+        return {
             "id": service.model_name,
             "object": "model",
             "created": started,
@@ -240,7 +243,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "parent": None,
             "max_model_len": service.limits.max_model_len,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model:path}")  # a name may have slashes, as those of the hub have
+    async def retrieve_model(model: str) -> Response:
+        service.check_model(model)
+        return JSONResponse(card())
 
     @app.get("/health")
     async def health() -> Response:

@@ -25,6 +25,7 @@ class KeyGuard:
         if scope["type"] == "http" and is_guarded(scope["path"]) and self._keys:
             error = self._refusal(Headers(scope=scope).get("authorization"))
             if error is not None:
+                error.note(scope)
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from slipstream.errors import EngineStoppedError, RequestError
 
 logger = logging.getLogger(__name__)
+
+FACTS = "slipstream.facts"
+"""Where in an ASGI scope is kept what the log shall say of a request."""
 
 
 class ApiError(Exception):
@@ -40,6 +46,11 @@ class ApiError(Exception):
         """As JSON, in a response or in an event of a stream."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def note(self, scope: Scope) -> None:
+        """Have the log say what was refused. Messages name parameters and bounds, and hold no text of a prompt."""
+        told = {"error_code": self.code, "error_param": self.param, "error_message": self.message}
+        scope.get(FACTS, {}).update({key: value for key, value in told.items() if value is not None})
 
     def response(self) -> Response:
         """As a whole HTTP response."""
@@ -79,16 +90,31 @@ def _of_http_error(request: Request, error: HTTPException) -> ApiError:
     """What the routing itself refuses."""
     words, code = _HTTP_ERRORS.get(error.status_code, (str(error.detail), None))
     message = words.format(method=request.method, path=request.url.path)
+    if error.status_code == 404 and (meant := _meant(request)) is not None:
+        message = f"there is no {request.method} {request.url.path}; did you mean {meant}?"
     return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+def _meant(request: Request) -> str | None:
+    """The path that differs from the one asked for by `/v1`, too much or too little of it, or by a slip of the pen."""
+    known = {
+        _bare(path): path for route in request.app.routes if "{" not in (path := getattr(route, "path", "{"))
+    }
+    near = difflib.get_close_matches(_bare(request.url.path), list(known), n=1, cutoff=0.85)
+    return known[near[0]] if near else None
+
+
+def _bare(path: str) -> str:
+    return re.sub(r"^(/v1)+(?=/)", "", path.lower()).rstrip("/")
 
 
 def install(app: FastAPI) -> None:
     """Have every exception of a route answered in shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            return _of_http_error(request, error).response()
-        return as_api_error(error).response()
+        told = _of_http_error(request, error) if isinstance(error, HTTPException) else as_api_error(error)
+        told.note(request.scope)
+        return told.response()
 
     for kind in (ApiError, RequestError, EngineStoppedError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.sampling.params import SamplingParams
@@ -18,6 +18,8 @@ class Job:
     """As the client sees it."""
     prompts: list[list[int]]
     params: SamplingParams
+    seeds: tuple[int, ...]
+    """One a prompt: several prompts that share one would share their luck."""
     constraint: Constraint | None = None
     """Where the parameters' structured output is from."""
     tenant: str = ""
@@ -35,3 +37,8 @@ class Job:
     @property
     def num_answers(self) -> int:
         return len(self.prompts) * self.params.n
+
+    def params_of(self, prompt: int) -> SamplingParams:
+        """The parameters of the `prompt`-th prompt, its own seed among them."""
+        seed = self.seeds[prompt]
+        return self.params if seed == self.params.seed else replace(self.params, seed=seed)

@@ -60,6 +60,7 @@ class Server(uvicorn.Server):
         )
         self._service: Service = app.state.service
         self._deadline_s: float | None = None
+        self._announced = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal comes; returns when everything is over."""
@@ -80,11 +81,17 @@ class Server(uvicorn.Server):
             return True
         if self._deadline_s is None:
             return False
-        if self._service.admission.num_answers == 0:
+        num_answers = self._service.admission.num_answers
+        if not self._announced:  # not in the signal's handler, which may have interrupted a line of the log
+            self._announced = True
+            grace_s = self._service.config.grace_period_s
+            message = f"draining, {num_answers} under way, up to {grace_s:g} s"
+            facts = {"num_answers": num_answers, "grace_period_s": grace_s}
+            logger.info(message, extra={"facts": facts})
+        if num_answers == 0:
             return True
         if time.monotonic() < self._deadline_s:
             return False
-        num_answers = self._service.admission.num_answers
         logger.warning("answers are broken off", extra={"facts": {"num_answers": num_answers}})
         await asyncio.to_thread(self._service.engine.close)
         return True

@@ -16,13 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import FACTS
 from slipstream.serve.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.access")
 
 ID_HEADER = "X-Request-Id"
-FACTS = "slipstream.facts"
-"""Where in an ASGI scope a route leaves what the log shall say."""
 CLIENT_LEFT = 499
 """The status under which a request is logged whose client did not wait for a response, as in nginx."""
 
@@ -61,6 +60,15 @@ def configure(config: ServeConfig) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=config.log_level.upper(), force=True)
+    logging.captureWarnings(True)
+
+
+def take_over_transformers() -> None:
+    """Have Transformers, which writes to standard error by itself, log like everybody; imports it."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()  # type: ignore[no-untyped-call]
+    transformers_logging.enable_propagation()  # type: ignore[no-untyped-call]
 
 
 class RequestLog:

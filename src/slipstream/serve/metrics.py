@@ -8,6 +8,7 @@ that are broken off too.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -23,8 +24,10 @@ from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
+from slipstream.errors import RequestError
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
+from slipstream.serve.errors import ApiError
 from slipstream.serve.task_labels import TaskLabels
 
 PREFIX = "slipstream_"
@@ -278,8 +281,13 @@ class Watch:
             self._metrics.on_end(update)
 
     def close(self) -> None:
-        """The request is over; answers that did not end were broken off."""
-        if self._unfinished:
+        """The request is over; answers that did not end were broken off.
+
+        Where that is because the engine refuses the request, which then is the exception under way, none ever began.
+        """
+        error = sys.exception()
+        refused = isinstance(error, RequestError) or (isinstance(error, ApiError) and error.status < 500)
+        if self._unfinished and not refused:
             self._metrics.on_abort(self._unfinished)
 
 

@@ -13,6 +13,7 @@ from slipstream.sampling.params import MAX_SEED
 from slipstream.serve.auth import is_guarded
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.schema import (
+    HARMLESS,
     IGNORED,
     Body,
     ChatBody,
@@ -150,6 +151,7 @@ OPERATIONS: dict[str, _Operation] = {
     "/v1/models": _Operation(
         "What is served.", _object(object={"const": "list"}, data=_list(_MODEL)), errors=(500,)
     ),
+    "/v1/models/{model}": _Operation("One model.", _MODEL, errors=(404, 500)),
     "/health": _Operation("200 while the engine can work.", _STATUS, errors=(503,)),
     "/ready": _Operation("200 while new requests are taken in.", _STATUS, errors=(503,)),
     "/version": _Operation("The server's version.", _object(version=STRING)),
@@ -199,7 +201,9 @@ def _body_schema(cls: type[Body], model_name: str, schemas: dict[str, Schema]) -
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds
-    schema["properties"] |= {name: {"description": "Without effect."} for name in sorted(IGNORED)}
+    for name in sorted(IGNORED):
+        values: Schema = {"enum": [*HARMLESS[name], None]} if name in HARMLESS else {}
+        schema["properties"][name] = {"description": "Without effect."} | values
     schemas[cls.__name__] = schema
     return {"$ref": f"#/components/schemas/{cls.__name__}"}
 

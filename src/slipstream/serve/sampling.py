@@ -59,12 +59,13 @@ def check_unsupported(body: GenerationBody) -> None:
 def sampling_params(
     body: GenerationBody,
     prompt_lengths: Seq[int],
+    seed: int,
     limits: Limits,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
     """The engine's parameters for all prompts of a request; raises `ApiError` 400 for what cannot be had.
 
-    `prompt_lengths` are in tokens. A seed is drawn where none is given, so that the client can be told.
+    `prompt_lengths` are in tokens; `seed` is the first prompt's of `seeds_of`.
     """
     values: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
@@ -72,7 +73,7 @@ def sampling_params(
     values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
     values["logprobs"] = _logprobs(body)
     values |= constraint.sampling if constraint is not None else {}
-    values["seed"] = draw_seed() if body.seed is None else body.seed
+    values["seed"] = seed
     for name in ("logprobs", "prompt_logprobs"):
         if (values.get(name) or 0) > limits.config.max_logprobs:
             message = f"{name} must be at most {limits.config.max_logprobs}, got {values[name]}"
@@ -83,6 +84,13 @@ def sampling_params(
     except RequestError as error:
         raise ApiError(400, str(error), param=_parameter(str(error)), code="invalid_value") from None
     return params
+
+
+def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
+    """A seed for every prompt: the one that was given, else each prompt's own, drawn so that the client can be told."""
+    if body.seed is not None:
+        return (body.seed,) * num_prompts
+    return tuple(draw_seed() for _ in range(num_prompts))
 
 
 def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | None, str | None]:

@@ -24,10 +24,39 @@ from slipstream.serve.errors import ApiError
 IGNORED = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        "prompt_cache_retention",
+        *("prompt_cache_retention", "modalities"),
     }
 )
 """Parameters of OpenAI's that change nothing about the text."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+"""Of those, the ones that ask for something with any other value, which the client must then not take for granted."""
+
+_FORM = "give structured_outputs.{} instead"
+FOREIGN = {
+    "functions": "give tools to /v1/chat/completions instead",
+    "function_call": "give tool_choice to /v1/chat/completions instead",
+    "guided_json": _FORM.format("json"),
+    "guided_regex": _FORM.format("regex"),
+    "guided_choice": _FORM.format("choice"),
+    "guided_grammar": _FORM.format("grammar"),
+    "cache_salt": "give user instead, since nothing is shared between users",
+    "priority": "requests have no priorities here; leave it out",
+    "truncate_prompt_tokens": "prompts are never cut here; shorten them before they are sent",
+    "continue_final_message": "have /v1/completions continue the text instead",
+    "add_generation_prompt": "a chat always goes on with the assistant's answer; leave it out",
+    "reasoning_effort": "give chat_template_kwargs what the model's own template knows instead",
+    "verbosity": "say in the prompt how long an answer should be",
+    "prediction": "speculation finds by itself what repeats the prompt; leave it out",
+    "audio": "this server reads and writes text only",
+    "web_search_options": "this server does not search",
+    "use_beam_search": "there is no beam search here; ask for n answers",
+}
+"""Names of other servers' parameters, and what to do without them."""
 
 MAX_DEPTH = 100
 """How deeply a body may be nested."""
@@ -121,7 +150,7 @@ class ToolFunction(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments; none are taken where it is missing."""
     strict: bool | None = None
-    """Without effect: every schema is kept to."""
+    """Arguments have no other names than those of the schema. That every schema is kept to holds anyway."""
 
 
 class Tool(Body):
@@ -214,6 +243,9 @@ _TEXT_PART = {
 """The only content that is read; others are known, and refused."""
 
 
+ROLES = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class Message(BaseModel):
     """One message; what else a chat template may read is passed on to it."""
 
@@ -222,10 +254,12 @@ class Message(BaseModel):
         extra="allow",
         json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]},
     )
-    role: str
+    role: ROLES
     content: str | List[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
     tool_calls: List[MessageCall] | None = None
     """What an earlier answer called."""
+    tool_call_id: str | None = None
+    """Which of the calls a tool's message answers; such a message must have it."""
 
 
 class ChatBody(GenerationBody):
@@ -261,6 +295,12 @@ class DetokenizeBody(Body):
 
 B = TypeVar("B", bound=Body)
 
+_ELSEWHERE: dict[type[Body], dict[str, str]] = {
+    ChatBody: {"prompt": "prompt is for /v1/completions; a chat has messages"},
+    CompletionBody: {"messages": "messages is for /v1/chat/completions; a completion has a prompt"},
+}
+"""What clients send to the wrong one of the two."""
+
 _SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "stop must be a string, or a list of at most 64 strings",
@@ -283,10 +323,33 @@ def parse(cls: type[B], raw: bytes) -> B:
         raise ApiError(400, message, code="invalid_json")
     if b"\\ud" in raw.lower():
         _reject_lone_surrogates(value)
+    if issubclass(cls, GenerationBody):
+        _reject_foreign(cls, value)
     try:
-        return cls.model_validate({key: item for key, item in value.items() if key not in IGNORED})
+        return cls.model_validate(
+            {
+                key: item
+                for key, item in value.items()
+                if key not in IGNORED and (item is not None or key not in FOREIGN)
+            }
+        )
     except ValidationError as error:
         raise _refusal(cls, error) from None
+
+
+def _reject_foreign(cls: type[Body], value: dict[str, Any]) -> None:
+    """Names that other servers know, and values of `IGNORED` whose being ignored would mislead."""
+    for name, item in value.items():
+        if item is None:
+            continue
+        if name in HARMLESS and not any(type(item) is type(one) and item == one for one in HARMLESS[name]):
+            known = " or ".join(json.dumps(one) for one in HARMLESS[name])
+            raise ApiError(400, f"{name} must be {known} here", param=name, code="unsupported_parameter")
+        if name in FOREIGN:
+            message = f"{name} is not supported by this server: {FOREIGN[name]}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if name in _ELSEWHERE.get(cls, ()):
+            raise ApiError(400, _ELSEWHERE[cls][name], param=name, code="unknown_parameter")
 
 
 def is_too_deep(value: Any) -> bool:
@@ -318,12 +381,17 @@ def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
     param = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
         names = _known_names(cls, path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), names, n=1)
+        near = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    message = _SHAPES.get(param.split(".")[0], f"{param}: {first['msg']}")
+    said = f"{param}: {first['msg']}"
+    if first["type"] in ("model_type", "dict_type"):
+        said = f"{param} must be an object"
+    elif first["type"] == "literal_error":
+        said = f"{param} must be {first['ctx']['expected']}"
+    message = _SHAPES.get(param.split(".")[0], said)
     return ApiError(400, message, param=param, code="invalid_type")
 
 

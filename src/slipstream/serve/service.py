@@ -127,7 +127,7 @@ class Service:
 
         return await self.engine.begin(
             job.prompts[number],
-            job.params,
+            job.params_of(number),
             put,
             request_id=f"{job.id}-{number}",
             tenant=job.tenant,

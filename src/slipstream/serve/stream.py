@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.answer import Answer
-from slipstream.serve.errors import ApiError, as_api_error
-from slipstream.serve.logs import FACTS
+from slipstream.serve.errors import FACTS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
@@ -66,7 +65,7 @@ class Reply(Response):
         with self._service.admission.admit(self._num_answers):
             async with self._service.until(deadline_s):
                 answer = scope[ANSWER] = await self._prepare()
-            extra = {SEED_HEADER: str(answer.job.params.seed)}
+            extra = {SEED_HEADER: ", ".join(map(str, dict.fromkeys(answer.job.seeds)))}
             if answer.job.stream:
                 await self._send_events(answer, deadline_s, extra, send)
                 return

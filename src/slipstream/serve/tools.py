@@ -82,8 +82,30 @@ def _arguments_schema(number: int, tool: Tool) -> str:
     if schema.setdefault("type", "object") != "object":
         message = f"{param}: arguments are an object, so the schema's type must be 'object'"
         raise _refusal(param, message)
+    if tool.function.strict:
+        schema = _closed(schema)
     schema["x-guidance"] = {"whitespace_pattern": WHITESPACE} | dict(schema.get("x-guidance") or {})
     return json.dumps(schema)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with no names in its objects but those it lists. Objects that say so themselves, or that are put
+    together from several schemas, stay as they are."""
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: _closed(inner) for name, inner in schema[key].items()}
+    if "items" in schema:
+        closed["items"] = _closed(schema["items"])
+    if "properties" not in schema:
+        for key in ("anyOf", "oneOf", "prefixItems"):
+            if isinstance(schema.get(key), list):
+                closed[key] = [_closed(inner) for inner in schema[key]]
+    elif not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _rules(use: ToolUse, special: Mapping[str, int], answer_schema: str | None) -> list[str]:

@@ -165,7 +165,7 @@ def _of_answer(answer: Answer) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.request.choice.count", job.num_answers
     for name in ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
         yield f"gen_ai.request.{name}", getattr(params, name)
-    if params.seed is not None:
+    if len(set(job.seeds)) == 1:  # the attribute is one number
         yield "gen_ai.request.seed", params.seed
     yield "gen_ai.usage.input_tokens", sum(map(len, job.prompts))
     yield "gen_ai.usage.output_tokens", answer.num_output_tokens
