@@ -9,20 +9,9 @@ from typing import Any
 import pytest
 from world import FakeClock, Guesser, Machine, World, chain
 
-from slipstream.control.controller import (
-    BOOKS_SHARE,
-    FIRST_TRIES,
-    MAX_HELD_STEPS,
-    MAX_TASKS,
-    NOTHING,
-    Asked,
-    Call,
-    Choice,
-    Controller,
-    Member,
-    Outcome,
-    StepFacts,
-)
+from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.controller import BOOKS_SHARE, FIRST_TRIES, MAX_HELD_STEPS, MAX_TASKS, Controller
+from slipstream.control.facts import Call, Outcome, StepFacts
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import NUM_OFF_STEPS, Gain
 from slipstream.control.step_cost import Drafted

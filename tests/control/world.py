@@ -11,17 +11,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.controller import (
-    MAX_LEARNED,
-    NOTHING,
-    Asked,
-    Call,
-    Choice,
-    Controller,
-    Member,
-    Outcome,
-    StepFacts,
-)
+from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.controller import MAX_LEARNED, Controller
+from slipstream.control.facts import Call, Outcome, StepFacts
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.step_cost import Drafted

@@ -16,7 +16,8 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control import controller as controller_module
-from slipstream.control.controller import NOTHING, Asked, Choice, Controller
+from slipstream.control.choice import NOTHING, Asked, Choice
+from slipstream.control.controller import Controller
 from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter

@@ -17,7 +17,8 @@ from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.control.controller import Asked, Choice, Controller
+from slipstream.control.choice import Asked, Choice
+from slipstream.control.controller import Controller
 from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind
 from slipstream.draft.growth import Growth

@@ -24,9 +24,11 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, Drafts, LookupYield
+from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.facts import Outcome, StepFacts
 from slipstream.control.payoff import break_even
 from slipstream.control.plan import NOBODY, Guesses, Market, Offer, Plan
-from slipstream.control.realised import NUM_OFF_STEPS, NUM_ON_STEPS, Gain, Realised
+from slipstream.control.realised import NUM_OFF_STEPS, NUM_ON_STEPS, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
@@ -54,100 +56,6 @@ FIRST_LENGTH = 64.0
 """Tokens of an answer before any has ended."""
 MAX_UNLEARNED = 256
 MAX_TASKS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A drafter that can be chosen."""
-
-    name: str
-    max_depth: int
-    """Levels of a chain; nodes of a tree or a lookup, which are not chosen but taken as they come."""
-    is_chain: bool
-    looks_up: bool = False
-    """Takes next to no time, so it is asked before the others, and its guess is taken where it is long enough."""
-
-
-class Asked(NamedTuple):
-    """A request of the step at hand."""
-
-    sequence_id: int
-    task: str
-    limit: int
-    """The most draft tokens that it may have: by its caller, its length and the memory."""
-    length: int = 0
-    """Tokens of its text."""
-    num_output: int = 0
-    """Those of them that are its answer."""
-    members: frozenset[int] | None = None
-    """The only drafters that its caller wants and that still serve it; None is all."""
-
-
-class Choice(NamedTuple):
-    """What is done for one request."""
-
-    member: int
-    """Who drafts, or `NOBODY`."""
-    depth: int
-    """Levels."""
-    lookup: int = NOBODY
-    """Who is asked before that, or `NOBODY`."""
-    min_tokens: int = 0
-    """The shortest guess of it that is taken."""
-
-
-NOTHING = Choice(NOBODY, 0)
-
-
-class Outcome(NamedTuple):
-    """What a step made of one request."""
-
-    sequence_id: int
-    task: str
-    member: int
-    depth: int
-    """As chosen."""
-    num_checked: int
-    num_reached: int
-    num_accepted: int
-    num_tokens: int
-    """Emitted."""
-    lookup: int = NOBODY
-    """Who was asked first and had nothing, or whose guess was checked; a guess that was not taken comes by `score`."""
-
-
-class Call(NamedTuple):
-    """One drafter's work in a step."""
-
-    member: int
-    drafted: Drafted
-    seconds: float
-
-
-class StepFacts(NamedTuple):
-    """What a step did and took."""
-
-    num_rows: int
-    """Of its pass, drafts included."""
-    num_others: int
-    """Rows that were none of a request that was asked about."""
-    undrafted_s: float
-    """All of it but the calls and the books."""
-    calls: Seq[Call]
-    outcomes: Seq[Outcome]
-    """Of some of the requests; of more than `MAX_LEARNED`, each in its turn."""
-    num_drafted: int
-    """Requests for which something was checked."""
-    num_checked: int
-    gains: Seq[Gain]
-    """Of all requests."""
-    books_s: float = 0.0
-    """Asking the controller and telling it."""
-
-    @property
-    def seconds(self) -> float:
-        """All of the step but the books, which are not kept in every one."""
-        return self.undrafted_s + sum(call.seconds for call in self.calls)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config import SpeculativeConfig
-from slipstream.control.controller import Controller, Member
+from slipstream.control.choice import Member
+from slipstream.control.controller import Controller
 from slipstream.control.profile import interpolate, isotonic
 from slipstream.control.store import find
 from slipstream.core import ProposalKind

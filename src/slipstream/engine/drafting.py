@@ -8,16 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 
-from slipstream.control.controller import (
-    MAX_LEARNED,
-    NOTHING,
-    Asked,
-    Call,
-    Choice,
-    Controller,
-    Outcome,
-    StepFacts,
-)
+from slipstream.control.choice import NOTHING, Asked, Choice
+from slipstream.control.controller import MAX_LEARNED, Controller
+from slipstream.control.facts import Call, Outcome, StepFacts
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport, MethodReport

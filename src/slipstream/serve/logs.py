@@ -67,8 +67,8 @@ def take_over_transformers() -> None:
     """Have Transformers, which writes to standard error by itself, log like everybody; imports it."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_default_handler()  # type: ignore[no-untyped-call]
-    transformers_logging.enable_propagation()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
 
 class RequestLog:

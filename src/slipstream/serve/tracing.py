@@ -19,7 +19,7 @@ from slipstream import __version__
 from slipstream.errors import ConfigError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.answer import Answer
-from slipstream.serve.logs import FACTS
+from slipstream.serve.errors import FACTS
 from slipstream.serve.stream import ANSWER
 
 if TYPE_CHECKING:
