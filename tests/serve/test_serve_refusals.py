@@ -315,6 +315,8 @@ def test_unknown_models(shared: TestClient) -> None:
         ("/tokenize", {}, "one of them"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "one of them"),
         ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "priority": 1}, "unknown parameter 'priority'"),
+        ("/tokenize", {"prompt": "a", "store": True}, "must be false"),
         ("/detokenize", {"tokens": [4096]}, "0 to 4095"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
         ("/detokenize", {}, "missing"),

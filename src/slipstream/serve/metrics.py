@@ -8,7 +8,6 @@ that are broken off too.
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -24,10 +23,8 @@ from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
-from slipstream.errors import RequestError
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
-from slipstream.serve.errors import ApiError
 from slipstream.serve.task_labels import TaskLabels
 
 PREFIX = "slipstream_"
@@ -280,14 +277,13 @@ class Watch:
             self._unfinished -= 1
             self._metrics.on_end(update)
 
-    def close(self) -> None:
-        """The request is over; answers that did not end were broken off.
+    def refuse(self) -> None:
+        """The engine does not take the request: none of its answers ever began."""
+        self._unfinished = 0
 
-        Where that is because the engine refuses the request, which then is the exception under way, none ever began.
-        """
-        error = sys.exception()
-        refused = isinstance(error, RequestError) or (isinstance(error, ApiError) and error.status < 500)
-        if self._unfinished and not refused:
+    def close(self) -> None:
+        """The request is over; answers that did not end were broken off."""
+        if self._unfinished:
             self._metrics.on_abort(self._unfinished)
 
 

@@ -323,8 +323,7 @@ def parse(cls: type[B], raw: bytes) -> B:
         raise ApiError(400, message, code="invalid_json")
     if b"\\ud" in raw.lower():
         _reject_lone_surrogates(value)
-    if issubclass(cls, GenerationBody):
-        _reject_foreign(cls, value)
+    _reject_foreign(cls, value)
     try:
         return cls.model_validate(
             {
@@ -345,7 +344,7 @@ def _reject_foreign(cls: type[Body], value: dict[str, Any]) -> None:
         if name in HARMLESS and not any(type(item) is type(one) and item == one for one in HARMLESS[name]):
             known = " or ".join(json.dumps(one) for one in HARMLESS[name])
             raise ApiError(400, f"{name} must be {known} here", param=name, code="unsupported_parameter")
-        if name in FOREIGN:
+        if name in FOREIGN and issubclass(cls, GenerationBody):
             message = f"{name} is not supported by this server: {FOREIGN[name]}"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
         if name in _ELSEWHERE.get(cls, ()):

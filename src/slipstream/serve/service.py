@@ -110,6 +110,7 @@ class Service:
                 follower.add(number, update)
                 yield item
         except RequestError as error:  # all else in a job has been checked
+            watch.refuse()
             raise (error if job.constraint is None else job.constraint.refusal(error)) from None
         finally:
             timer.cancel()
