@@ -172,7 +172,7 @@ def test_tasks_cannot_make_labels_without_end(make_app: MakeApp) -> None:
         ({"task_labels": ["sql"], "max_task_labels": 0}, {"sql", "other", "none"}, {"other", "sql", "none"}),
         ({}, {"acme-merger", "sql", "none"}, {"acme-merger", "sql", "none"}),
     ],
-    ids=str,
+    ids=["key", "key-named", "named", "named-none-else", "open"],
 )
 def test_what_clients_call_their_tasks_is_for_holders_of_keys(
     make_app: MakeApp, config: dict[str, Any], shown: set[str], on_dashboard: set[str]
