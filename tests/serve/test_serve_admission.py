@@ -79,6 +79,7 @@ def test_a_client_that_leaves_while_its_text_is_read(make_app: MakeApp, gate: th
         with send(url, raw, len(raw)):
             wait_until(lambda: app.state.service.admission.num_answers == 1)
         wait_until(lambda: app.state.service.admission.num_answers == 0, 2.0)
+        assert not gate.is_set(), "the place is free while the text is still being read"
         gate.set()
 
 
