@@ -365,8 +365,9 @@ class Controller:
 
     def _levels_asked(self, member: int, depth: int) -> int:
         """Trees are not chosen in depth: they are asked for all that they can be."""
-        member_ = self.members[member]
-        return depth if member == NOBODY or member_.is_chain else member_.max_depth
+        if member == NOBODY or self.members[member].is_chain:
+            return depth
+        return self.members[member].max_depth
 
     def _lookups(self, asked: Seq[Asked], market: Market, plan: Plan) -> Guesses:
         """For each request the lookup that is to be asked first, and how long its guess must be to beat what the plan
