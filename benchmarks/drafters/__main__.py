@@ -107,7 +107,7 @@ def _provenance() -> dict[str, Any]:
     for flag, name in (("--trained", "OUT"), ("--expanded", "FOLDER")):
         if flag in words:
             words[words.index(flag) + 1] = name
-    return {**facts, "command": " ".join(["python -m benchmarks.drafters", *words[1:]])}
+    return {**facts, "command": " ".join(words)}
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ def test_commands_name_no_more_of_a_path_than_a_reader_can_use() -> None:
     assert command(told) == "slipstream bench model --spec draft:c --output=x d/e"
     assert command(["slipstream", "bench", "--url", "http://host:1/v1/x"]).endswith("http://host:1/v1/x")
     assert command(["/opt/slipstream/cli/__main__.py", "a b"]) == "slipstream 'a b'"
+    told = command([str(ROOT / "benchmarks/control/__main__.py"), "--rounds", "3"])
+    assert told == "python -m benchmarks.control --rounds 3"
     assert (
         command([str(ROOT / "benchmarks/trees.py"), "--prompts", "5"])
         == "python benchmarks/trees.py --prompts 5"

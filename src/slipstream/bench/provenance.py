@@ -67,6 +67,10 @@ def command(argv: Seq[str]) -> str:
     """The command line, with no more of any path than a reader can use."""
     program, root = Path(argv[0]), _checkout()
     argv = [argv[0], *map(without_folders, argv[1:])]
+    if program.name == "__main__.py" and root is not None and program.resolve().is_relative_to(root):
+        package = program.resolve().parent.relative_to(root)
+        if package.parts[0] != "src":
+            return shlex.join(["python", "-m", ".".join(package.parts), *argv[1:]])
     if program.name in ("slipstream", "__main__.py"):
         return shlex.join(["slipstream", *argv[1:]])
     inside = root is not None and program.resolve().is_relative_to(root)
