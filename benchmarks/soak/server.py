@@ -77,7 +77,9 @@ def main() -> None:
     bound = bind(config.host, config.port)
     speculation = speculative_config(SpeculationFlags(spec=options.spec), None)
     sizes = {"kv_cache_bytes": options.kv_cache_bytes, "max_num_seqs": options.max_num_seqs}
-    engine = AsyncEngine(engine=make_engine(None, speculation, sizes))
+    engine = AsyncEngine(
+        engine=make_engine(None, speculation, sizes), stream_interval_s=config.stream_interval_s
+    )
     app = create_app(engine, config, "embedded-pair")
 
     @app.get("/integrity")

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from world import FakeClock, Guesser, Machine, World, chain
 
+from slipstream.control.budget import FIRST_TRIES
 from slipstream.control.choice import NOTHING, Asked, Choice, Member
-from slipstream.control.controller import BOOKS_SHARE, FIRST_TRIES, MAX_HELD_STEPS, MAX_TASKS, Controller
+from slipstream.control.controller import BOOKS_SHARE, MAX_HELD_STEPS, Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
+from slipstream.control.knowledge import MAX_TASKS
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import NUM_OFF_STEPS, Gain
 from slipstream.control.step_cost import Drafted
@@ -29,11 +31,11 @@ def held(controller: Controller) -> dict[str, int]:
     """Entries of everything that is kept by request."""
     return {
         "chosen": len(controller._chosen),
-        "seen": sum(map(len, controller._seen)),
-        "tries": len(controller._last_try),
-        "outcomes": len(controller._outcomes),
-        "depths": len(controller._depths),
-        "gone": len(controller._gone),
+        "seen": sum(map(len, controller.known._seen)),
+        "tries": len(controller.tries._last),
+        "outcomes": len(controller.known._outcomes),
+        "depths": len(controller.known._depths),
+        "gone": len(controller.known._gone),
     }
 
 
@@ -195,7 +197,7 @@ def test_tries_and_probes_cost_no_more_than_their_share(alpha: float, share: flo
     world = steady(alpha, 4, probe_share=share).run(1200)
     controller = world.controller
     first = FIRST_TRIES * world.machine.pass_s(1)
-    assert controller._probing_s <= share * controller._total_s * 1.01 + first
+    assert controller.budget.spent_s <= share * controller.budget.total_s * 1.01 + first
     world.restart()
     world.run(200)
     assert world.rate > (0.98 - share) * max(world.best_rate(), world.off_rate())
@@ -204,7 +206,7 @@ def test_tries_and_probes_cost_no_more_than_their_share(alpha: float, share: flo
 def test_nothing_is_tried_or_probed_without_a_share_but_choices_adapt() -> None:
     world = steady(0.85, 1, probe_share=0.0).run(150)
     controller = world.controller
-    assert controller._probing_s == 0
+    assert controller.budget.spent_s == 0
     assert controller.realised.speedup() is None
     assert not controller.may_score(0)
     world.restart()
@@ -215,7 +217,7 @@ def test_nothing_is_tried_or_probed_without_a_share_but_choices_adapt() -> None:
         guesser.alpha["t"] = 0.02
     world.run(150)
     assert world.chosen() == [(NOBODY, 0)]
-    assert world.controller._probing_s == 0
+    assert world.controller.budget.spent_s == 0
 
 
 def test_an_unknown_drafter_is_given_to_one_request() -> None:
@@ -286,7 +288,7 @@ def test_with_books_that_cost_much_a_shift_is_followed() -> None:
 def test_a_step_that_must_be_decided_anew_repeats_nothing() -> None:
     world = steady(0.85, 4, books_s=0.1 * Machine().step_s(4, 8)).run(300)
     controller = world.controller
-    while controller._repeats < 2 or controller._held_s <= 0 or controller._try is not None:
+    while controller._repeats < 2 or controller._held_s <= 0 or controller.tries.under_way:
         world.step()
         assert world.num_steps < 1000
     assert not controller.repeats(1), "another load"
@@ -369,12 +371,12 @@ def test_text_seen_in_the_prompt_is_not_missed() -> None:
     controller = Controller([Member("a", 4, True)], adaptive=False, probe_share=0.0)
     controller.choose([Asked(1, "t", 4, 10)], 100)
     controller.announce(2, "t", 100, 100, 50)
-    assert controller._num_missed == [100]
+    assert controller.known._num_missed == [100]
     controller.choose([Asked(1, "t", 4, 11), Asked(2, "t", 4, 101)], 0)
     controller.meet(0, 2, 101)
-    assert controller._num_missed == [0]
+    assert controller.known._num_missed == [0]
     controller.meet(0, 1, 11)
-    assert controller._num_missed == [10]
+    assert controller.known._num_missed == [10]
 
 
 # --- without adapting ------------------------------------------------------------------------------------------
@@ -428,7 +430,7 @@ def test_a_preempted_request_that_comes_back_is_not_forgotten_twice() -> None:
     assert controller.num_held == 1  # works in what was kept
     controller.choose([Asked(1, "t", 4, 101)], 0)
     controller.meet(0, 1, 101)
-    assert controller._num_missed == [0]
+    assert controller.known._num_missed == [0]
 
 
 def test_memory_is_bounded_by_what_runs() -> None:
@@ -438,13 +440,13 @@ def test_memory_is_bounded_by_what_runs() -> None:
     for number in range(3000):
         controller.announce(10_000 + number, f"task {number}", 5, 5, 5)
         controller.release(10_000 + number, f"task {number}", 3)
-    assert len(controller._lengths) <= MAX_TASKS
-    assert len(controller._gone) < 300
+    assert len(controller.known._lengths) <= MAX_TASKS
+    assert len(controller.known._gone) < 300
     tasks = tuple(f"task {number}" for number in range(1000))
     alpha = dict.fromkeys(tasks, 0.5)
     world = World([chain("a", alpha)], size=4, tasks=tasks, prompt=4, answer=3).run(500)
     assert len(world.controller._of_task) <= MAX_TASKS
-    assert len(world.controller._tasks) <= MAX_TASKS
+    assert len(world.controller.known.tasks) <= MAX_TASKS
     assert max(held(world.controller).values()) <= 300
 
 
@@ -454,9 +456,9 @@ def test_how_long_answers_are_is_learned_by_task() -> None:
         controller.release(0, "long", 400)
         controller.release(0, "short", 5)
         controller.release(0, "short", None)
-    assert controller._usual_length("long") == pytest.approx(400)
-    assert controller._usual_length("short") == pytest.approx(5)
-    assert 5 < controller._usual_length("unknown") < 400
+    assert controller.known.usual_length("long") == pytest.approx(400)
+    assert controller.known.usual_length("short") == pytest.approx(5)
+    assert 5 < controller.known.usual_length("unknown") < 400
 
 
 # --- corner cases ----------------------------------------------------------------------------------------------
@@ -482,10 +484,10 @@ def facts(seconds: float, **changes: Any) -> StepFacts:
 def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
     world = steady(0.85, 4).run(100)
     controller = world.controller
-    before = controller.cost.step_s(4, 8, 4, 4), controller._total_s
+    before = controller.known.cost.step_s(4, 8, 4, 4), controller.budget.total_s
     for _ in range(10):
         controller.learn(facts(seconds))
-    assert (controller.cost.step_s(4, 8, 4, 4), controller._total_s) == before
+    assert (controller.known.cost.step_s(4, 8, 4, 4), controller.budget.total_s) == before
     world.restart()
     world.run(60)
     assert world.rate > 0.95 * world.best_rate()

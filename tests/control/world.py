@@ -12,8 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.choice import NOTHING, Asked, Choice, Member
-from slipstream.control.controller import MAX_LEARNED, Controller
+from slipstream.control.controller import Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
+from slipstream.control.knowledge import MAX_LEARNED
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.step_cost import Drafted

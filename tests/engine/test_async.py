@@ -66,16 +66,21 @@ def test_two_hundred_requests_with_random_aborts(
     assert grown < 32 * 2**20, f"memory grew by {grown / 2**20:.0f} MiB in the second round"
 
 
+@pytest.mark.parametrize("interval_s", [0.0, 3600.0])
 def test_stream_is_incremental_and_ends_with_the_whole_output(
-    make_llm: MakeLLM, prompts: list[list[int]]
+    make_llm: MakeLLM, prompts: list[list[int]], interval_s: float
 ) -> None:
     async def main() -> list[Update]:
-        async with AsyncEngine(engine=make_llm(DRAFT).engine) as engine:
+        async with AsyncEngine(engine=make_llm(DRAFT).engine, stream_interval_s=interval_s) as engine:
             params = SamplingParams(temperature=0.5, seed=1, n=2, max_tokens=10, ignore_eos=True, logprobs=1)
             return [update async for update in engine.stream(prompts[0], params)]
 
     updates = asyncio.run(main())
     assert len(updates) >= 4
+    if (
+        interval_s
+    ):  # the first tokens at once, each answer's last ones at once, and all else with the next of these
+        assert len(updates) <= 6
     output = updates[-1].output
     assert output is not None
     assert all(update.output is None for update in updates[:-1])

@@ -67,7 +67,7 @@ def serve(
     made = make_engine(model, speculative, settings["engine"])
     for line in engine_notes(made):
         logger.info(line)
-    async_engine = AsyncEngine(engine=made)
+    async_engine = AsyncEngine(engine=made, stream_interval_s=server_config.stream_interval_s)
     try:
         app = create_app(async_engine, server_config, model or "embedded-pair")
         Server(app).run(sockets=[bound])

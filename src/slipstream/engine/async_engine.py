@@ -11,14 +11,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.inputs import Prompt, encode_chat
+from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import ConfigError, EngineStoppedError
 from slipstream.sampling.grammar import Grammar
@@ -30,16 +32,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-Item = Update | Exception
-"""What a caller is given; an exception is the last one."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Caller:
-    """Who waits for a request: `put` is called in `loop`."""
+    """Who waits for a request."""
 
-    loop: asyncio.AbstractEventLoop
-    put: Callable[[Item], None]
+    mailbox: Mailbox
+    put: Put
+    has_heard: bool = False
+    """Belongs to the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,14 @@ class _Call:
     fail: Callable[[EngineStoppedError], None]
 
 
+@dataclass(slots=True)
+class _Post:
+    """What came of a step for the callers of one loop."""
+
+    items: list[tuple[Put, Item]] = field(default_factory=list)
+    urgent: bool = False
+
+
 class AsyncEngine:
     """Serves any number of concurrent requests; the engine steps in a thread of its own while any are under way.
 
@@ -58,7 +66,8 @@ class AsyncEngine:
                 print(update.text, end="")
 
     Made as `LLM` is, or around an `engine` that exists. Leaving a stream early, or cancelling the task that reads
-    it, aborts the request and frees what it holds.
+    it, aborts the request and frees what it holds. Updates that follow one another within `stream_interval_s` come as
+    one; first and last ones come at once.
     """
 
     def __init__(
@@ -67,19 +76,24 @@ class AsyncEngine:
         *,
         speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         engine: Engine | None = None,
+        stream_interval_s: float = 0.0,
         **engine_options: Any,
     ) -> None:
+        if not stream_interval_s >= 0:
+            raise ConfigError(f"stream_interval_s must be at least 0, got {stream_interval_s}")
         if engine is None:
             engine = make_engine(model, speculative_config, engine_options)
         elif model is not None or speculative_config is not None or engine_options:
             raise ConfigError("give an engine or what to make one of, not both")
         self.engine = engine
+        self._stream_interval_s = stream_interval_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # no call is queued once the thread has stopped taking them
         self._stopped: EngineStoppedError | None = None
+        self._mailboxes: WeakValueDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakValueDictionary()
         # What follows belongs to the engine's thread.
         self._callers: dict[str, _Caller] = {}
-        self._held: dict[asyncio.AbstractEventLoop, list[tuple[_Caller, Item]]] = {}
+        self._held: dict[Mailbox, _Post] = {}
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
@@ -128,7 +142,7 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        put: Callable[[Item], None],
+        put: Put,
         *,
         request_id: str | None = None,
         tenant: str = "",
@@ -142,7 +156,7 @@ class AsyncEngine:
         `EngineStoppedError`.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
-        caller = _Caller(asyncio.get_running_loop(), put)
+        caller = _Caller(self._mailbox(), put)
         grammar: Grammar | None = None
         compiling = self.engine.compile_grammar(params) if isinstance(params, SamplingParams) else None
         if compiling is not None:  # not in the engine's thread, where all others would wait for it
@@ -256,6 +270,15 @@ class AsyncEngine:
 
     # --- between the callers and the engine's thread ----------------------------------------------------------
 
+    def _mailbox(self) -> Mailbox:
+        """Of the running loop; it is forgotten with the last of its callers."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                mailbox = self._mailboxes[loop] = Mailbox(loop, self._stream_interval_s)
+        return mailbox
+
     def _post(
         self, run: Callable[[], None], fail: Callable[[EngineStoppedError], None] = lambda error: None
     ) -> None:
@@ -284,8 +307,6 @@ class AsyncEngine:
     # --- in the engine's thread -------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """One step. Every wake-up hands the interpreter's lock to a loop that then keeps the next step waiting, so
-        there is one a loop and step."""
         for update in self.engine.step():
             caller = self._callers.get(update.request_id)
             if caller is not None:
@@ -296,14 +317,16 @@ class AsyncEngine:
 
     def _hold(self, caller: _Caller, item: Item) -> None:
         """Keep what is to be given out; everything goes this way, so that it comes in its order."""
-        self._held.setdefault(caller.loop, []).append((caller, item))
+        post = self._held.setdefault(caller.mailbox, _Post())
+        post.items.append((caller.put, item))
+        post.urgent |= not caller.has_heard or isinstance(item, Exception) or item.finish_reason is not None
+        caller.has_heard = True
 
     def _give_out(self) -> None:
-        """Give the callers what is held for them; a loop is woken once."""
+        """Give the callers what is held for them, all of a loop in one."""
         while self._held:
-            loop, items = self._held.popitem()
-            with contextlib.suppress(RuntimeError):  # the callers' loop has closed: nobody listens
-                loop.call_soon_threadsafe(_put_all, items)
+            mailbox, post = self._held.popitem()
+            mailbox.post(post.items, post.urgent)
 
     def _abort(self, request_id: str, caller: _Caller | None = None) -> None:
         """End a request, but only the one that `caller` has begun when that is given."""
@@ -327,8 +350,3 @@ class AsyncEngine:
                 self.engine.abort(request_id)
         self._callers.clear()
         self._give_out()
-
-
-def _put_all(items: Seq[tuple[_Caller, Item]]) -> None:
-    for caller, item in items:
-        caller.put(item)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from slipstream.control.choice import NOTHING, Asked, Choice
-from slipstream.control.controller import MAX_LEARNED, Controller
+from slipstream.control.controller import Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
+from slipstream.control.knowledge import MAX_LEARNED
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport, MethodReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.core import FinishReason, Sequence, TokenLogprob
 from slipstream.engine.text import Piece
@@ -46,13 +46,13 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step added to one answer."""
+    """What a step, or some steps, added to one answer."""
 
     request_id: str
     index: int
     token_ids: list[int]
     pieces: list[Piece]
-    """Text released by this step; it may lag behind the tokens."""
+    """Text that was released; it may lag behind the tokens."""
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason | None
     output: RequestOutput | None
@@ -61,6 +61,15 @@ class Update:
     @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
+
+    def joined(self, later: Update) -> Update:
+        """This one and the same answer's next one as one."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            pieces=self.pieces + later.pieces,
+            logprobs=None if later.logprobs is None else (self.logprobs or []) + later.logprobs,
+        )
 
 
 def completion(sequence: Sequence) -> CompletionOutput:

@@ -48,6 +48,8 @@ class ServeConfig:
     """From the end of a request's body to the end of its answer."""
     grace_period_s: float = 30.0
     """After SIGTERM, for answers under way to end; then they are broken off with an error."""
+    stream_interval_s: float = 0.02
+    """A stream gets what came within it as one event; its first and last tokens come at once. 0 is an event a step."""
     per_request_metrics: bool = False
     """Put a request's own acceptance and times into its response, as `metrics`."""
     metrics_alias: str | None = None
@@ -81,8 +83,9 @@ class ServeConfig:
         for name in ("body_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")
-        if not self.grace_period_s >= 0:
-            raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
+        for name in ("grace_period_s", "stream_interval_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"serve {name} must be at least 0, got {getattr(self, name)}")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
         reject_unknown([self.log_format], LOG_FORMATS, "log_format")
         if self.tool_call_parser is not None:

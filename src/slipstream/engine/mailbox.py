@@ -1,0 +1,67 @@
+"""Updates on their way from the engine's thread to an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from slipstream.engine.outputs import Update
+
+Item = Update | Exception
+"""What a caller is given; an exception is the last one."""
+Put = Callable[[Item], None]
+"""Called in the event loop."""
+
+
+class Mailbox:
+    """One event loop's, which is woken no more often than it has to be.
+
+    Every wake-up hands the interpreter's lock to a loop that then keeps the engine's next step waiting. What is posted
+    within `interval_s` of a delivery waits for the next one, where the updates of one answer are one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._posted: list[tuple[Put, Item]] = []
+        self._will_deliver = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def post(self, items: Seq[tuple[Put, Item]], urgent: bool) -> None:
+        """Called in the engine's thread; what is `urgent` is delivered at once, with all that waits."""
+        with self._lock:
+            self._posted += items
+            if self._will_deliver and not urgent:
+                return
+            self._will_deliver = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop has closed: nobody listens
+            self._posted.clear()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, []
+            self._will_deliver = bool(posted) and self._interval_s > 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if posted and self._interval_s > 0:
+            self._timer = self._loop.call_later(self._interval_s, self._deliver)
+        for put, item in joined(posted):
+            put(item)
+
+
+def joined(items: Seq[tuple[Put, Item]]) -> list[tuple[Put, Item]]:
+    """One update for each answer of each caller, at the place of its last one: a request's last update stays last."""
+    found: dict[tuple[Put, int], tuple[Put, Item]] = {}
+    for put, item in items:
+        key = put, item.index if isinstance(item, Update) else -1
+        before = found.pop(key, (put, item))[1]
+        if isinstance(item, Update) and isinstance(before, Update) and before is not item:
+            item = before.joined(item)
+        found[key] = put, item
+    return list(found.values())

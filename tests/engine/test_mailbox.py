@@ -1,0 +1,151 @@
+"""What the engine's thread posts reaches the loop: soon, whole, in its order, and in few deliveries."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from slipstream.core import FinishReason
+from slipstream.engine.mailbox import Item, Mailbox, joined
+from slipstream.engine.outputs import Update
+from slipstream.engine.text import Piece
+
+LONG_S = 3600.0
+SHORT_S = 0.05
+
+
+def update(token_id: int, index: int = 0, end: bool = False) -> Update:
+    pieces = [Piece(f"{token_id},", False)]
+    return Update("r", index, [token_id], pieces, None, FinishReason.LENGTH if end else None, None)
+
+
+class Reader:
+    """Keeps what it is given, and when."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.times_s: list[float] = []
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        self.times_s.append(time.perf_counter())
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for item in self.items if isinstance(item, Update) for token in item.token_ids]
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_what_follows_a_delivery_waits_for_the_next() -> None:
+    async def main() -> Reader:
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), LONG_S), Reader()
+        mailbox.post([(reader.put, update(0))], urgent=True)
+        await settle()
+        for token_id in (1, 2, 3):
+            mailbox.post([(reader.put, update(token_id))], urgent=False)
+            await settle()
+        assert reader.token_ids == [0]
+        mailbox.post([(reader.put, update(4, end=True))], urgent=True)
+        await settle()
+        return reader
+
+    reader = asyncio.run(main())
+    assert reader.token_ids == [0, 1, 2, 3, 4]
+    assert len(reader.items) == 2
+    last = reader.items[-1]
+    assert isinstance(last, Update)
+    assert last.text == "1,2,3,4,"
+    assert last.finish_reason == FinishReason.LENGTH
+
+
+def test_what_waits_comes_in_its_time_though_nothing_follows() -> None:
+    async def main() -> Reader:
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), SHORT_S), Reader()
+        for token_id in (0, 1, 2):
+            mailbox.post([(reader.put, update(token_id))], urgent=False)
+            await settle()
+        await asyncio.sleep(3 * SHORT_S)
+        mailbox.post([(reader.put, update(3))], urgent=False)  # long after the last delivery: at once
+        await settle()
+        return reader
+
+    reader = asyncio.run(main())
+    assert reader.token_ids == [0, 1, 2, 3]
+    assert len(reader.items) == 3
+    assert reader.times_s[1] - reader.times_s[0] >= 0.9 * SHORT_S
+
+
+def test_without_an_interval_every_post_comes_at_once() -> None:
+    async def main() -> Reader:
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), 0.0), Reader()
+        for token_id in range(5):
+            mailbox.post([(reader.put, update(token_id))], urgent=False)
+            await settle()
+        return reader
+
+    assert len(asyncio.run(main()).items) == 5
+
+
+def test_nothing_is_lost_between_two_threads() -> None:
+    num = 2000
+
+    async def main(interval_s: float) -> Reader:
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), interval_s), Reader()
+
+        def post_all() -> None:
+            for token_id in range(num):
+                mailbox.post([(reader.put, update(token_id))], urgent=token_id % 97 == 0)
+
+        await asyncio.to_thread(post_all)
+        await asyncio.sleep(0.05)
+        return reader
+
+    for interval_s in (0.0, 0.0005, 0.01):
+        assert asyncio.run(main(interval_s)).token_ids == list(range(num))
+
+
+def test_a_loop_that_has_closed_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox, reader = Mailbox(loop, LONG_S), Reader()
+    loop.close()
+    for _ in range(2):
+        mailbox.post([(reader.put, update(0))], urgent=True)
+    assert reader.items == []
+
+
+def test_updates_are_joined_by_answer_and_what_ends_stays_last() -> None:
+    one, other = Reader(), Reader()
+    posted: list[tuple[Reader, Item]] = [
+        (one, update(0)),
+        (other, update(10)),
+        (one, update(1, index=1, end=True)),
+        (one, update(2, end=True)),
+        (other, RuntimeError("broken")),
+    ]
+    for put, item in joined([(reader.put, item) for reader, item in posted]):
+        put(item)
+    assert one.token_ids == [1, 0, 2]
+    assert isinstance(one.items[-1], Update)
+    assert one.items[-1].finish_reason is not None
+    assert other.token_ids == [10]
+    assert isinstance(other.items[-1], RuntimeError)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_joining_keeps_each_answers_tokens_in_their_order(seed: int) -> None:
+    rng, readers = random.Random(seed), [Reader() for _ in range(3)]
+    posted = [(rng.randrange(3), update(number, index=rng.randrange(2))) for number in range(40)]
+    for put, item in joined([(readers[reader].put, item) for reader, item in posted]):
+        put(item)
+    for number, reader in enumerate(readers):
+        for index in (0, 1):
+            mine = [each.token_ids[0] for to, each in posted if to == number and each.index == index]
+            told = [item for item in reader.items if isinstance(item, Update) and item.index == index]
+            assert [item.token_ids for item in told] == ([mine] if mine else [])
