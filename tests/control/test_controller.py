@@ -10,10 +10,9 @@ import pytest
 from world import FakeClock, Guesser, Machine, World, chain
 
 from slipstream.control.budget import FIRST_TRIES
-from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.choice import MAX_TASKS, NOTHING, Asked, Choice, Member
 from slipstream.control.controller import BOOKS_SHARE, MAX_HELD_STEPS, Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
-from slipstream.control.knowledge import MAX_TASKS
 from slipstream.control.plan import NOBODY
 from slipstream.control.realised import NUM_OFF_STEPS, Gain
 from slipstream.control.step_cost import Drafted
@@ -30,7 +29,7 @@ def steady(alpha: float, size: int, **changes: Any) -> World:
 def held(controller: Controller) -> dict[str, int]:
     """Entries of everything that is kept by request."""
     return {
-        "chosen": len(controller._chosen),
+        "chosen": len(controller._plan.chosen),
         "seen": sum(map(len, controller.known._seen)),
         "tries": len(controller.tries._last),
         "outcomes": len(controller.known._outcomes),
@@ -98,10 +97,10 @@ def test_where_nothing_pays_it_rests(size: int) -> None:
 
 def test_it_wakes_when_the_load_changes() -> None:
     world = steady(0.85, 64, clock=FakeClock(4e-3)).run(150)
-    while not world.controller._resting or world.controller._held_s <= 0:
+    while not world.controller._plan.is_nothing or world.controller._plan.held_s <= 0:
         world.step()
         assert world.num_steps < 1000
-    assert world.controller._resting
+    assert world.controller._plan.is_nothing
     assert world.controller.repeats(64)
     world.running = world.running[:1]
     assert not world.controller.repeats(1)
@@ -288,12 +287,12 @@ def test_with_books_that_cost_much_a_shift_is_followed() -> None:
 def test_a_step_that_must_be_decided_anew_repeats_nothing() -> None:
     world = steady(0.85, 4, books_s=0.1 * Machine().step_s(4, 8)).run(300)
     controller = world.controller
-    while controller._repeats < 2 or controller._held_s <= 0 or controller.tries.under_way:
+    while controller._repeats < 2 or controller._plan.held_s <= 0 or controller.tries.under_way:
         world.step()
         assert world.num_steps < 1000
     assert not controller.repeats(1), "another load"
     assert controller.repeats(4)
-    controller._held_s = 0.0
+    controller._plan.held_s = 0.0
     assert not controller.repeats(4), "the plan is over"
 
 
@@ -445,7 +444,7 @@ def test_memory_is_bounded_by_what_runs() -> None:
     tasks = tuple(f"task {number}" for number in range(1000))
     alpha = dict.fromkeys(tasks, 0.5)
     world = World([chain("a", alpha)], size=4, tasks=tasks, prompt=4, answer=3).run(500)
-    assert len(world.controller._of_task) <= MAX_TASKS
+    assert len(world.controller._plan.of_task) <= MAX_TASKS
     assert len(world.controller.known.tasks) <= MAX_TASKS
     assert max(held(world.controller).values()) <= 300
 

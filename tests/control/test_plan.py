@@ -140,8 +140,9 @@ def test_marginal_cost_is_that_of_one_more_row() -> None:
     cost = draft_cost(1.0, 2.0, 0.5)
     market = Market([offer([[0.5]] * 4, cost)], StepCost(lambda rows: 10.0 + 0.25 * rows), 4, 0.0)
     plan = market.price(np.array([0, 0, NOBODY, NOBODY]), np.array([1, 1, 0, 0]))
-    row_s, shares_s = market.marginal(plan)
+    row_s, drafted_s, shares_s = market.marginal(plan)
     assert row_s == pytest.approx(0.25)
+    assert drafted_s == 0
     assert shares_s == [pytest.approx((1 + 2 + 2 * 0.5) / 2, rel=0.01)]
     worth = 0.5 - plan.tokens_per_s * (0.25 + shares_s[0])
     assert market.values(plan) == [pytest.approx(worth)] * 2 + [0.0, 0.0]

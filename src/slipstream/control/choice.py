@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from slipstream.control.plan import NOBODY
 
+MAX_TASKS = 256
+"""Tasks that are remembered; of more, those that came last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:

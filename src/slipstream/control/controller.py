@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -24,12 +23,13 @@ import numpy as np
 from slipstream.control.budget import Budget
 from slipstream.control.choice import NOTHING, Asked, Choice, Member
 from slipstream.control.facts import StepFacts
-from slipstream.control.knowledge import MAX_TASKS, Knowledge, Use
+from slipstream.control.knowledge import Knowledge, Use
 from slipstream.control.offers import guesses, offer
 from slipstream.control.plan import NOBODY, Guesses, Market, Plan
 from slipstream.control.realised import NUM_OFF_STEPS, NUM_ON_STEPS, Realised
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
+from slipstream.control.standing import Standing, load_level
 from slipstream.control.step_cost import Drafted, Mean
 from slipstream.control.tries import Tries
 
@@ -37,6 +37,8 @@ PLAN_SHARE = 0.005
 """Of the time, for making plans: one holds until it has paid for itself, and for the books of its step."""
 MAX_HELD_STEPS = 192
 """A plan holds no longer than so many steps take, however long the clock says that making it took."""
+RECALLED = 2
+"""Times as long as a plan holds, it may be recalled when the load comes back that it was made for."""
 BOOKS_SHARE = 0.005
 """Of the time, for the books: deciding anew and learning. Where steps are so short that this takes more, what was
 decided is done again for some steps of which nothing is told but the time."""
@@ -44,6 +46,9 @@ MAX_REPEATS = 16
 """Such steps between two that are told of."""
 KEPT_GAIN = 1.01
 """A plan must be better than the one that holds by so much: changing costs something too."""
+WORTH_GUESSING = 1.02
+"""What lookups' guesses must gain by estimate, since the best of many estimates is too high. Drafts need not: what they
+are worth is learned from them alone, while lookups are seen through without being followed."""
 
 
 class Controller:
@@ -67,23 +72,16 @@ class Controller:
         self.tries = Tries(self.known, self.budget)
         self.realised = Realised()
         self._clock = clock
-        self._chosen: dict[int, Choice] = {}
-        self._of_task: dict[str, Choice] = {}
-        self._usual = NOTHING if adaptive else Choice(0, self.members[0].max_depth)
-        """For a request of a task that was in no plan yet: as most are drafted for."""
-        self._held_s = 0.0 if adaptive else math.inf
-        """How long the plan must still hold."""
-        self._planned_for = 0
+        self._plan = (
+            Standing(NOTHING, held_s=0.0)
+            if adaptive
+            else Standing(Choice(0, self.members[0].max_depth), math.inf)
+        )
+        self._by_load: dict[int, Standing] = {}
+        """Plans for other loads, which hold again when these come back: making one at every change would cost more
+        than it gains."""
         self._others = Mean()
-        self._gain: float | None = None
-        """Estimated speedup of the plan that holds."""
-        self._gains: dict[str, float] = {}
-        """The same by task: of its requests, in the plan that had some of them."""
-        self._undrafted_rate = 0.0
-        """Tokens a second of the plan with lookups alone, by estimate."""
-        self._drafts_gain = 1.0
-        """The part of the estimated speedup that is not the lookups'."""
-        self._in_probe = self._resting = self._speculates = False
+        self._in_probe = self._speculates = False
         self._watches = float(NUM_ON_STEPS)
         """Steps that may be told of one after the other, because a probe can be paid for and is compared with them."""
         self._is_steady = False
@@ -121,9 +119,10 @@ class Controller:
 
         It does as long as the plan holds, between two steps that are told of; and where nothing is drafted for anybody.
         """
-        if not self._is_steady or self._held_s <= 0 or (self._repeats <= 0 and not self._resting):
+        plan = self._plan
+        if not self._is_steady or plan.held_s <= 0 or (self._repeats <= 0 and not plan.is_nothing):
             return False
-        if num_requests != self._planned_for and self._has_changed(num_requests):
+        if self.adaptive and not plan.is_for(num_requests):
             return False
         self.known.turn += 1
         return True
@@ -136,11 +135,11 @@ class Controller:
     @property
     def rests(self) -> bool:
         """True where nothing is drafted for anybody as long as the plan holds."""
-        return self._resting
+        return self._plan.is_nothing
 
     def standing(self, sequence_id: int, task: str) -> Choice:
         """What was decided for a request, or for its task; it may have less than that, by its limit."""
-        return self._chosen.get(sequence_id) or self._of_task.get(task, self._usual)
+        return self._plan.choice(sequence_id, task)
 
     def meet(self, member: int, sequence_id: int, length: int) -> None:
         """A drafter is asked for a request in this step, whose text has `length` tokens."""
@@ -167,48 +166,56 @@ class Controller:
         if self._in_probe:
             return [NOTHING] * len(asked)
         if not self.adaptive:
-            return [self.bounded(self._usual, request) for request in asked]
+            return [self.bounded(self._plan.usual, request) for request in asked]
         return self._adapted(asked, num_other_rows)
 
     def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
         if not self.adaptive:
             return 0
-        member, depth, _, _ = self._of_task.get(task, self._usual)
+        plan = self._plan
+        member, depth, _, _ = plan.of_task.get(task, plan.usual)
         if member == NOBODY or not depth:
             return NOBODY
-        if self._undrafted_rate > 0:
+        if plan.undrafted_rate > 0:
             num_tokens = min(max_tokens, self.known.usual_length(task))
-            saved_s = num_tokens / self._undrafted_rate * (1 - 1 / self._drafts_gain)
+            saved_s = num_tokens / plan.undrafted_rate * (1 - 1 / plan.drafts_gain)
             if saved_s < num_prompt_tokens * self.known.draft_costs[member].missed_token_s:
                 return NOBODY
         return member
 
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
-        if self._held_s <= 0 or self._has_changed(len(asked)):
+        if not self._plan.is_for(len(asked)):
+            self._recall(len(asked))
+        if self._plan.held_s <= 0 or not self._plan.is_for(len(asked)):
             # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next.
             able = [request for request in asked if request.limit > 0]
             if len(able) == len(asked) or not num_other_rows:
                 self._replan(asked)
             elif 2 * len(able) >= len(asked):
                 self._replan(able)
-        choices: list[Choice] = []
-        for request in asked:
-            choice = self._chosen.get(request.sequence_id)
-            if choice is None:
-                choice = self._chosen[request.sequence_id] = self._of_task.get(request.task, self._usual)
-            choices.append(self.bounded(choice, request))
+        plan = self._plan
+        choices = [
+            self.bounded(
+                plan.chosen.setdefault(request.sequence_id, plan.of_task.get(request.task, plan.usual)),
+                request,
+            )
+            for request in asked
+        ]
         trial = self.tries.choice(asked)
         if trial is not None:
             place, choice = trial
             choices[place] = self.bounded(choice, asked[place])
         return choices
 
-    def _has_changed(self, num_requests: int) -> bool:
-        """True when the plan was made for another load."""
-        return self.adaptive and abs(num_requests - self._planned_for) > 0.2 * max(
-            num_requests, self._planned_for
-        )
+    def _recall(self, num_requests: int) -> None:
+        """Let the plan hold that was made for such a load, if it has not held long enough yet."""
+        plan = self._by_load.get(load_level(num_requests))
+        is_young = plan is not None and self.budget.total_s < plan.until_s
+        if plan is not None and is_young and plan.held_s > 0 and plan.is_for(num_requests):
+            plan.take_over(self._plan)
+            self._plan.chosen = {}
+            self._plan = plan
 
     def bounded(self, choice: Choice, request: Asked) -> Choice:
         """What of a choice the request may have."""
@@ -243,32 +250,31 @@ class Controller:
         plan = market.best(look)
         kept = market.price(old.members, old.depths, plan.guesses)
         if kept.tokens_per_s * KEPT_GAIN >= plan.tokens_per_s:
-            plan = market.price(old.members, old.depths, look(kept)) if look else kept
+            plan = kept
+            if look:
+                looked = market.price(old.members, old.depths, look(kept))
+                plan = max(plan, looked, key=lambda each: each.tokens_per_s)
+        unguessed = market.price(plan.members, plan.depths)
+        if plan.tokens_per_s < unguessed.tokens_per_s * WORTH_GUESSING:
+            plan = unguessed
         choices = [
             Choice(m, self._levels_asked(m, d), *guess)
             for m, d, guess in zip(
                 plan.members.tolist(), plan.depths.tolist(), plan.guesses.choices, strict=True
             )
         ]
-        self._chosen = {r.sequence_id: c for r, c in zip(asked, choices, strict=True)}
-        self._usual = _most_common(choices)
-        votes: dict[str, list[Choice]] = {}
-        yields: dict[str, list[float]] = {}
-        for request, choice, tokens in zip(asked, choices, market.tokens(plan), strict=True):
-            votes.setdefault(request.task, []).append(choice)
-            yields.setdefault(request.task, []).append(tokens)
         slower = plan.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
-        for task, given in votes.items():
-            self._of_task.pop(task, None)
-            self._of_task[task] = _most_common(given)
-            self._gains[task] = sum(yields[task]) / len(yields[task]) / slower
-        while len(self._of_task) > MAX_TASKS:
-            oldest = next(iter(self._of_task))
-            del self._of_task[oldest], self._gains[oldest]
-        self._undrafted_rate = market.nothing(plan.guesses).tokens_per_s
-        self._drafts_gain = plan.tokens_per_s / self._undrafted_rate if self._undrafted_rate else 1.0
-        self._gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
-        self._planned_for = len(asked)
+        before = self._plan
+        now = Standing(
+            NOTHING, 0.0, num_requests=len(asked), of_task=dict(before.of_task), gains=dict(before.gains)
+        )
+        now.decide(asked, choices, [tokens / slower for tokens in market.tokens(plan)])
+        now.is_nothing = all(choice == NOTHING for choice in choices)
+        now.undrafted_rate = market.nothing(plan.guesses).tokens_per_s
+        now.drafts_gain = plan.tokens_per_s / now.undrafted_rate if now.undrafted_rate else 1.0
+        now.gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
+        before.chosen = {}
+        self._plan = self._by_load[load_level(len(asked))] = now
         self.tries.consider(
             market,
             plan,
@@ -276,16 +282,15 @@ class Controller:
             self._books_s.value,
             lambda number: Choice(number, self._levels_asked(number, 1)),
         )
-        self._resting = not self.tries.under_way and all(choice == NOTHING for choice in choices)
         self.planning_s = took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
         price_s = took_s + self._books_s.value
-        self._held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self.known.step_s.value)
+        now.held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self.known.step_s.value)
+        now.until_s = self.budget.total_s + RECALLED * now.held_s
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
         """The choices that hold, for the requests at hand."""
         choices = [
-            self.bounded(self._chosen.get(r.sequence_id, self._of_task.get(r.task, self._usual)), r)
-            for r in asked
+            self.bounded(self._plan.choice(request.sequence_id, request.task), request) for request in asked
         ]
         members = np.array([choice.member for choice in choices])
         depths = np.array([min(choice.depth, self._levels(choice.member)) for choice in choices])
@@ -317,7 +322,7 @@ class Controller:
 
     def _probe_price_s(self) -> float:
         off_s = self.known.step_s.value  # not less than without drafts, and known without a calculation
-        gain = self._gain or 1.5
+        gain = self._plan.gain or 1.5
         return NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
 
     # --- after a step -----------------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ class Controller:
             compared = ComparedStep(len(facts.gains), facts.seconds, facts.gains, self._speculates)
             self.realised.learn(compared, self._in_probe)
             self._probe_left -= self._in_probe
-        self._held_s -= facts.seconds
+        self._plan.held_s -= facts.seconds
         self._books_s.learn(facts.books_s)
         self._repeats = min(int(self._books_s.value / (BOOKS_SHARE * self.known.step_s.value)), MAX_REPEATS)
         can_probe = self.budget.has_any("probe") and self.budget.can_pay("probe", self._probe_price_s())
@@ -353,7 +358,7 @@ class Controller:
         self._repeats -= 1
         if 0 < seconds < math.inf:
             self._passed_s.append(seconds)
-            self._held_s -= seconds
+            self._plan.held_s -= seconds
 
     def score(self, lookup: int, task: str, num_found: int, num_stood: int) -> None:
         """What a draft that was never checked would have come to, seen from the text that came instead."""
@@ -369,7 +374,7 @@ class Controller:
 
     def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
-        self._chosen.pop(sequence_id, None)
+        self._plan.chosen.pop(sequence_id, None)
         self.tries.release(sequence_id)
         self.known.release(sequence_id, task, num_tokens)
 
@@ -378,7 +383,7 @@ class Controller:
     @property
     def num_held(self) -> int:
         """Requests that are remembered."""
-        return max(len(self._chosen), self.known.num_held)
+        return max(len(self._plan.chosen), self.known.num_held)
 
     def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
         """What is known now; the arguments are by member."""
@@ -397,7 +402,7 @@ class Controller:
         return ControlReport(
             adaptive=self.adaptive,
             speculating=any(use.depth.value > 0.05 for use in self.known.tasks.values()),
-            estimated_speedup=self._gain,
+            estimated_speedup=self._plan.gain,
             realised=self.realised.speedup(),
             probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,
             methods=methods,
@@ -406,7 +411,7 @@ class Controller:
         )
 
     def _task_report(self, task: str, use: Use) -> TaskReport:
-        choice = self._of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
+        choice = self._plan.of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
         member = choice.lookup if choice.member == NOBODY else choice.member
         rates = [self.known.acceptance[m].rate(task) for m in range(len(self.members))]
         known = [rate for rate in rates if rate is not None]
@@ -417,12 +422,7 @@ class Controller:
             depth=use.depth.value,
             acceptance_rate=rate,
             acceptance_length=use.tokens.value or None,
-            break_even=self.known.break_even(max(member, 0), max(self._planned_for, 1)),
-            estimated_speedup=self._gains.get(task, self._gain),
+            break_even=self.known.break_even(max(member, 0), max(self._plan.num_requests, 1)),
+            estimated_speedup=self._plan.gains.get(task, self._plan.gain),
             realised=self.realised.speedup(task),
         )
-
-
-def _most_common(choices: Seq[Choice]) -> Choice:
-    """The one that was made most often; of several the first."""
-    return Counter(choices).most_common(1)[0][0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
-from slipstream.control.choice import Asked, Member
+from slipstream.control.choice import MAX_TASKS, Asked, Member
 from slipstream.control.facts import Outcome, StepFacts
 from slipstream.control.payoff import break_even
 from slipstream.control.plan import NOBODY
@@ -19,7 +19,6 @@ MAX_LEARNED = 12
 FIRST_LENGTH = 64.0
 """Tokens of an answer before any has ended."""
 MAX_UNLEARNED = 256
-MAX_TASKS = 256
 
 
 @dataclass(slots=True)

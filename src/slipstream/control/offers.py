@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.control.acceptance import BUCKETS
 from slipstream.control.choice import Asked
 from slipstream.control.knowledge import Knowledge
-from slipstream.control.plan import NOBODY, Guesses, Market, Offer, Plan
+from slipstream.control.plan import NOBODY, Guesses, Marginal, Market, Offer, Plan
 from slipstream.control.step_cost import Drafted
 
 
@@ -64,8 +64,7 @@ def offer(known: Knowledge, number: int, asked: Seq[Asked]) -> Offer:
 def guesses(known: Knowledge, asked: Seq[Asked], market: Market, plan: Plan) -> Guesses:
     """For each request the lookup that is to be asked first, and how long its guess must be to beat what the plan does
     otherwise, when a second is worth what the plan makes of it."""
-    row_s, _ = market.marginal(plan)
-    rate, price = plan.tokens_per_s, plan.tokens_per_s * row_s
+    rate, costs = plan.tokens_per_s, market.marginal(plan)
     found = Guesses.none(len(asked))
     choices, taken, tokens, rows = list(found.choices), *(np.zeros(len(asked)) for _ in range(3))
     best: dict[tuple[str, float, frozenset[int] | None], _BestGuess] = {}
@@ -73,7 +72,7 @@ def guesses(known: Knowledge, asked: Seq[Asked], market: Market, plan: Plan) -> 
     for i, (request, value) in enumerate(zip(asked, market.values(plan), strict=True)):
         key = request.task, value, request.members
         if key not in best:
-            best[key] = _best_guess(known, request, value, rate, price, len(asked))
+            best[key] = _best_guess(known, request, value, rate, costs, len(asked))
         guess = best[key]
         if guess.lookup == NOBODY or request.limit < guess.min_tokens:
             continue
@@ -84,11 +83,12 @@ def guesses(known: Knowledge, asked: Seq[Asked], market: Market, plan: Plan) -> 
 
 
 def _best_guess(
-    known: Knowledge, request: Asked, value: float, rate: float, price: float, number: int
+    known: Knowledge, request: Asked, value: float, rate: float, costs: Marginal, number: int
 ) -> _BestGuess:
-    """Which lookup to ask for such a request, where a row is worth `price` and the draft that a guess makes needless
-    gains `value` tokens; `number` requests share the call."""
+    """Which lookup to ask for such a request, where a second is worth `rate` tokens and the draft that a guess makes
+    needless gains `value`; `number` requests share the call."""
     best, best_gain = _BestGuess(), 0.0
+    price, lost = rate * costs.row_s, rate * costs.drafted_s + value
     for lookup, yields in known.lookups.items():
         if not _may_ask(lookup, request):
             continue
@@ -96,7 +96,7 @@ def _best_guess(
         lengths = zip(
             yields.shares(request.task), yields.lengths(request.task), yields.rates(request.task), strict=True
         )
-        worth = [(share, n, n * stands, n * (stands - price) - value) for share, n, stands in lengths]
+        worth = [(share, n, n * stands, n * (stands - price) - lost) for share, n, stands in lengths]
         first = next((b for b in range(1, len(BUCKETS)) if worth[b][3] > 0), len(BUCKETS))
         gain = sum(share * max(more, 0.0) for share, _, _, more in worth[first:]) - rate * alone_s
         if gain > best_gain:

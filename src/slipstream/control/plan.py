@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,17 @@ class Plan:
     """Expected, of all requests together."""
     step_s: float
     """Expected."""
+
+
+class Marginal(NamedTuple):
+    """Seconds of a little more, beside a plan."""
+
+    row_s: float
+    """Of one more draft token in the pass."""
+    drafted_s: float
+    """Of one more request that has any."""
+    share_s: list[float]
+    """By drafter, of a request's share of its calls."""
 
 
 class Market:
@@ -155,12 +167,12 @@ class Market:
         """Each request takes what is best for it at the going rate; calls and levels are shared by as many as now, and
         by `share` of the requests at least."""
         rate = going.tokens_per_s
-        row_s, _ = self.marginal(going)
+        row_s, drafted_s, _ = self.marginal(going)
         scores, places = [np.zeros(self._number)], [np.zeros(self._number, dtype=np.int64)]
         for number, offer in enumerate(self.offers):
             sharing = max(int((going.members == number).sum()), share * self._number, 1.0)
             draft_s = offer.cost.by_level(sharing, offer.max_depth)
-            entry_s = np.repeat(offer.entry_s[:, None], offer.max_depth + 1, axis=1)
+            entry_s = np.repeat(offer.entry_s[:, None] + drafted_s, offer.max_depth + 1, axis=1)
             entry_s[:, 0] = 0.0
             score = offer.tokens - rate * (offer.rows * row_s + draft_s + entry_s)
             place = score.argmax(axis=1)
@@ -170,8 +182,8 @@ class Market:
         depths = np.asarray(places)[chosen, np.arange(self._number)]
         return self.price(np.where(depths > 0, chosen - 1, NOBODY), depths, guesses)
 
-    def marginal(self, going: Plan) -> tuple[float, list[float]]:
-        """Seconds of one more draft token in the pass, and by drafter a request's share of its calls."""
+    def marginal(self, going: Plan) -> Marginal:
+        """What a little more costs beside `going`."""
         left = 1.0 - going.guesses.taken
         rows, drafted, shares = float(going.guesses.rows.sum()), float(going.guesses.taken.sum()), []
         for number, offer in enumerate(self.offers):
@@ -184,8 +196,9 @@ class Market:
         base = self._number + self._other + rows
         more = max(1.0, 0.25 * self._number)
         before = self._cost.step_s(self._number, base, drafted, rows)
-        after = self._cost.step_s(self._number, base + more, drafted, rows + more)
-        return (after - before) / more, shares
+        with_rows = self._cost.step_s(self._number, base + more, drafted, rows + more)
+        with_drafted = self._cost.step_s(self._number, base, drafted + 1.0, rows)
+        return Marginal((with_rows - before) / more, with_drafted - before, shares)
 
     def tokens(self, plan: Plan) -> list[float]:
         """By request, the tokens that a step is expected to yield."""
@@ -198,7 +211,7 @@ class Market:
 
     def values(self, plan: Plan) -> list[float]:
         """By request, the tokens that its draft gains beyond what its time is worth at the plan's rate; 0 without."""
-        row_s, shares_s = self.marginal(plan)
+        row_s, drafted_s, shares_s = self.marginal(plan)
         rate = plan.tokens_per_s
         found = []
         for i, (number, depth) in enumerate(zip(plan.members.tolist(), plan.depths.tolist(), strict=True)):
@@ -206,7 +219,9 @@ class Market:
                 found.append(0.0)
                 continue
             offer = self.offers[number]
-            cost_s = float(offer.rows[i, depth]) * row_s + shares_s[number] + float(offer.entry_s[i])
+            cost_s = (
+                float(offer.rows[i, depth]) * row_s + drafted_s + shares_s[number] + float(offer.entry_s[i])
+            )
             found.append(float(offer.tokens[i, depth]) - rate * cost_s)
         return found
 
