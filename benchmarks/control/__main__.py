@@ -63,6 +63,11 @@ def main() -> None:
     rng.shuffle(every)
     result: dict[str, Any] = {"provenance": provenance(), "name": options.name, "settings": names}
     result |= {key: getattr(options, key) for key in ("rounds", "requests", "max_tokens", "threads")}
+    path = RESULTS / f"control_{options.name}.json"
+
+    def keep() -> None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     if "grid" in options.parts:
         tasks = options.tasks.split(",") if options.tasks else [MIXED, *by_task]
@@ -73,6 +78,7 @@ def main() -> None:
                 cell = measure_cell(engines, asked, concurrency, params, options.rounds, options.requests)
                 result["grid"].append({"task": task, "concurrency": concurrency, **cell})
                 show(result["grid"][-1])
+                keep()
     if "unpaying" in options.parts:
         params_ = SamplingParams(temperature=1.2, max_tokens=options.max_tokens, seed=1)
         pair = {name: engines[name] for name in ("off", "auto")}
@@ -82,8 +88,7 @@ def main() -> None:
     if "shift" in options.parts:
         result["shift"] = measure_shift(options.model, options.threads, by_task)
         print(json.dumps(result["shift"], indent=1), file=sys.stderr)
-    path = RESULTS / f"control_{options.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    keep()
     print(f"wrote docs/benchmarks/{path.name}")
 
 

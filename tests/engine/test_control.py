@@ -300,7 +300,7 @@ def test_one_member_that_hangs_leaves_the_others(
     hangs = {"method": HANGS, "texts": [[1]]}
     llm = make_llm({"method": "auto", "drafters": [hangs, DRAFT], "draft_timeout_s": 0.3})
     for _ in range(3):
-        assert texts(llm, prompts[:3]) == texts(plain, prompts[:3])
+        assert texts(llm, prompts[:6]) == texts(plain, prompts[:6])
     bad, good = llm.engine.control_report().methods
     assert (bad.retired, good.retired) == (True, False)
     assert good.num_steps > 0
