@@ -21,6 +21,7 @@ from slipstream import AsyncEngine, SamplingParams
 from slipstream.cli.serve import PROBE_SHARE
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.engine.factory import make_engine
+from slipstream.serve.config import ServeConfig
 
 
 async def closed_loop(engine: AsyncEngine, bodies: Seq[dict[str, Any]], streams: int) -> dict[str, Any]:
@@ -56,7 +57,10 @@ def main() -> None:
     if speculative.probe_share is None:  # as `slipstream serve` has it
         speculative = replace(speculative, probe_share=PROBE_SHARE)
     sizes = {"num_threads": options.threads, "kv_cache_bytes": options.kv_cache_bytes}
-    engine = AsyncEngine(engine=make_engine(options.model, speculative, sizes))
+    engine = AsyncEngine(
+        engine=make_engine(options.model, speculative, sizes),
+        stream_interval_s=ServeConfig().stream_interval_s,
+    )
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(asyncio.run(closed_loop(engine, asked["bodies"], asked["streams"]))), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 
 import pytest
@@ -17,9 +18,9 @@ LONG_S = 3600.0
 SHORT_S = 0.05
 
 
-def update(token_id: int, index: int = 0, end: bool = False) -> Update:
+def update(token_id: int, index: int = 0, end: bool = False, request_id: str = "r") -> Update:
     pieces = [Piece(f"{token_id},", False)]
-    return Update("r", index, [token_id], pieces, None, FinishReason.LENGTH if end else None, None)
+    return Update(request_id, index, [token_id], pieces, None, FinishReason.LENGTH if end else None, None)
 
 
 class Reader:
@@ -71,6 +72,8 @@ def test_what_waits_comes_in_its_time_though_nothing_follows() -> None:
         for token_id in (0, 1, 2):
             mailbox.post([(reader.put, update(token_id))], urgent=False)
             await settle()
+        while len(reader.items) < 2:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(3 * SHORT_S)
         mailbox.post([(reader.put, update(3))], urgent=False)  # long after the last delivery: at once
         await settle()
@@ -82,42 +85,66 @@ def test_what_waits_comes_in_its_time_though_nothing_follows() -> None:
     assert reader.times_s[1] - reader.times_s[0] >= 0.9 * SHORT_S
 
 
-def test_without_an_interval_every_post_comes_at_once() -> None:
+def test_what_is_urgent_does_not_shorten_the_interval() -> None:
+    """Two calls are on their way to the loop then, and the second one finds nothing."""
+
     async def main() -> Reader:
-        mailbox, reader = Mailbox(asyncio.get_running_loop(), 0.0), Reader()
-        for token_id in range(5):
-            mailbox.post([(reader.put, update(token_id))], urgent=False)
-            await settle()
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), LONG_S), Reader()
+        mailbox.post([(reader.put, update(0))], urgent=False)
+        mailbox.post([(reader.put, update(1))], urgent=True)
+        await settle()
+        mailbox.post([(reader.put, update(2))], urgent=False)
+        await settle()
         return reader
 
-    assert len(asyncio.run(main()).items) == 5
+    assert asyncio.run(main()).token_ids == [0, 1]
+
+
+def test_without_an_interval_every_update_comes_at_once_and_alone() -> None:
+    async def main() -> Reader:
+        mailbox, reader = Mailbox(asyncio.get_running_loop(), 0.0), Reader()
+        for token_id in range(6):
+            mailbox.post([(reader.put, update(token_id))], urgent=False)
+            if token_id % 2:  # the loop may be late
+                await settle()
+                assert len(reader.items) == token_id + 1
+        return reader
+
+    assert len(asyncio.run(main()).items) == 6
 
 
 def test_nothing_is_lost_between_two_threads() -> None:
-    num = 2000
+    num = 20_000
+    switching_s = sys.getswitchinterval()
 
     async def main(interval_s: float) -> Reader:
         mailbox, reader = Mailbox(asyncio.get_running_loop(), interval_s), Reader()
+        end_s = time.perf_counter() + 20
 
         def post_all() -> None:
             for token_id in range(num):
                 mailbox.post([(reader.put, update(token_id))], urgent=token_id % 97 == 0)
 
         await asyncio.to_thread(post_all)
-        await asyncio.sleep(0.05)
+        while len(reader.token_ids) < num and time.perf_counter() < end_s:
+            await asyncio.sleep(0.01)
         return reader
 
-    for interval_s in (0.0, 0.0005, 0.01):
-        assert asyncio.run(main(interval_s)).token_ids == list(range(num))
+    sys.setswitchinterval(1e-6)
+    try:
+        for interval_s in (0.0, 0.0005, 0.01):
+            assert asyncio.run(main(interval_s)).token_ids == list(range(num))
+    finally:
+        sys.setswitchinterval(switching_s)
 
 
 def test_a_loop_that_has_closed_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     mailbox, reader = Mailbox(loop, LONG_S), Reader()
     loop.close()
-    for _ in range(2):
-        mailbox.post([(reader.put, update(0))], urgent=True)
-    assert reader.items == []
+    for urgent in (True, False, False):
+        mailbox.post([(reader.put, update(0))], urgent)
+    assert reader.items == mailbox._posted == []
 
 
 def test_updates_are_joined_by_answer_and_what_ends_stays_last() -> None:
@@ -136,6 +163,17 @@ def test_updates_are_joined_by_answer_and_what_ends_stays_last() -> None:
     assert one.items[-1].finish_reason is not None
     assert other.token_ids == [10]
     assert isinstance(other.items[-1], RuntimeError)
+
+
+def test_requests_that_share_a_reader_are_not_joined_nor_are_errors() -> None:
+    reader = Reader()
+    first, second = RuntimeError("one"), RuntimeError("two")
+    items = [update(0, request_id="a"), update(1, request_id="b"), first, second, update(2, request_id="a")]
+    for put, item in joined([(reader.put, item) for item in items]):
+        put(item)
+    told = {item.request_id: item.token_ids for item in reader.items if isinstance(item, Update)}
+    assert told == {"a": [0, 2], "b": [1]}
+    assert [item for item in reader.items if isinstance(item, Exception)] == [first, second]
 
 
 @pytest.mark.parametrize("seed", range(20))

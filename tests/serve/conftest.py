@@ -60,7 +60,7 @@ def client(make_app: MakeApp) -> Iterator[TestClient]:
 def shared() -> Iterator[TestClient]:
     """A server with an engine of its own, for tests that leave it as it was."""
     llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
-    engine = AsyncEngine(engine=llm.engine)
+    engine = AsyncEngine(engine=llm.engine, stream_interval_s=ServeConfig().stream_interval_s)
     with TestClient(create_app(engine, ServeConfig(), MODEL)) as client:
         yield client
     assert llm.engine.integrity() == []

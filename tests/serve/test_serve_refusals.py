@@ -457,6 +457,8 @@ def test_a_fault_of_ours_says_nothing_of_itself(
         ({"max_body_bytes": 0}, "at least 1"),
         ({"request_timeout_s": 0}, "above 0"),
         ({"grace_period_s": -1}, "at least 0"),
+        ({"stream_interval_s": -0.01}, "at least 0"),
+        ({"stream_interval_s": float("nan")}, "at least 0"),
         ({"log_level": "loud"}, "unknown log_level"),
         ({"log_format": "xml"}, "unknown log_format"),
         ({"metrics_alias": "vlm"}, "did you mean 'vllm'?"),

@@ -46,9 +46,6 @@ MAX_REPEATS = 16
 """Such steps between two that are told of."""
 KEPT_GAIN = 1.01
 """A plan must be better than the one that holds by so much: changing costs something too."""
-WORTH_GUESSING = 1.02
-"""What lookups' guesses must gain by estimate, since the best of many estimates is too high. Drafts need not: what they
-are worth is learned from them alone, while lookups are seen through without being followed."""
 
 
 class Controller:
@@ -186,7 +183,7 @@ class Controller:
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         self._others.learn(float(num_other_rows))
         if not self._plan.is_for(len(asked)):
-            self._recall(len(asked))
+            self._recall(asked)
         if self._plan.held_s <= 0 or not self._plan.is_for(len(asked)):
             # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next.
             able = [request for request in asked if request.limit > 0]
@@ -208,14 +205,26 @@ class Controller:
             choices[place] = self.bounded(choice, asked[place])
         return choices
 
-    def _recall(self, num_requests: int) -> None:
-        """Let the plan hold that was made for such a load, if it has not held long enough yet."""
-        plan = self._by_load.get(load_level(num_requests))
-        is_young = plan is not None and self.budget.total_s < plan.until_s
-        if plan is not None and is_young and plan.held_s > 0 and plan.is_for(num_requests):
-            plan.take_over(self._plan)
-            self._plan.chosen = {}
-            self._plan = plan
+    def _recall(self, asked: Seq[Asked]) -> None:
+        """Let the plan hold that was made for such a load, if it has not held long enough yet.
+
+        Not where somebody would have to compute a long text first: whether that pays was not asked then.
+        """
+        number, now_s = len(asked), self.budget.total_s
+        plans = [
+            plan
+            for plan in self._by_load.values()
+            if plan.held_s > 0 and now_s < plan.until_s and plan.is_for(number)
+        ]
+        if not plans:
+            return
+        plan = min(plans, key=lambda each: abs(each.num_requests - number))
+        plan.take_over(self._plan)
+        for request in asked:
+            member = plan.choice(request.sequence_id, request.task).member
+            if member != NOBODY and self.known.num_unseen(member, request):
+                return
+        self._plan = plan
 
     def bounded(self, choice: Choice, request: Asked) -> Choice:
         """What of a choice the request may have."""
@@ -254,9 +263,6 @@ class Controller:
             if look:
                 looked = market.price(old.members, old.depths, look(kept))
                 plan = max(plan, looked, key=lambda each: each.tokens_per_s)
-        unguessed = market.price(plan.members, plan.depths)
-        if plan.tokens_per_s < unguessed.tokens_per_s * WORTH_GUESSING:
-            plan = unguessed
         choices = [
             Choice(m, self._levels_asked(m, d), *guess)
             for m, d, guess in zip(
@@ -264,16 +270,12 @@ class Controller:
             )
         ]
         slower = plan.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
-        before = self._plan
-        now = Standing(
-            NOTHING, 0.0, num_requests=len(asked), of_task=dict(before.of_task), gains=dict(before.gains)
-        )
+        of_task, gains = dict(self._plan.of_task), dict(self._plan.gains)
+        now = Standing(NOTHING, 0.0, num_requests=len(asked), of_task=of_task, gains=gains)
         now.decide(asked, choices, [tokens / slower for tokens in market.tokens(plan)])
-        now.is_nothing = all(choice == NOTHING for choice in choices)
         now.undrafted_rate = market.nothing(plan.guesses).tokens_per_s
         now.drafts_gain = plan.tokens_per_s / now.undrafted_rate if now.undrafted_rate else 1.0
         now.gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
-        before.chosen = {}
         self._plan = self._by_load[load_level(len(asked))] = now
         self.tries.consider(
             market,
@@ -282,6 +284,7 @@ class Controller:
             self._books_s.value,
             lambda number: Choice(number, self._levels_asked(number, 1)),
         )
+        now.is_nothing = not self.tries.under_way and all(choice == NOTHING for choice in choices)
         self.planning_s = took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
         price_s = took_s + self._books_s.value
         now.held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self.known.step_s.value)
@@ -374,7 +377,8 @@ class Controller:
 
     def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
-        self._plan.chosen.pop(sequence_id, None)
+        for plan in (self._plan, *self._by_load.values()):
+            plan.chosen.pop(sequence_id, None)
         self.tries.release(sequence_id)
         self.known.release(sequence_id, task, num_tokens)
 
@@ -383,7 +387,8 @@ class Controller:
     @property
     def num_held(self) -> int:
         """Requests that are remembered."""
-        return max(len(self._plan.chosen), self.known.num_held)
+        chosen = [len(plan.chosen) for plan in (self._plan, *self._by_load.values())]
+        return max(*chosen, self.known.num_held)
 
     def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
         """What is known now; the arguments are by member."""

@@ -49,10 +49,12 @@ class Standing:
         return abs(num_requests - self.num_requests) <= SAME_LOAD * max(num_requests, self.num_requests)
 
     def take_over(self, other: Standing) -> None:
-        """Where this one has no word on a task, let the other's hold; requests are decided anew."""
-        self.chosen = {}
-        self.of_task = _last_ones(other.of_task | self.of_task)
-        self.gains = {task: (other.gains | self.gains)[task] for task in self.of_task}
+        """Where this one has no word on a task, let the other's hold."""
+        older = {task: choice for task, choice in self.of_task.items() if task not in other.of_task}
+        newer = {task: self.of_task.get(task, choice) for task, choice in other.of_task.items()}
+        gains = other.gains | self.gains
+        self.of_task = _last_ones(older | newer)
+        self.gains = {task: gains[task] for task in self.of_task}
 
     def decide(self, asked: Seq[Asked], choices: Seq[Choice], gains: Seq[float]) -> None:
         """Keep the choices and the estimated speedups of requests."""
@@ -72,7 +74,7 @@ class Standing:
 
 
 def load_level(num_requests: int) -> int:
-    """The same for loads that differ by no more than a tenth or so."""
+    """Loads of one level differ by no more than a tenth or so."""
     return int(8 * math.log2(num_requests))
 
 

@@ -27,12 +27,15 @@ class Mailbox:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._posted: list[tuple[Put, Item]] = []
-        self._will_deliver = False
+        self._will_deliver = self._has_closed = False
         self._timer: asyncio.TimerHandle | None = None
+        """Belongs to the loop."""
 
     def post(self, items: Seq[tuple[Put, Item]], urgent: bool) -> None:
         """Called in the engine's thread; what is `urgent` is delivered at once, with all that waits."""
         with self._lock:
+            if self._has_closed:
+                return
             self._posted += items
             if self._will_deliver and not urgent:
                 return
@@ -40,28 +43,36 @@ class Mailbox:
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop has closed: nobody listens
+            self._has_closed = True
             self._posted.clear()
 
     def _deliver(self) -> None:
         with self._lock:
             posted, self._posted = self._posted, []
-            self._will_deliver = bool(posted) and self._interval_s > 0
+            if not posted and self._timer is not None:
+                return  # the timer will see to what is to come
+            again = self._will_deliver = bool(posted) and self._interval_s > 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if posted and self._interval_s > 0:
-            self._timer = self._loop.call_later(self._interval_s, self._deliver)
-        for put, item in joined(posted):
+        if again:
+            self._timer = self._loop.call_later(self._interval_s, self._on_timer)
+        for put, item in joined(posted) if self._interval_s > 0 else posted:
             put(item)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._deliver()
 
 
 def joined(items: Seq[tuple[Put, Item]]) -> list[tuple[Put, Item]]:
     """One update for each answer of each caller, at the place of its last one: a request's last update stays last."""
-    found: dict[tuple[Put, int], tuple[Put, Item]] = {}
-    for put, item in items:
-        key = put, item.index if isinstance(item, Update) else -1
-        before = found.pop(key, (put, item))[1]
-        if isinstance(item, Update) and isinstance(before, Update) and before is not item:
-            item = before.joined(item)
-        found[key] = put, item
+    found: dict[tuple[Put, str | None, int], tuple[Put, Item]] = {}
+    for number, (put, item) in enumerate(items):
+        if isinstance(item, Exception):
+            found[put, None, number] = put, item
+            continue
+        key = put, item.request_id, item.index
+        _, before = found.pop(key, (put, None))
+        found[key] = put, before.joined(item) if isinstance(before, Update) else item
     return list(found.values())

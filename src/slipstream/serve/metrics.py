@@ -111,7 +111,7 @@ class Metrics:
         self._itl = histogram(
             "inter_token_latency_seconds", "Between tokens; a chunk's gap is shared by its tokens.", _GAP_S
         )
-        self._icl = histogram("inter_chunk_latency_seconds", "Between steps that yielded tokens.", _GAP_S)
+        self._icl = histogram("inter_chunk_latency_seconds", "Between chunks of an answer.", _GAP_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S)
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST_S)
         self._tpot = histogram(
