@@ -33,7 +33,8 @@ def asked(number: int, task: str = "t") -> list[Asked]:
     ],
 )
 def test_a_plan_is_for_its_load(made_for: int, load: int, holds: bool) -> None:
-    assert Standing(NOTHING, 1.0, num_requests=made_for).is_for(load) == holds
+    assert Standing(NOTHING, 1.0, num_requests=made_for).is_for(load, beside_prompts=False) == holds
+    assert not Standing(NOTHING, 1.0, num_requests=made_for).is_for(load, beside_prompts=True)
 
 
 def test_loads_of_one_level_are_alike() -> None:
@@ -41,7 +42,7 @@ def test_loads_of_one_level_are_alike() -> None:
         level = load_level(number)
         assert level <= load_level(number + 1)
         if load_level(number + 1) == level:
-            assert Standing(NOTHING, 1.0, num_requests=number).is_for(number + 1)
+            assert Standing(NOTHING, 1.0, num_requests=number).is_for(number + 1, beside_prompts=False)
 
 
 def test_what_is_decided_goes_by_request_then_by_task_then_by_most() -> None:
@@ -81,7 +82,9 @@ def test_a_load_that_comes_back_needs_no_new_plan_until_that_is_old(monkeypatch:
     )
     plans: list[int] = []
     replan = controller._replan
-    monkeypatch.setattr(controller, "_replan", lambda asked: (plans.append(len(asked)), replan(asked)))
+    monkeypatch.setattr(
+        controller, "_replan", lambda asked, beside: (plans.append(len(asked)), replan(asked, beside))
+    )
     num_steps = 2000
     for step in range(num_steps):
         number = LOADS[step % len(LOADS)]
@@ -104,9 +107,9 @@ def test_nobody_is_given_a_drafter_that_must_read_a_long_text_first() -> None:
     controller.known.begin_step()
     plan = Standing(DEEP, held_s=9.0, until_s=9.0, num_requests=4)
     for unseen, recalled in [(8, True), (4000, False)]:
-        controller._plan, controller._by_load = Standing(NOTHING, 9.0, num_requests=16), {1: plan}
+        controller._plan, controller._by_load = Standing(NOTHING, 9.0, num_requests=16), {(1, False): plan}
         requests = [Asked(number, "t", limit=8, length=unseen) for number in range(4)]
-        controller._recall(requests)
+        controller._recall(requests, beside_prompts=False)
         assert (controller._plan is plan) == recalled
 
 
@@ -119,3 +122,25 @@ def test_requests_that_are_over_are_forgotten_by_every_plan() -> None:
     for sequence_id in range(32):
         controller.release(sequence_id, "t", 10)
     assert controller.num_held == 0
+
+
+def test_steps_with_prompts_have_plans_of_their_own() -> None:
+    """Alone, rows are next to free until 16; beside a prompt each of them takes its time."""
+    lookup = Member("suffix", 8, is_chain=False, looks_up=True)
+    controller = Controller(
+        [lookup],
+        adaptive=True,
+        probe_share=0.0,
+        pass_s=lambda rows: STEP_S * max(1.0, rows / 16),
+        clock=FakeClock(),
+    )
+    for number in range(200):
+        controller.score(0, "t", 1, int(number % 3 == 0))
+    for step in range(40):
+        num_prompt_rows = 64 * (step % 2)
+        choices = controller.choose(asked(8), num_prompt_rows)
+        assert all((choice == NOTHING) == (num_prompt_rows > 0) for choice in choices), step
+        seconds = STEP_S * max(1.0, (8 + num_prompt_rows) / 16)
+        gains = [Gain("t", 1)] * 8
+        controller.learn(StepFacts(8 + num_prompt_rows, num_prompt_rows, seconds, [], [], 0, 0, gains))
+    assert controller.report().estimated_speedup > 1.1

@@ -74,10 +74,13 @@ class Controller:
             if adaptive
             else Standing(Choice(0, self.members[0].max_depth), math.inf)
         )
-        self._by_load: dict[int, Standing] = {}
+        self._alone = self._plan
+        """The last one for steps without prompts, which are most."""
+        self._by_load: dict[tuple[int, bool], Standing] = {}
         """Plans for other loads, which hold again when these come back: making one at every change would cost more
         than it gains."""
         self._others = Mean()
+        """Rows of prompts, in steps that have some."""
         self._in_probe = self._speculates = False
         self._watches = float(NUM_ON_STEPS)
         """Steps that may be told of one after the other, because a probe can be paid for and is compared with them."""
@@ -119,7 +122,7 @@ class Controller:
         plan = self._plan
         if not self._is_steady or plan.held_s <= 0 or (self._repeats <= 0 and not plan.is_nothing):
             return False
-        if self.adaptive and not plan.is_for(num_requests):
+        if self.adaptive and not plan.is_for(num_requests, beside_prompts=False):
             return False
         self.known.turn += 1
         return True
@@ -169,7 +172,7 @@ class Controller:
     def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
         if not self.adaptive:
             return 0
-        plan = self._plan
+        plan = self._alone
         member, depth, _, _ = plan.of_task.get(task, plan.usual)
         if member == NOBODY or not depth:
             return NOBODY
@@ -181,16 +184,18 @@ class Controller:
         return member
 
     def _adapted(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
-        self._others.learn(float(num_other_rows))
-        if not self._plan.is_for(len(asked)):
-            self._recall(asked)
-        if self._plan.held_s <= 0 or not self._plan.is_for(len(asked)):
+        beside_prompts = num_other_rows > 0
+        if beside_prompts:
+            self._others.learn(float(num_other_rows))
+        if not self._plan.is_for(len(asked), beside_prompts):
+            self._recall(asked, beside_prompts)
+        if self._plan.held_s <= 0 or not self._plan.is_for(len(asked), beside_prompts):
             # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next.
             able = [request for request in asked if request.limit > 0]
             if len(able) == len(asked) or not num_other_rows:
-                self._replan(asked)
+                self._replan(asked, beside_prompts)
             elif 2 * len(able) >= len(asked):
-                self._replan(able)
+                self._replan(able, beside_prompts)
         plan = self._plan
         choices = [
             self.bounded(
@@ -205,7 +210,7 @@ class Controller:
             choices[place] = self.bounded(choice, asked[place])
         return choices
 
-    def _recall(self, asked: Seq[Asked]) -> None:
+    def _recall(self, asked: Seq[Asked], beside_prompts: bool) -> None:
         """Let the plan hold that was made for such a load, if it has not held long enough yet.
 
         Not where somebody would have to compute a long text first: whether that pays was not asked then.
@@ -214,7 +219,7 @@ class Controller:
         plans = [
             plan
             for plan in self._by_load.values()
-            if plan.held_s > 0 and now_s < plan.until_s and plan.is_for(number)
+            if plan.held_s > 0 and now_s < plan.until_s and plan.is_for(number, beside_prompts)
         ]
         if not plans:
             return
@@ -224,7 +229,12 @@ class Controller:
             member = plan.choice(request.sequence_id, request.task).member
             if member != NOBODY and self.known.num_unseen(member, request):
                 return
+        self._hold(plan)
+
+    def _hold(self, plan: Standing) -> None:
         self._plan = plan
+        if not plan.beside_prompts:
+            self._alone = plan
 
     def bounded(self, choice: Choice, request: Asked) -> Choice:
         """What of a choice the request may have."""
@@ -244,14 +254,14 @@ class Controller:
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _replan(self, asked: Seq[Asked]) -> None:
+    def _replan(self, asked: Seq[Asked], beside_prompts: bool) -> None:
         started_s = self._clock()
         self.known.work_in()
         market = Market(
             [offer(self.known, m, asked) for m in range(len(self.members))],
             self.known.cost,
             len(asked),
-            self._others.value,
+            self._others.value if beside_prompts else 0.0,
         )
         nothing = market.nothing()
         old = self._as_plan(asked)
@@ -271,12 +281,13 @@ class Controller:
         ]
         slower = plan.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
         of_task, gains = dict(self._plan.of_task), dict(self._plan.gains)
-        now = Standing(NOTHING, 0.0, num_requests=len(asked), of_task=of_task, gains=gains)
+        now = Standing(NOTHING, 0.0, math.inf, len(asked), beside_prompts, of_task=of_task, gains=gains)
         now.decide(asked, choices, [tokens / slower for tokens in market.tokens(plan)])
         now.undrafted_rate = market.nothing(plan.guesses).tokens_per_s
         now.drafts_gain = plan.tokens_per_s / now.undrafted_rate if now.undrafted_rate else 1.0
         now.gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
-        self._plan = self._by_load[load_level(len(asked))] = now
+        self._by_load[load_level(len(asked)), beside_prompts] = now
+        self._hold(now)
         self.tries.consider(
             market,
             plan,
@@ -325,7 +336,7 @@ class Controller:
 
     def _probe_price_s(self) -> float:
         off_s = self.known.step_s.value  # not less than without drafts, and known without a calculation
-        gain = self._plan.gain or 1.5
+        gain = self._alone.gain or 1.5
         return NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
 
     # --- after a step -----------------------------------------------------------------------------------------
@@ -407,7 +418,7 @@ class Controller:
         return ControlReport(
             adaptive=self.adaptive,
             speculating=any(use.depth.value > 0.05 for use in self.known.tasks.values()),
-            estimated_speedup=self._plan.gain,
+            estimated_speedup=self._alone.gain,
             realised=self.realised.speedup(),
             probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,
             methods=methods,
@@ -416,7 +427,7 @@ class Controller:
         )
 
     def _task_report(self, task: str, use: Use) -> TaskReport:
-        choice = self._plan.of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
+        choice = self._alone.of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
         member = choice.lookup if choice.member == NOBODY else choice.member
         rates = [self.known.acceptance[m].rate(task) for m in range(len(self.members))]
         known = [rate for rate in rates if rate is not None]
@@ -427,7 +438,7 @@ class Controller:
             depth=use.depth.value,
             acceptance_rate=rate,
             acceptance_length=use.tokens.value or None,
-            break_even=self.known.break_even(max(member, 0), max(self._plan.num_requests, 1)),
-            estimated_speedup=self._plan.gains.get(task, self._plan.gain),
+            break_even=self.known.break_even(max(member, 0), max(self._alone.num_requests, 1)),
+            estimated_speedup=self._alone.gains.get(task, self._alone.gain),
             realised=self.realised.speedup(task),
         )

@@ -25,6 +25,8 @@ class Standing:
     """When it is too old to hold again, on the clock of all steps."""
     num_requests: int = 0
     """Of the step that it was made for."""
+    beside_prompts: bool = False
+    """Made for steps that compute prompts too, where a pass is full and each draft token costs more."""
     is_nothing: bool = False
     """Nobody is drafted for."""
     gain: float | None = None
@@ -42,10 +44,10 @@ class Standing:
     def choice(self, sequence_id: int, task: str) -> Choice:
         return self.chosen.get(sequence_id) or self.of_task.get(task, self.usual)
 
-    def is_for(self, num_requests: int) -> bool:
+    def is_for(self, num_requests: int, beside_prompts: bool) -> bool:
         """False where it was made for another load."""
-        if num_requests == self.num_requests:
-            return True
+        if beside_prompts != self.beside_prompts:
+            return False
         return abs(num_requests - self.num_requests) <= SAME_LOAD * max(num_requests, self.num_requests)
 
     def take_over(self, other: Standing) -> None:
