@@ -192,3 +192,40 @@ def test_levels_are_priced_as_calls_are() -> None:
     assert shares[0] == 0
     assert list(shares[1:]) == pytest.approx([cost(Drafted(4, n, 4 * n)) / 4 for n in range(1, 7)])
     assert not DraftCost(0.01).by_level(4, 6).any()
+
+
+def test_rows_of_prompts_are_priced_apart() -> None:
+    """They need no logits: what they take says nothing of rows that do."""
+    cost = StepCost(lambda rows: 0.001 * rows)
+    for step in range(200):
+        checked, prompt = step % 5, 100 * (step % 2)
+        seconds = 0.001 * (4 + checked) + 0.0004 * prompt
+        cost.learn(
+            num_sequences=4,
+            num_rows=4 + checked + prompt,
+            drafted=min(checked, 4),
+            checked=checked,
+            seconds=seconds,
+        )
+    for checked, prompt in ((0, 0), (4, 0), (0, 100), (4, 100)):
+        expected = 0.001 * (4 + checked) + 0.0004 * prompt
+        found = cost.step_s(4, 4 + checked + prompt, min(checked, 4), checked)
+        assert found == pytest.approx(expected, rel=0.03), (checked, prompt)
+
+
+def test_what_any_draft_costs_is_not_taken_for_each_requests() -> None:
+    """A lone request cannot show the difference; most of such a cost is the step's."""
+    extra_s = 0.002
+    cost = StepCost(lambda rows: 0.020)
+    for step in range(200):
+        drafts = step % 2
+        cost.learn(
+            num_sequences=1,
+            num_rows=1 + drafts,
+            drafted=drafts,
+            checked=drafts,
+            seconds=0.020 + extra_s * drafts,
+        )
+    alone = cost.step_s(1, 2, 1, 1) - cost.step_s(1, 1, 0, 0)
+    assert alone == pytest.approx(extra_s, rel=0.1)
+    assert cost.step_s(8, 16, 8, 8) - cost.step_s(8, 8, 0, 0) < 2 * extra_s

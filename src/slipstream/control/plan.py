@@ -197,8 +197,9 @@ class Market:
         more = max(1.0, 0.25 * self._number)
         before = self._cost.step_s(self._number, base, drafted, rows)
         with_rows = self._cost.step_s(self._number, base + more, drafted, rows + more)
-        with_drafted = self._cost.step_s(self._number, base, drafted + 1.0, rows)
-        return Marginal((with_rows - before) / more, with_drafted - before, shares)
+        others = max(1.0, 0.5 * self._number)
+        with_drafted = self._cost.step_s(self._number, base, drafted + others, rows)
+        return Marginal((with_rows - before) / more, (with_drafted - before) / others, shares)
 
     def tokens(self, plan: Plan) -> list[float]:
         """By request, the tokens that a step is expected to yield."""

@@ -189,14 +189,22 @@ class StepCost:
     def __init__(self, pass_s: Callable[[float], float]) -> None:
         """`pass_s` is the expected time of a target pass by rows."""
         self._pass_s = pass_s
-        spread = [pass_s(1.0) * share for share in (0.3, 0.02, 0.01, 0.01)]
-        self._parts = Linear([0.0, 0.0, 0.0, 0.0, 1.0], [*spread, 0.3])
+        # With one request, a step that has a draft and a request that has one are the same; most of it is the step's.
+        spread = [pass_s(1.0) * share for share in (0.3, 0.02, 0.05, 0.01, 0.01)]
+        self._parts = Linear([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [*spread, 0.3, 0.3])
 
     def learn(self, *, num_sequences: int, num_rows: int, drafted: int, checked: int, seconds: float) -> None:
         """One step of `num_rows` rows in all, of which `checked` were drafts for `drafted` sequences."""
-        features = (1.0, num_sequences, drafted, checked, self._pass_s(num_rows))
-        self._parts.learn(features, seconds)
+        self._parts.learn(self._features(num_sequences, num_rows, drafted, checked), seconds)
 
     def step_s(self, num_sequences: int, num_rows: float, drafted: float, checked: float) -> float:
         """Expected seconds."""
-        return self._parts((1.0, num_sequences, drafted, checked, self._pass_s(num_rows)))
+        return self._parts(self._features(num_sequences, num_rows, drafted, checked))
+
+    def _features(
+        self, num_sequences: int, num_rows: float, drafted: float, checked: float
+    ) -> tuple[float, ...]:
+        """The pass is in two parts: rows of prompts need no logits, so they take less than the others."""
+        decoding_s = self._pass_s(num_sequences + checked)
+        prompts_s = self._pass_s(num_rows) - decoding_s if num_rows > num_sequences + checked else 0.0
+        return 1.0, num_sequences, min(drafted, 1.0), drafted, checked, decoding_s, prompts_s
