@@ -144,3 +144,25 @@ def test_steps_with_prompts_have_plans_of_their_own() -> None:
         gains = [Gain("t", 1)] * 8
         controller.learn(StepFacts(8 + num_prompt_rows, num_prompt_rows, seconds, [], [], 0, 0, gains))
     assert controller.report().estimated_speedup > 1.1
+
+
+def test_where_nobody_is_drafted_for_prompts_are_no_reason_to_ask_again() -> None:
+    lookup = Member("suffix", 8, is_chain=False, looks_up=True)
+    controller = Controller(
+        [lookup], adaptive=True, probe_share=0.0, pass_s=lambda rows: 1e-5 * rows, clock=FakeClock()
+    )
+    for _ in range(200):
+        controller.score(0, "t", 1, 0)  # never right
+    for num_prompt_rows in (0, 64) * 3:  # until it is known what steps take, plans are short
+        controller.choose(asked(8), num_prompt_rows)
+        rows = 8 + num_prompt_rows
+        controller.learn(StepFacts(rows, num_prompt_rows, 1e-5 * rows, [], [], 0, 0, [Gain("t", 1)] * 8))
+    for num_prompt_rows in (0, 64, 64, 0):
+        assert controller.repeats(8, num_prompt_rows > 0)
+        assert controller.rests
+    assert not controller.repeats(64, True), "another load"
+    for plan in (controller._alone, controller._beside):
+        plan.is_nothing = False
+        assert not controller.repeats(8, True), "somebody may have to begin with a prompt, or is drafted for"
+        plan.is_nothing = True
+    assert controller.repeats(8, True)

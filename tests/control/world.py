@@ -180,7 +180,7 @@ class World:
         """As the engine does one: prompts of new requests are computed beside the others' tokens."""
         controller, running = self.controller, self.running
         num_others = sum(request.prompt for request in self.waiting)
-        if not num_others and controller.repeats(len(running)):
+        if running and controller.repeats(len(running), num_others > 0):
             choices = [self._standing(request) for request in running]
             told = controller.wants_books
         else:

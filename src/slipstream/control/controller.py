@@ -74,8 +74,8 @@ class Controller:
             if adaptive
             else Standing(Choice(0, self.members[0].max_depth), math.inf)
         )
-        self._alone = self._plan
-        """The last one for steps without prompts, which are most."""
+        self._alone = self._beside = self._plan
+        """The last ones for steps without prompts, which are most, and for steps with some."""
         self._by_load: dict[tuple[int, bool], Standing] = {}
         """Plans for other loads, which hold again when these come back: making one at every change would cost more
         than it gains."""
@@ -114,16 +114,21 @@ class Controller:
         self._speculates = any(choice is not NOTHING and choice != NOTHING for choice in choices)
         return choices
 
-    def repeats(self, num_requests: int) -> bool:
-        """Instead of `choose`, for a step without prompts: True where each request gets its `standing` choice.
+    def repeats(self, num_requests: int, beside_prompts: bool = False) -> bool:
+        """Instead of `choose`: True where each request gets its `standing` choice.
 
         It does as long as the plan holds, between two steps that are told of; and where nothing is drafted for anybody.
+        With prompts in the step it does only then, since somebody may have to begin with them.
         """
-        plan = self._plan
+        plan = self._beside if beside_prompts else self._alone
+        nobody = self._alone.is_nothing and self._beside.is_nothing
+        if (beside_prompts or plan is not self._plan) and not nobody:
+            return False
         if not self._is_steady or plan.held_s <= 0 or (self._repeats <= 0 and not plan.is_nothing):
             return False
-        if self.adaptive and not plan.is_for(num_requests, beside_prompts=False):
+        if self.adaptive and not plan.is_for(num_requests, beside_prompts):
             return False
+        self._plan = plan
         self.known.turn += 1
         return True
 
@@ -233,7 +238,9 @@ class Controller:
 
     def _hold(self, plan: Standing) -> None:
         self._plan = plan
-        if not plan.beside_prompts:
+        if plan.beside_prompts:
+            self._beside = plan
+        else:
             self._alone = plan
 
     def bounded(self, choice: Choice, request: Asked) -> Choice:

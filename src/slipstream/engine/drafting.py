@@ -112,13 +112,13 @@ class Drafting(Guard):
     def _wishes(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> list[Wish]:
         """Whom the controller has drafted for, by whom, and how deep."""
         decoding = [item for item in scheduled if item.decodes]
-        alone = len(decoding) == len(scheduled)
-        if alone and controller.repeats(len(decoding)):
-            self._step = _Step() if controller.wants_books else None
+        num_others = sum(item.num_rows for item in scheduled) - len(decoding)
+        if decoding and controller.repeats(len(decoding), num_others > 0):
+            self._step = _Step(num_others=num_others) if controller.wants_books else None
             return [] if controller.rests else self._again(controller, decoding)
         started_s = time.perf_counter()
         self._turn += 1
-        step = self._step = _Step(num_others=sum(item.num_rows for item in scheduled) - len(decoding))
+        step = self._step = _Step(num_others=num_others)
         wishes: list[Wish] = []
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
         for item, choice in zip(decoding, choices, strict=True):
@@ -127,7 +127,7 @@ class Drafting(Guard):
             step.choices[item.sequence.id] = choice
             if choice != NOTHING:
                 wishes.append((item.sequence, item.max_draft_tokens, _selection(choice)))
-        if not alone:
+        if num_others:
             wishes += self._announced(controller, scheduled)
         if self._group is not None and decoding and self._turn % SCORED_EVERY == 0:
             self._look_up(controller, step, decoding[self._turn // SCORED_EVERY % len(decoding)])
