@@ -88,7 +88,7 @@ class Marginal(NamedTuple):
     row_s: float
     """Of one more draft token in the pass."""
     drafted_s: float
-    """Of one more request that has any."""
+    """Of one more request that has any, if all have."""
     share_s: list[float]
     """By drafter, of a request's share of its calls."""
 
@@ -197,9 +197,10 @@ class Market:
         more = max(1.0, 0.25 * self._number)
         before = self._cost.step_s(self._number, base, drafted, rows)
         with_rows = self._cost.step_s(self._number, base + more, drafted, rows + more)
-        others = max(1.0, 0.5 * self._number)
-        with_drafted = self._cost.step_s(self._number, base, drafted + others, rows)
-        return Marginal((with_rows - before) / more, (with_drafted - before) / others, shares)
+        nobody, everybody = (
+            self._cost.step_s(self._number, base, each, rows) for each in (0.0, self._number)
+        )
+        return Marginal((with_rows - before) / more, (everybody - nobody) / self._number, shares)
 
     def tokens(self, plan: Plan) -> list[float]:
         """By request, the tokens that a step is expected to yield."""
