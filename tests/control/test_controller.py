@@ -499,11 +499,11 @@ def test_a_clock_that_jumps_fixes_no_plan_for_ever(jump_s: float) -> None:
     plans = 0
     replan = world.controller._replan
 
-    def jumping(asked: Any, beside_prompts: bool) -> None:
+    def jumping(*asked: Any) -> None:
         nonlocal plans
         plans += 1
         tick, clock.tick_s = clock.tick_s, jump_s
-        replan(asked, beside_prompts)
+        replan(*asked)
         clock.tick_s = tick
 
     world.controller._replan = jumping  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ def test_a_load_that_comes_back_needs_no_new_plan_until_that_is_old(monkeypatch:
     plans: list[int] = []
     replan = controller._replan
     monkeypatch.setattr(
-        controller, "_replan", lambda asked, beside: (plans.append(len(asked)), replan(asked, beside))
+        controller, "_replan", lambda asked, *load: (plans.append(len(asked)), replan(asked, *load))
     )
     num_steps = 2000
     for step in range(num_steps):
@@ -108,7 +108,7 @@ def test_nobody_is_given_a_drafter_that_must_read_a_long_text_first() -> None:
     plan = Standing(DEEP, held_s=9.0, until_s=9.0, num_requests=4)
     for unseen, recalled in [(8, True), (4000, False)]:
         controller._plan, controller._by_load = Standing(NOTHING, 9.0, num_requests=16), {(1, False): plan}
-        requests = [Asked(number, "t", limit=8, length=unseen) for number in range(4)]
+        requests = [Asked(number, "t", limit=8, length=unseen, num_output=9) for number in range(4)]
         controller._recall(requests, beside_prompts=False)
         assert (controller._plan is plan) == recalled
 
@@ -166,3 +166,21 @@ def test_where_nobody_is_drafted_for_prompts_are_no_reason_to_ask_again() -> Non
         assert not controller.repeats(8, True), "somebody may have to begin with a prompt, or is drafted for"
         plan.is_nothing = True
     assert controller.repeats(8, True)
+
+
+def test_prompts_are_begun_by_whom_the_plan_in_force_names_where_the_other_is_old() -> None:
+    chain = Member("a", 4, is_chain=True)
+    controller = Controller([chain], adaptive=True, probe_share=0.0, pass_s=lambda rows: STEP_S)
+    controller._hold(Standing(DEEP, held_s=1.0, until_s=1.0, num_requests=4, beside_prompts=True))
+    assert controller.announce(1, "t", 16, 16, 100) == 0, "there was no plan for steps alone yet"
+    controller._hold(Standing(NOTHING, held_s=1.0, until_s=1.0, num_requests=4))
+    assert controller.announce(2, "t", 16, 16, 100) == -1
+
+
+def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
+    lookup = Member("suffix", 8, is_chain=False, looks_up=True)
+    controller = Controller([lookup], adaptive=True, probe_share=0.0, pass_s=lambda rows: STEP_S)
+    limited = [Asked(0, "t", limit=0, length=100), *asked(4)[1:]]
+    controller.choose(limited, 64)
+    assert controller._plan.num_requests == 4
+    assert controller._plan.is_for(4, beside_prompts=True)

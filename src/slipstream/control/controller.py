@@ -70,7 +70,7 @@ class Controller:
         self.realised = Realised()
         self._clock = clock
         self._plan = (
-            Standing(NOTHING, held_s=0.0)
+            Standing(NOTHING, held_s=0.0, until_s=0.0)
             if adaptive
             else Standing(Choice(0, self.members[0].max_depth), math.inf)
         )
@@ -110,6 +110,9 @@ class Controller:
     def choose(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
         self.known.begin_step()
+        if not asked and self._probe_left:  # nothing to compare with
+            self._probe_left, self._in_probe = 0, False
+            self.realised.give_up()
         choices = self._chosen_now(asked, num_other_rows) if asked else []
         self._speculates = any(choice is not NOTHING and choice != NOTHING for choice in choices)
         return choices
@@ -129,6 +132,7 @@ class Controller:
         if self.adaptive and not plan.is_for(num_requests, beside_prompts):
             return False
         self._plan = plan
+        self._speculates = self._speculates and not plan.is_nothing
         self.known.turn += 1
         return True
 
@@ -177,7 +181,7 @@ class Controller:
     def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
         if not self.adaptive:
             return 0
-        plan = self._alone
+        plan = self._alone if self.budget.total_s < self._alone.until_s else self._plan
         member, depth, _, _ = plan.of_task.get(task, plan.usual)
         if member == NOBODY or not depth:
             return NOBODY
@@ -198,9 +202,9 @@ class Controller:
             # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next.
             able = [request for request in asked if request.limit > 0]
             if len(able) == len(asked) or not num_other_rows:
-                self._replan(asked, beside_prompts)
+                self._replan(asked, beside_prompts, len(asked))
             elif 2 * len(able) >= len(asked):
-                self._replan(able, beside_prompts)
+                self._replan(able, beside_prompts, len(asked))
         plan = self._plan
         choices = [
             self.bounded(
@@ -231,8 +235,9 @@ class Controller:
         plan = min(plans, key=lambda each: abs(each.num_requests - number))
         plan.take_over(self._plan)
         for request in asked:
-            member = plan.choice(request.sequence_id, request.task).member
-            if member != NOBODY and self.known.num_unseen(member, request):
+            member = self.bounded(plan.choice(request.sequence_id, request.task), request).member
+            is_new = request.num_output <= 1  # what its prompt takes was weighed when that was begun with
+            if member != NOBODY and not is_new and self.known.num_unseen(member, request):
                 return
         self._hold(plan)
 
@@ -261,7 +266,8 @@ class Controller:
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _replan(self, asked: Seq[Asked], beside_prompts: bool) -> None:
+    def _replan(self, asked: Seq[Asked], beside_prompts: bool, num_requests: int) -> None:
+        """Plan for those of `num_requests` that may have drafts."""
         started_s = self._clock()
         self.known.work_in()
         market = Market(
@@ -287,13 +293,14 @@ class Controller:
             )
         ]
         slower = plan.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
-        of_task, gains = dict(self._plan.of_task), dict(self._plan.gains)
-        now = Standing(NOTHING, 0.0, math.inf, len(asked), beside_prompts, of_task=of_task, gains=gains)
+        before = self._beside if beside_prompts else self._alone
+        now = Standing(NOTHING, 0.0, math.inf, num_requests, beside_prompts)
+        now.of_task, now.gains = self._plan.of_task | before.of_task, self._plan.gains | before.gains
         now.decide(asked, choices, [tokens / slower for tokens in market.tokens(plan)])
         now.undrafted_rate = market.nothing(plan.guesses).tokens_per_s
         now.drafts_gain = plan.tokens_per_s / now.undrafted_rate if now.undrafted_rate else 1.0
         now.gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
-        self._by_load[load_level(len(asked)), beside_prompts] = now
+        self._by_load[load_level(num_requests), beside_prompts] = now
         self._hold(now)
         self.tries.consider(
             market,

@@ -113,7 +113,9 @@ class Drafting(Guard):
         """Whom the controller has drafted for, by whom, and how deep."""
         decoding = [item for item in scheduled if item.decodes]
         num_others = sum(item.num_rows for item in scheduled) - len(decoding)
-        if decoding and controller.repeats(len(decoding), num_others > 0):
+        insists = any(item.sequence.draft_method is not None for item in decoding)
+        may_repeat = bool(decoding) and not (insists and controller.rests)
+        if may_repeat and controller.repeats(len(decoding), num_others > 0):
             self._step = _Step(num_others=num_others) if controller.wants_books else None
             return [] if controller.rests else self._again(controller, decoding)
         started_s = time.perf_counter()
@@ -129,7 +131,8 @@ class Drafting(Guard):
                 wishes.append((item.sequence, item.max_draft_tokens, _selection(choice)))
         if num_others:
             wishes += self._announced(controller, scheduled)
-        if self._group is not None and decoding and self._turn % SCORED_EVERY == 0:
+        scores = controller.rests or self._turn % SCORED_EVERY == 0  # who rests is asked seldom
+        if self._group is not None and decoding and scores:
             self._look_up(controller, step, decoding[self._turn // SCORED_EVERY % len(decoding)])
         step.books_s = time.perf_counter() - started_s - controller.planning_s
         return wishes
