@@ -453,6 +453,6 @@ class Controller:
             acceptance_rate=rate,
             acceptance_length=use.tokens.value or None,
             break_even=self.known.break_even(max(member, 0), max(self._alone.num_requests, 1)),
-            estimated_speedup=self._alone.gains.get(task, self._alone.gain),
+            estimated_speedup=self._alone.gains.get(task),
             realised=self.realised.speedup(task),
         )

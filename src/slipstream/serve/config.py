@@ -12,6 +12,8 @@ from slipstream.serve.tool_formats import FORMAT_NAMES
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "text")
 METRICS_ALIASES = ("vllm",)
+MAX_STREAM_INTERVAL_S = 10.0
+"""Beyond it a stream is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,11 @@ class ServeConfig:
         for name in ("body_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")
-        for name in ("grace_period_s", "stream_interval_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"serve {name} must be at least 0, got {getattr(self, name)}")
+        if not self.grace_period_s >= 0:
+            raise ConfigError(f"serve grace_period_s must be at least 0, got {self.grace_period_s}")
+        if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
+            most = f"{MAX_STREAM_INTERVAL_S:g} s"
+            raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
         reject_unknown([self.log_format], LOG_FORMATS, "log_format")
         if self.tool_call_parser is not None:
