@@ -4,7 +4,7 @@ The choice is `plan.Market`'s, from the costs of this engine's own steps and the
 learned as they come, so that a wrong choice corrects itself. What is not chosen is not forgotten: now and then a
 request tries it for a few steps, and now and then all go without drafts for a few steps, which tells what speculation
 really gains. What either costs is estimated beforehand and paid out of a fixed share of the time (`probe_share`), so
-regret is bounded by it, whatever the traffic.
+what finding out costs is bounded, whatever the traffic.
 
 Everything that is decided rests on steps that are over: the tokens of a draft at hand have no say in whether it is
 checked (non-anticipation), so the classical verifiers stay exact too.
