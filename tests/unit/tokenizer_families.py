@@ -1,12 +1,15 @@
-"""Tokenizers of three families, trained on the spot (once: equal counts come in any order), and tiny random models that
-speak them."""
+"""Tokenizers of three families, made on the spot, the same ones every time, and tiny random models that speak them."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import combinations
+from math import log
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ SENTENCES = [
     "Ein Übermaß an Höflichkeit ist manchmal unhöflich. Ça va très bien, merci!",
     "日本語のテキストもあります。 👍 naïve café",
 ] * 3
+SPECIALS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+LATIN = set(ascii_letters + digits + ".,;:()=+-!'\n") | set("üßöÇç")
+"""Characters that the byte-fallback vocabulary has pieces for."""
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -54,30 +60,28 @@ def byte_fallback(vocab_size: int = 500) -> Any:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, limit_alphabet=60, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIALS, show_progress=False)
     words = [word for text in SENTENCES for word in text.split(" ")]
-    backend.train_from_iterator(words, trainer)
+    backend.train_from_iterator([word for word in words if set(word) <= LATIN], trainer)
     return _without_special_bytes(backend)
 
 
 @cache
 def unigram(vocab_size: int = 600) -> Any:
-    """SentencePiece-like unigram pieces with byte fallback, as T5's and Gemma's."""
-    backend = Tokenizer(models.Unigram())
+    """SentencePiece-like unigram pieces with byte fallback, as T5's and Gemma's.
+
+    The pieces are the strings that say most of the text. The library's trainer would choose others in every process.
+    """
+    counts: Counter[str] = Counter()
+    for word in "".join(SENTENCES).replace(" ", " ▁").split(" "):
+        counts.update(word[a:b] for a, b in combinations(range(len(word) + 1), 2) if b - a <= 8)
+    said = sorted(counts, key=lambda piece: (len(piece) > 1, -counts[piece] * len(piece), piece))
+    pieces = [(special, 0.0) for special in SPECIALS]
+    pieces += [(piece, log(counts[piece] / counts.total())) for piece in said[: vocab_size - len(pieces)]]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size, special_tokens=specials, unk_token="<unk>", show_progress=False
-    )
-    backend.train_from_iterator(SENTENCES, trainer)
-    pieces = [tuple(piece) for piece in _state(backend)["model"]["vocab"]]
-    fitted = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    fitted.pre_tokenizer = pre_tokenizers.Metaspace()
-    fitted.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
-    return _with_roles(fitted)
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    return _with_roles(backend)
 
 
 def _state(backend: Tokenizer) -> Any:

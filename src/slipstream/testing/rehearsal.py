@@ -19,6 +19,7 @@ import torch
 
 from slipstream.core import EMPTY_PROPOSAL, ROOT, FinishReason, Proposal, ProposalKind, Sequence, Verdict
 from slipstream.draft.base import Drafter, Observation
+from slipstream.kv.accounting import CHUNK
 from slipstream.kv.cache import KVCache
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
@@ -86,7 +87,9 @@ class Stage:
         self.max_nodes = self.call("max_nodes")
         is_count = isinstance(self.max_nodes, int) and self.max_nodes >= 0
         require(is_count, f"max_nodes() returned {self.max_nodes!r}")
-        num_slots = MAX_LIVE * (scene.max_len + self.max_nodes + 1)
+        # Ample: segments are rounded up, and a draft's own tokens may be more than the target's. Where memory is short
+        # a drafter may leave a sequence out, which would look like a dependence on its company.
+        num_slots = MAX_LIVE * (2 * (scene.max_len + self.max_nodes + 1) + CHUNK)
         self.call("allocate", num_slots)
         self._proposals: dict[int, Proposal] = {}
         self._target = self._make_target(num_slots)
