@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the tests do: nobody need look through it for garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +70,24 @@ def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str
         return engines_by_request[key]
 
     monkeypatch.setattr(slipstream.engine.llm, "LLM", shared)
+
+
+@pytest.fixture
+def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft models and their tokenizers are kept from test to test; nobody writes to them."""
+    monkeypatch.setattr("slipstream.draft.draft_model.load_model", _model)
+    monkeypatch.setattr("slipstream.draft.draft_model.load_tokenizer", _tokenizer)
+
+
+@cache
+def _model(folder: str, **options: Any) -> Any:
+    from slipstream.models import load_model
+
+    return load_model(folder, **options)
+
+
+@cache
+def _tokenizer(folder: str, **options: Any) -> Any:
+    from slipstream.models import load_tokenizer
+
+    return load_tokenizer(folder, **options)

@@ -120,23 +120,21 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def references(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
-    """The texts without speculation, one batch: greedy, and seeded at temperature 0.8."""
-    return texts_without_speculation(prompts, ["greedy", "seeded"])
+    """The texts without speculation: greedy, and seeded at temperature 0.8."""
+    return texts_without_speculation(prompts)
 
 
 @pytest.fixture(scope="module")
 def quantised_references(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
     """The same with an int8 target."""
-    return texts_without_speculation(prompts, ["greedy", "seeded"], quantization="int8")
+    return texts_without_speculation(prompts, quantization="int8")
 
 
-def texts_without_speculation(
-    prompts: list[list[int]], modes: list[str], **engine: Any
-) -> dict[str, list[list[int]]]:
+def texts_without_speculation(prompts: list[list[int]], **engine: Any) -> dict[str, list[list[int]]]:
     llm = LLM(max_num_seqs=16, **engine)
     return {
         mode: [output.outputs[0].token_ids for output in llm.generate(prompts, params(mode))]
-        for mode in modes
+        for mode in ("greedy", "seeded")
     }
 
 
@@ -148,49 +146,51 @@ def params(mode: str) -> list[SamplingParams]:
     ]
 
 
-def modes(name: str) -> list[str]:
-    """The classical verifiers keep the distribution, not the draw: there is no text to compare with."""
-    return ["greedy", "seeded"] if SPECS[name].get("verifier", "coupled") == "coupled" else ["greedy"]
-
-
-def speculate(name: str, mode: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, list[list[int]]]:
-    """The texts of the prompts in order, decoded in another order and batch than those without speculation."""
+def speculate(name: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, dict[str, list[list[int]]]]:
+    """The texts of the prompts in order, by mode: decoded together, in another order and batch than those without
+    speculation. The classical verifiers keep the distribution, not the draw: there is no seeded text to compare with.
+    """
     config = SPECS[name]
     if config.get("model") == TRAINED:
         config = {**config, "model": trained_heads(config["method"])}
     llm = LLM(speculative_config=config, max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
-    wanted = params(mode)
-    order = sorted(range(NUM_PROMPTS), key=lambda number: (number * 37) % NUM_PROMPTS)
-    outputs = llm.generate([prompts[i] for i in order], [wanted[i] for i in order])
+    modes = ["greedy", "seeded"] if config.get("verifier", "coupled") == "coupled" else ["greedy"]
+    requests = [(mode, number) for mode in modes for number in range(NUM_PROMPTS)]
+    requests.sort(key=lambda request: (request[1] * 37) % NUM_PROMPTS)
+    wanted = {mode: params(mode) for mode in modes}
+    outputs = llm.generate([prompts[i] for _, i in requests], [wanted[mode][i] for mode, i in requests])
     assert llm.engine.integrity() == []
     assert llm.engine.drafting.num_failures == 0
     assert getattr(llm.engine.drafter, "num_failures", 0) == 0
     if config["method"] != "auto":  # which may find that it does not pay here
-        assert sum(output.metrics.num_accepted_tokens for output in outputs) > NUM_PROMPTS // 4
-    by_number = dict(zip(order, outputs, strict=True))
-    return llm, [by_number[number].outputs[0].token_ids for number in range(NUM_PROMPTS)]
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > len(requests) // 4
+    given = dict(zip(requests, outputs, strict=True))
+    return llm, {
+        mode: [given[mode, number].outputs[0].token_ids for number in range(NUM_PROMPTS)] for mode in modes
+    }
 
 
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in SPECS for mode in modes(name)])
+@pytest.mark.parametrize("name", SPECS)
 def test_texts_are_those_without_speculation(
-    name: str, mode: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
+    name: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
 ) -> None:
-    llm, texts = speculate(name, mode, prompts)
+    llm, texts = speculate(name, prompts)
     assert llm.engine.model.decoder is not None
-    assert texts == references[mode]
+    for mode in texts:
+        assert texts[mode] == references[mode], mode
 
 
-@pytest.mark.parametrize("mode", ["greedy", "seeded"])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_an_int8_target_says_the_same_with_and_without_speculation(
-    name: str, mode: str, prompts: list[list[int]], quantised_references: dict[str, list[list[int]]]
+    name: str, prompts: list[list[int]], quantised_references: dict[str, list[list[int]]]
 ) -> None:
-    assert speculate(name, mode, prompts, quantization="int8")[1] == quantised_references[mode]
+    assert speculate(name, prompts, quantization="int8")[1] == quantised_references
 
 
 def test_in_pytorchs_kernels_only_near_ties_flip(prompts: list[list[int]]) -> None:
-    references = texts_without_speculation(prompts, ["greedy"], cpu_kernels="torch")["greedy"]
-    llm, texts = speculate("draft-chain", "greedy", prompts, cpu_kernels="torch")
+    references = texts_without_speculation(prompts, cpu_kernels="torch")["greedy"]
+    llm, by_mode = speculate("draft-chain", prompts, cpu_kernels="torch")
+    texts = by_mode["greedy"]
     flipped = [number for number in range(NUM_PROMPTS) if texts[number] != references[number]]
     for number in flipped:
         margin = margin_at_divergence(llm, prompts[number], texts[number], references[number])

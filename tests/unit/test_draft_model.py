@@ -22,6 +22,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
+pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
+
 VOCAB = 4096
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 

@@ -24,6 +24,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import OracleOptions, draft_context
 
+pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
+
 VOCAB = 4096
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix", "tree": True, "num_draft_nodes": 6}

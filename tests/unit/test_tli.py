@@ -22,6 +22,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
+pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
+
 PAIRS = [("byte-level", "unigram"), ("byte-fallback", "byte-level"), ("unigram", "byte-fallback")]
 
 

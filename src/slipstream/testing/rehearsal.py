@@ -198,20 +198,27 @@ class Stage:
         model, cache = self.drafter.context.target, self._target
         assert model is not None
         assert cache is not None
-        layers = tuple(self.drafter.feature_layers())
-        for i in ids:
+        for i in ids:  # first all: making room for one may move another
             self._reserve(i, 0)
-            sequence, segment = self.live[i], cache.accounting.segment(i)
+        groups: dict[int, RowGroup] = {}
+        for i in ids:
+            segment = cache.accounting.segment(i)
             past = len(segment.token_ids)
-            token_ids = sequence.token_ids[past:-1]
-            if not token_ids:
-                continue
-            output = model.forward([RowGroup(segment.start, past, token_ids, [])], cache.pool, layers)
+            token_ids = self.live[i].token_ids[past:-1]
+            if token_ids:
+                groups[i] = RowGroup(segment.start, past, token_ids, [])
+        if not groups:
+            return
+        layers = tuple(self.drafter.feature_layers())
+        output = model.forward(list(groups.values()), cache.pool, layers)
+        end = 0
+        for i, group in groups.items():
+            begin, end = end, end + len(group.token_ids)
             if layers:
-                first = segment.start + past
-                features = torch.cat([output.hidden[layer] for layer in layers], dim=-1)
-                cache.pool.features[first : first + len(token_ids)] = features
-            cache.accounting.commit(i, token_ids)
+                first = group.first_new_slot
+                features = [output.hidden[layer][begin:end] for layer in layers]
+                cache.pool.features[first : first + end - begin] = torch.cat(features, dim=-1)
+            cache.accounting.commit(i, list(group.token_ids))
 
     def _forget(self, i: int) -> None:
         if self._target is not None and i in self._target.accounting:
