@@ -18,7 +18,7 @@ from slipstream.engine.inputs import encode_chat
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
 
-NUM_SAMPLES = 600
+NUM_SAMPLES = 400
 NUM_TOKENS = 3
 TOP_K = 3
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
