@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from slipstream.control.choice import NOTHING, Asked, Member
 from slipstream.control.controller import Controller
 from slipstream.control.knowledge import Knowledge
 from slipstream.control.offers import guesses, offer
-from slipstream.control.plan import NOBODY, Market
+from slipstream.control.plan import NOBODY, Guesses, Market, Plan
 
 SIZE = 8
 LOOKUP = Member("suffix", 8, is_chain=False, looks_up=True)
@@ -42,3 +46,22 @@ def test_a_guess_must_also_pay_for_what_a_request_costs_that_has_one(drafted_s: 
     assert {lookup for lookup, _ in found.choices} == {0 if pays else NOBODY}
     choices = controller.choose(ASKED, 0)
     assert all((choice != NOTHING) == pays for choice in choices)
+
+
+@pytest.mark.parametrize(("better", "is_asked"), [(1.03, False), (1.2, True)])
+def test_a_drafter_must_be_clearly_better_than_lookups_alone(
+    better: float, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Member("draft_model", 4, is_chain=True, looks_up=False)
+    controller = Controller([LOOKUP, chain], adaptive=True, probe_share=0.0, pass_s=pass_s)
+    teach(controller.known, drafted_s=0.0, stands=0.6)
+
+    def drafts(market: Market, look: Callable[[Plan], Guesses]) -> Plan:
+        lookups = market.nothing(look(market.nothing())).tokens_per_s
+        plan = market.price(np.full(SIZE, 1), np.full(SIZE, 2))
+        return replace(plan, tokens_per_s=better * lookups)
+
+    monkeypatch.setattr(Market, "best", drafts)
+    choices = controller.choose(ASKED, 0)
+    assert all((choice.member == 1) == is_asked for choice in choices)
+    assert is_asked or all(choice.lookup == 0 for choice in choices)

@@ -46,6 +46,9 @@ MAX_REPEATS = 16
 """Such steps between two that are told of."""
 KEPT_GAIN = 1.01
 """A plan must be better than the one that holds by so much: changing costs something too."""
+DRAFTS_GAIN = 1.05
+"""Where lookups guess already, drafts must be better than these alone by so much: what they are worth and what they
+cost is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
 
 
 class Controller:
@@ -286,6 +289,10 @@ class Controller:
             if look:
                 looked = market.price(old.members, old.depths, look(kept))
                 plan = max(plan, looked, key=lambda each: each.tokens_per_s)
+        if look and (plan.members != NOBODY).any():
+            lookups = market.nothing(look(nothing))
+            if plan.tokens_per_s < DRAFTS_GAIN * lookups.tokens_per_s:
+                plan = lookups
         choices = [
             Choice(m, self._levels_asked(m, d), *guess)
             for m, d, guess in zip(
