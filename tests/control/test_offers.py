@@ -13,6 +13,7 @@ from slipstream.control.controller import Controller
 from slipstream.control.knowledge import Knowledge
 from slipstream.control.offers import guesses, offer
 from slipstream.control.plan import NOBODY, Guesses, Market, Plan
+from slipstream.control.step_cost import Drafted
 
 SIZE = 8
 LOOKUP = Member("suffix", 8, is_chain=False, looks_up=True)
@@ -48,20 +49,48 @@ def test_a_guess_must_also_pay_for_what_a_request_costs_that_has_one(drafted_s: 
     assert all((choice != NOTHING) == pays for choice in choices)
 
 
-@pytest.mark.parametrize(("better", "is_asked"), [(1.03, False), (1.2, True)])
-def test_a_drafter_must_be_clearly_better_than_lookups_alone(
-    better: float, is_asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain = Member("draft_model", 4, is_chain=True, looks_up=False)
-    controller = Controller([LOOKUP, chain], adaptive=True, probe_share=0.0, pass_s=pass_s)
-    teach(controller.known, drafted_s=0.0, stands=0.6)
+CHAIN = Member("draft_model", 4, is_chain=True, looks_up=False)
 
-    def drafts(market: Market, look: Callable[[Plan], Guesses]) -> Plan:
+
+def with_a_chain() -> Controller:
+    """Lookups that pay, and a draft model whose cost is known."""
+    controller = Controller([LOOKUP, CHAIN], adaptive=True, probe_share=0.0, pass_s=pass_s)
+    teach(controller.known, drafted_s=0.0, stands=0.6)
+    for number in range(1, 9):
+        controller.known.draft_costs[1].learn(Drafted(number, 2, 2 * number), 0, 0.0001 * number)
+    return controller
+
+
+def promise(better: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the best plan be drafts for everybody, so much better than lookups alone."""
+
+    def best(market: Market, look: Callable[[Plan], Guesses]) -> Plan:
         lookups = market.nothing(look(market.nothing())).tokens_per_s
         plan = market.price(np.full(SIZE, 1), np.full(SIZE, 2))
         return replace(plan, tokens_per_s=better * lookups)
 
-    monkeypatch.setattr(Market, "best", drafts)
+    monkeypatch.setattr(Market, "best", best)
+
+
+@pytest.mark.parametrize(("better", "is_asked"), [(1.03, False), (1.2, True)])
+def test_a_drafter_must_be_clearly_better_than_lookups_alone(
+    better: float, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_chain()
+    promise(better, monkeypatch)
     choices = controller.choose(ASKED, 0)
     assert all((choice.member == 1) == is_asked for choice in choices)
     assert is_asked or all(choice.lookup == 0 for choice in choices)
+
+
+def test_a_drafter_that_is_asked_stays_while_it_is_the_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = with_a_chain()
+    for better in (1.2, 1.03):
+        promise(better, monkeypatch)
+        controller._plan.held_s = 0.0
+        assert all(choice.member == 1 for choice in controller.choose(ASKED, 0))
+
+
+def test_a_drafter_of_unknown_cost_is_asked_for_one_request_without_tries() -> None:
+    controller = Controller([LOOKUP, CHAIN], adaptive=True, probe_share=0.0, pass_s=lambda rows: 0.02)
+    assert [choice.member for choice in controller.choose(ASKED, 0)].count(1) == 1

@@ -8,6 +8,7 @@ undecided, the two tokens' scores, recomputed alone, differing by less than floa
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -146,15 +147,20 @@ def params(mode: str) -> list[SamplingParams]:
     ]
 
 
-def speculate(name: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, dict[str, list[list[int]]]]:
+def modes_of(name: str) -> list[str]:
+    """The classical verifiers keep the distribution, not the draw: there is no seeded text to compare with."""
+    return ["greedy", "seeded"] if SPECS[name].get("verifier", "coupled") == "coupled" else ["greedy"]
+
+
+def speculate(
+    name: str, modes: Seq[str], prompts: list[list[int]], **engine: Any
+) -> tuple[LLM, dict[str, list[list[int]]]]:
     """The texts of the prompts in order, by mode: decoded together, in another order and batch than those without
-    speculation. The classical verifiers keep the distribution, not the draw: there is no seeded text to compare with.
-    """
+    speculation."""
     config = SPECS[name]
     if config.get("model") == TRAINED:
         config = {**config, "model": trained_heads(config["method"])}
     llm = LLM(speculative_config=config, max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
-    modes = ["greedy", "seeded"] if config.get("verifier", "coupled") == "coupled" else ["greedy"]
     requests = [(mode, number) for mode in modes for number in range(NUM_PROMPTS)]
     requests.sort(key=lambda request: (request[1] * 37) % NUM_PROMPTS)
     wanted = {mode: params(mode) for mode in modes}
@@ -162,9 +168,11 @@ def speculate(name: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, 
     assert llm.engine.integrity() == []
     assert llm.engine.drafting.num_failures == 0
     assert getattr(llm.engine.drafter, "num_failures", 0) == 0
-    if config["method"] != "auto":  # which may find that it does not pay here
-        assert sum(output.metrics.num_accepted_tokens for output in outputs) > len(requests) // 4
     given = dict(zip(requests, outputs, strict=True))
+    if config["method"] != "auto":  # which may find that it does not pay here
+        for mode in modes:
+            accepted = [given[mode, number].metrics.num_accepted_tokens for number in range(NUM_PROMPTS)]
+            assert sum(accepted) > NUM_PROMPTS // 4, mode
     return llm, {
         mode: [given[mode, number].outputs[0].token_ids for number in range(NUM_PROMPTS)] for mode in modes
     }
@@ -174,22 +182,30 @@ def speculate(name: str, prompts: list[list[int]], **engine: Any) -> tuple[LLM, 
 def test_texts_are_those_without_speculation(
     name: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
 ) -> None:
-    llm, texts = speculate(name, prompts)
+    llm, texts = speculate(name, modes_of(name), prompts)
     assert llm.engine.model.decoder is not None
     for mode in texts:
         assert texts[mode] == references[mode], mode
+
+
+@pytest.mark.parametrize("mode", ["greedy", "seeded"])
+@pytest.mark.parametrize("name", ["suffix", "draft-chain", "draft-tree"])
+def test_so_they_are_where_all_are_greedy_or_none_is(
+    name: str, mode: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
+) -> None:
+    assert speculate(name, [mode], prompts)[1] == {mode: references[mode]}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_an_int8_target_says_the_same_with_and_without_speculation(
     name: str, prompts: list[list[int]], quantised_references: dict[str, list[list[int]]]
 ) -> None:
-    assert speculate(name, prompts, quantization="int8")[1] == quantised_references
+    assert speculate(name, modes_of(name), prompts, quantization="int8")[1] == quantised_references
 
 
 def test_in_pytorchs_kernels_only_near_ties_flip(prompts: list[list[int]]) -> None:
     references = texts_without_speculation(prompts, cpu_kernels="torch")["greedy"]
-    llm, by_mode = speculate("draft-chain", prompts, cpu_kernels="torch")
+    llm, by_mode = speculate("draft-chain", ["greedy"], prompts, cpu_kernels="torch")
     texts = by_mode["greedy"]
     flipped = [number for number in range(NUM_PROMPTS) if texts[number] != references[number]]
     for number in flipped:

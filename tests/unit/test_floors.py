@@ -157,15 +157,29 @@ def test_a_slow_model_gets_few_repeats_and_a_quick_one_no_more_than_the_most(
 def test_a_first_idea_of_few_rows_is_that_of_steps_in_a_row(
     draft: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass of many rows pushes the weights out of the caches, and the next two passes pay for that."""
-    passes = [64, 64]
+    """A pass of many rows pushes the weights out of the caches, and the next few passes pay for that."""
+    passes = [64] * 8
 
     def pass_s(self: Any, rows: int, context: int) -> float:
         passes.append(rows)
-        return rows + 100.0 * any(earlier > 32 for earlier in passes[-3:-1])
+        return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - floors.NUM_SETTLING : -1])
 
     monkeypatch.setattr(floors._Bench, "pass_s", pass_s)
     assert floors.time_passes(draft, (1, 4, 64), 16, 1.0) == {1: 1.0, 4: 4.0, 64: 64.0}
+
+
+def test_a_first_idea_of_a_slow_model_has_as_many_sizes_as_there_is_time_for(
+    draft: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def pass_s(self: Any, rows: int, context: int) -> float:
+        clock[0] += 0.1
+        return 0.1
+
+    monkeypatch.setattr(floors._Bench, "pass_s", pass_s)
+    monkeypatch.setattr(floors.time, "perf_counter", lambda: clock[0])
+    assert len(floors.time_passes(draft, (1, 2, 4, 8, 16, 32), 16, 1.0)) >= 5
 
 
 def test_a_short_context_is_measured_as_far_as_it_goes() -> None:

@@ -47,8 +47,9 @@ MAX_REPEATS = 16
 KEPT_GAIN = 1.01
 """A plan must be better than the one that holds by so much: changing costs something too."""
 DRAFTS_GAIN = 1.05
-"""Where lookups guess already, drafts must be better than these alone by so much: what they are worth and what they
-cost is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
+"""Where lookups are asked first, a step must be better with drafts than with these alone by so much before drafts
+begin: what they are worth and what they cost is known from fewer steps, and the best of many uncertain estimates is too
+good to be true."""
 
 
 class Controller:
@@ -289,10 +290,8 @@ class Controller:
             if look:
                 looked = market.price(old.members, old.depths, look(kept))
                 plan = max(plan, looked, key=lambda each: each.tokens_per_s)
-        if look and (plan.members != NOBODY).any():
-            lookups = market.nothing(look(nothing))
-            if plan.tokens_per_s < DRAFTS_GAIN * lookups.tokens_per_s:
-                plan = lookups
+        if look:
+            plan = self._unless_unsure(market, plan, old, look)
         choices = [
             Choice(m, self._levels_asked(m, d), *guess)
             for m, d, guess in zip(
@@ -321,6 +320,17 @@ class Controller:
         price_s = took_s + self._books_s.value
         now.held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self.known.step_s.value)
         now.until_s = self.budget.total_s + RECALLED * now.held_s
+
+    def _unless_unsure(self, market: Market, plan: Plan, old: Plan, look: Callable[[Plan], Guesses]) -> Plan:
+        """The plan, or what lookups do alone where drafters gain too little beside them to begin with."""
+        asked = set(plan.members.tolist()) - {NOBODY}
+        if not asked or (old.members != NOBODY).any():
+            return plan
+        if not all(self.known.draft_costs[member].is_known for member in asked):
+            return plan  # one request finds out, which shows in no step of many
+        nothing = market.nothing()
+        alone = max(nothing, market.nothing(look(nothing)), key=lambda each: each.tokens_per_s)
+        return alone if plan.tokens_per_s < DRAFTS_GAIN * alone.tokens_per_s else plan
 
     def _as_plan(self, asked: Seq[Asked]) -> Plan:
         """The choices that hold, for the requests at hand."""

@@ -50,8 +50,11 @@ NUM_LOOKS = 8
 """Timed passes of each size for a first idea."""
 
 FEW_ROWS = 32
-"""As many as steps have that wait for memory. In serving, a step finds in the caches what the one before it has left
-there; after a pass of many rows the next few are slower, by half with small models."""
+"""As many as steps have that wait for memory."""
+
+NUM_SETTLING = 4
+"""In serving, a step of few rows finds in the caches what the one before it has left there; after a pass of many rows
+as many passes are slower, by half with small models."""
 
 OnProgress = Callable[[int, int], None]
 """Called between timed passes with how many passes are done, and of how many."""
@@ -95,12 +98,15 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
     bench = _Bench(model, Survey(tuple(row_counts), (context,)), seed=0)
     times_s: dict[int, float] = {}
     started_s = time.perf_counter()
+    before = 0
     for repeat in range(NUM_LOOKS):
         for rows, context_ in bench.cells:
             if repeat == 0:
                 bench.pass_s(rows, context_)  # kernels are made, buffers found
-            for _ in range(2 if rows <= FEW_ROWS else 0):
-                bench.pass_s(rows, context_)
+            if repeat and before > FEW_ROWS >= rows:
+                for _ in range(NUM_SETTLING):
+                    bench.pass_s(rows, context_)
+            before = rows
             took_s = bench.pass_s(rows, context_)
             times_s[rows] = min(took_s, times_s.get(rows, took_s))
             if time.perf_counter() - started_s > budget_s:
