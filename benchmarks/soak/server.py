@@ -7,18 +7,22 @@ import ctypes
 import gc
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from slipstream import AsyncEngine
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.serve import logs
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.lifecycle import Server, bind
+
+SMALL_CACHE = {"suffix_decoding_max_cached_requests": 500}
 
 
 def books(engine: Engine) -> dict[str, Any]:
@@ -66,6 +70,20 @@ def malloc_bytes() -> int | None:
     return int(info.uordblks + info.hblkhd)
 
 
+def with_small_cache(speculation: SpeculativeConfig) -> SpeculativeConfig:
+    """Suffix decoding remembers few enough answers to be full before half of the requests are over: what grows then is
+    a leak."""
+    if speculation.method == "suffix":
+        return replace(speculation, options={**speculation.options, **SMALL_CACHE})
+    if speculation.method != "auto":
+        return speculation
+    drafters = [
+        {**drafter, **(SMALL_CACHE if drafter["method"] == "suffix" else {})}
+        for drafter in speculation.options["drafters"]
+    ]
+    return replace(speculation, options={**speculation.options, "drafters": drafters})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--spec", help="the drafter in short; the embedded draft unless given")
@@ -75,7 +93,7 @@ def main() -> None:
     config = ServeConfig(port=0, log_level="warning", per_request_metrics=True)
     logs.configure(config)
     bound = bind(config.host, config.port)
-    speculation = speculative_config(SpeculationFlags(spec=options.spec), None)
+    speculation = with_small_cache(speculative_config(SpeculationFlags(spec=options.spec), None))
     sizes = {"kv_cache_bytes": options.kv_cache_bytes, "max_num_seqs": options.max_num_seqs}
     engine = AsyncEngine(
         engine=make_engine(None, speculation, sizes), stream_interval_s=config.stream_interval_s
