@@ -1,5 +1,6 @@
 # make demo    a real answer with and without speculation, compared
 # make test    the test suite
+# make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
 # make docs    write the generated reference pages anew
 # make clean   remove what the others made, .venv included
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check docs clean install
+.PHONY: demo test test-long check docs clean install
 
 install: $(STAMP)
 
@@ -22,7 +23,10 @@ demo: $(STAMP)
 	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadscope --durations=10 $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -q -m long -n 2 --dist loadscope --durations=10 --timeout=1200 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ def url() -> Iterator[str]:
     assert llm.engine.integrity() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180 + 2 * NUM_CASES)
 def test_no_request_breaks_the_server(url: str, tmp_path: Path) -> None:
     """No 5xx, no hang, no answer that the document does not describe, and nothing that it forbids is let through."""

@@ -22,7 +22,7 @@ NUM_PROMPTS = 6
 NUM_TOKENS = 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(COMMAND is None, reason="there is no vllm command")
 @pytest.mark.parametrize(
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
