@@ -57,7 +57,7 @@ TARGETS: dict[str, Target] = {
     "temperature": Target(MODEL, SamplingParams(temperature=0.5)),
     "top_k": Target(MODEL, SamplingParams(top_k=2)),
     "top_p": Target(MODEL, SamplingParams(top_p=0.7)),
-    "min_p": Target(MODEL, SamplingParams(min_p=0.4)),
+    "min_p_top_p": Target(TableModel(vocab_size=4, seed=2), SamplingParams(min_p=0.4, top_p=0.8)),
     "repetition": Target(MODEL, SamplingParams(repetition_penalty=1.8), (0,)),
     "presence_frequency": Target(MODEL, SamplingParams(presence_penalty=0.9, frequency_penalty=0.7), PROMPT),
     "logit_bias": Target(MODEL, SamplingParams(logit_bias={0: 1.5, 2: -0.8})),

@@ -55,6 +55,22 @@ def test_the_targets_differ_from_the_plain_one(name: str) -> None:
         assert distribution != plain_distribution(TARGETS["plain"], 3)
 
 
+def test_min_p_leaves_what_top_p_counts() -> None:
+    """Worked out from the table itself, since both sides of the grid ask the same processor."""
+    target = TARGETS["min_p_top_p"]
+    differing = 0
+    for text, probability in plain_distribution(target, 1).items():
+        weights = target.model.logits(()).exp()
+        in_order = sorted(weights.tolist(), reverse=True)
+        kept = [weight for weight in in_order if weight >= 0.4 * in_order[0]]
+        while sum(kept[:-1]) >= 0.8 * sum(kept):
+            kept.pop()
+        late = [weight for at, weight in enumerate(in_order) if sum(in_order[:at]) < 0.8 * sum(in_order)]
+        differing += len([weight for weight in late if weight >= 0.4 * in_order[0]]) != len(kept)
+        assert probability == pytest.approx(weights[text[0]].item() / sum(kept), abs=EXACT)
+    assert differing, "the two orders agree on this table, so that it proves nothing"
+
+
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_drafts_are_accepted(verifier: str) -> None:
     """A verifier that rejects everything is exact too; a draft equal to the target must mostly stand."""

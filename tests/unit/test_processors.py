@@ -34,6 +34,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 4},
     "top_p": {"top_p": 0.6},
     "min_p": {"min_p": 0.2},
+    "min_p_top_p": {"min_p": 0.15, "top_p": 0.8},
     "filters": {"temperature": 1.4, "top_k": 12, "top_p": 0.8, "min_p": 0.1},
     "repetition": {"repetition_penalty": 1.7},
     "presence": {"presence_penalty": 0.8},
@@ -94,23 +95,19 @@ def reference(values: dict[str, Any], logits: Seq[float], output: Seq[int]) -> l
     if params.greedy:
         return [float(token == scores.index(max(scores))) for token in range(len(scores))]
     scores = [score / params.temperature for score in scores]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    weights = [weight if weight >= params.min_p else 0.0 for weight in weights]
     if params.top_k > 0:
-        line = sorted(scores)[-params.top_k]
-        scores = [score if score >= line else -math.inf for score in scores]
-    probs = softmax(scores)
+        line = sorted(weights)[-params.top_k]
+        weights = [weight if weight >= line else 0.0 for weight in weights]
+    probs = [weight / sum(weights) for weight in weights]
     mass, kept = 0.0, set[int]()
     for token in sorted(range(len(probs)), key=lambda token: -probs[token]):
         if mass < params.top_p:
             kept.add(token)
         mass += probs[token]
-    probs = softmax([score if token in kept else -math.inf for token, score in enumerate(scores)])
-    probs = [p if p >= params.min_p * max(probs) else 0.0 for p in probs]
+    probs = [p if token in kept else 0.0 for token, p in enumerate(probs)]
     return [p / sum(probs) for p in probs]
-
-
-def softmax(scores: Seq[float]) -> list[float]:
-    weights = [math.exp(score - max(scores)) for score in scores]
-    return [weight / sum(weights) for weight in weights]
 
 
 def random_texts(count: int, longest: int = 6) -> list[tuple[int, ...]]:
@@ -192,6 +189,16 @@ def test_against_transformers(values: dict[str, Any], theirs: Any, vocab: int) -
     ours = make(vocab, bad_words=(), **values).log_probs(logits, output, [()] * 20)
     assert torch.equal(ours.isinf(), expected.isinf())
     assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """Of 0.5, 0.3, 0.2, min-p leaves 0.625 and 0.375, and top-p then the first alone. Transformers' order leaves two."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    ours = LogitsProcessor(SamplingParams(min_p=0.5, top_p=0.6), (), (), (), 3).log_probs(logits, (), [()])
+    assert ours.exp().tolist() == [[1.0, 0.0, 0.0]]
+    text = torch.tensor([[0]])
+    theirs = MinPLogitsWarper(0.5)(text, TopPLogitsWarper(0.6)(text, logits)).softmax(-1)
+    assert theirs[0].tolist() == pytest.approx([0.625, 0.375, 0.0])
 
 
 def test_top_p_looks_beyond_its_candidates_when_they_fall_short(monkeypatch: pytest.MonkeyPatch) -> None:

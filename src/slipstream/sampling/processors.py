@@ -1,11 +1,14 @@
 """From the target's logits to the distribution that a request asked for, row by row and exactly.
 
-The order is fixed, and documented because it matters:
+The order is fixed, vLLM's, and documented because it matters:
 
 1. masks: allowed tokens, grammar, bad words, `logit_bias`, then no stop token before `min_tokens`;
 2. penalties: repetition, frequency, presence;
 3. temperature;
-4. filters: top-k, then top-p of what is left, then min-p.
+4. filters: min-p, then top-k of what is left, then top-p of what is left then.
+
+Transformers takes min-p last. Top-p measures its mass after min-p here and before it there, so a request with both is
+another distribution; any other choice of filters is the same.
 
 Every rule that looks at the text looks at the text *of its row*: prompt, answer so far and the path to the
 node. A row on a path is therefore the same, bit for bit, as the row of that text once it is committed. No row
@@ -186,17 +189,17 @@ class LogitsProcessor:
         scores[:, columns] = picked - params.presence_penalty * occurrences.clamp(max=1)
 
     def _filter(self, scores: torch.Tensor) -> torch.Tensor:
-        """Top-k, top-p and min-p on `scores` [R, V], which are logits over temperature."""
+        """Min-p, top-k and top-p on `scores` [R, V], which are logits over temperature."""
         top_k, top_p, min_p = self._params.top_k, self._params.top_p, self._params.min_p
+        if min_p > 0:
+            cut = scores.amax(-1, keepdim=True) + math.log(min_p)
+            scores = scores.masked_fill(scores < cut, -math.inf)
         if 0 < top_k < self._vocab_size:
             cut = scores.topk(top_k).values[:, -1:]  # [R, 1]
             scores = scores.masked_fill(scores < cut, -math.inf)
         if top_p < 1:
             probs = scores.softmax(-1)
             scores = scores.masked_fill(probs < _nucleus_cut(probs, top_p), -math.inf)
-        if min_p > 0:
-            cut = scores.amax(-1, keepdim=True) + math.log(min_p)
-            scores = scores.masked_fill(scores < cut, -math.inf)
         return scores
 
     def _tensor(self, name: str, values: Seq[int] | Seq[float], device: torch.device) -> torch.Tensor:
