@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from slipstream.core import TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
+from slipstream.serve.errors import ApiError
 from slipstream.serve.figures import request_metrics, usage
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
@@ -17,8 +18,8 @@ from slipstream.serve.tokens import Tokens
 class Answer(ABC):
     """A response in the making. `add` takes every update; then come chunks as they are, or `whole` at the end."""
 
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    names_events: ClassVar[bool] = False
+    """Events of a stream have their type as a name, and the last one says so by it; else that is `[DONE]`."""
 
     def __init__(self, job: Job, service: Service) -> None:
         self.job = job
@@ -44,8 +45,40 @@ class Answer(ABC):
         if update.output is not None:
             self._outputs[prompt] = update.output
 
+    @abstractmethod
     def chunks(self, prompt: int, update: Update) -> list[dict[str, Any]]:
         """What a stream sends for an update that was added; nothing while its text is held back."""
+
+    def closing_chunk(self) -> dict[str, Any] | None:
+        """What a stream sends behind all updates."""
+        return None
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """What a stream that has begun sends at last where it cannot go on."""
+        return error.body()
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The response that is not streamed."""
+
+    def usage(self) -> dict[str, Any]:
+        """Prompts, and the tokens of all updates so far."""
+        cached = sum(output.outputs[0].metrics.num_cached_tokens for output in self.outputs)
+        return usage(sum(map(len, self.job.prompts)), cached, self.num_output_tokens)
+
+    def _metrics(self) -> dict[str, Any]:
+        if not self._shows_metrics:
+            return {}
+        return {"metrics": request_metrics(self.outputs, self._num_speculative_tokens)}
+
+
+class Choices(Answer):
+    """Answers as `choices`, in the shape of chats and completions."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def chunks(self, prompt: int, update: Update) -> list[dict[str, Any]]:
         chunks = [self._chunk([choice]) for choice in self.deltas(prompt, update)]
         if chunks and self.is_complete and not self.job.include_usage:
             chunks[-1] |= self._metrics()
@@ -56,18 +89,12 @@ class Answer(ABC):
         return self._chunk([]) | {"usage": self.usage()} | self._metrics() if self.job.include_usage else None
 
     def whole(self) -> dict[str, Any]:
-        """The response that is not streamed."""
         choices = [
             self.choice(self.number(prompt, answer.index), output, answer)
             for prompt, output in enumerate(self.outputs)
             for answer in output.outputs
         ]
         return self._header(self.whole_object) | {"choices": choices, "usage": self.usage()} | self._metrics()
-
-    def usage(self) -> dict[str, Any]:
-        """Prompts, and the tokens of all updates so far."""
-        cached = sum(output.outputs[0].metrics.num_cached_tokens for output in self.outputs)
-        return usage(sum(map(len, self.job.prompts)), cached, self.num_output_tokens)
 
     def number(self, prompt: int, index: int) -> int:
         """The index of a choice among those of all prompts."""
@@ -95,11 +122,6 @@ class Answer(ABC):
 
     def _header(self, kind: str) -> dict[str, Any]:
         return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self._model}
-
-    def _metrics(self) -> dict[str, Any]:
-        if not self._shows_metrics:
-            return {}
-        return {"metrics": request_metrics(self.outputs, self._num_speculative_tokens)}
 
 
 def finite(logprob: float) -> float:

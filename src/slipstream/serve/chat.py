@@ -7,14 +7,14 @@ from typing import Any
 
 from slipstream.core import FinishReason, TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.serve.answer import Answer, finite, prompt_logprobs
+from slipstream.serve.answer import Choices, finite, prompt_logprobs
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
 from slipstream.serve.tokens import Tokens
 from slipstream.serve.tool_calls import CallReader
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(Choices):
     """Choices have a `message`, or a `delta` when they are streamed."""
 
     whole_object = "chat.completion"

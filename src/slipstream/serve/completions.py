@@ -7,13 +7,13 @@ from typing import Any
 
 from slipstream.core import TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.serve.answer import Answer, finite, prompt_logprobs
+from slipstream.serve.answer import Choices, finite, prompt_logprobs
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
 from slipstream.serve.tokens import Tokens
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Choices):
     """Choices have a `text`. The choices of several prompts are numbered through, prompt after prompt."""
 
     whole_object = "text_completion"

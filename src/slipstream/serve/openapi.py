@@ -13,8 +13,6 @@ from slipstream.sampling.params import MAX_SEED
 from slipstream.serve.auth import is_guarded
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.schema import (
-    HARMLESS,
-    IGNORED,
     Body,
     ChatBody,
     CompletionBody,
@@ -127,37 +125,37 @@ _STATUS = _object(status=STRING)
 _MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING)
 
 OPERATIONS: dict[str, _Operation] = {
-    "/v1/completions": _Operation(
+    "POST /v1/completions": _Operation(
         "Continue prompts.",
         _answer("text_completion", text=STRING),
         CompletionBody,
         _GENERATION,
         streams=True,
     ),
-    "/v1/chat/completions": _Operation(
+    "POST /v1/chat/completions": _Operation(
         "Answer a conversation.",
         _answer("chat.completion", "tool_calls", message=_MESSAGE),
         ChatBody,
         _GENERATION,
         streams=True,
     ),
-    "/tokenize": _Operation(
+    "POST /tokenize": _Operation(
         "A text or a conversation as token ids.",
         _object(tokens=_list(INTEGER), count=INTEGER, max_model_len=INTEGER),
         TokenizeBody,
         _TOKENS,
     ),
-    "/detokenize": _Operation("Token ids as text.", _object(prompt=STRING), DetokenizeBody, _TOKENS),
-    "/v1/models": _Operation(
+    "POST /detokenize": _Operation("Token ids as text.", _object(prompt=STRING), DetokenizeBody, _TOKENS),
+    "GET /v1/models": _Operation(
         "What is served.", _object(object={"const": "list"}, data=_list(_MODEL)), errors=(500,)
     ),
-    "/v1/models/{model}": _Operation("One model.", _MODEL, errors=(404, 500)),
-    "/health": _Operation("200 while the engine can work.", _STATUS, errors=(503,)),
-    "/ready": _Operation("200 while new requests are taken in.", _STATUS, errors=(503,)),
-    "/version": _Operation("The server's version.", _object(version=STRING)),
-    "/metrics": _Operation("Prometheus metrics.", STRING, media_type="text/plain"),
+    "GET /v1/models/{model}": _Operation("One model.", _MODEL, errors=(404, 500)),
+    "GET /health": _Operation("200 while the engine can work.", _STATUS, errors=(503,)),
+    "GET /ready": _Operation("200 while new requests are taken in.", _STATUS, errors=(503,)),
+    "GET /version": _Operation("The server's version.", _object(version=STRING)),
+    "GET /metrics": _Operation("Prometheus metrics.", STRING, media_type="text/plain"),
 }
-"""By path; a path has one method. Routes that are not here are shown as FastAPI finds them."""
+"""By method and path. Routes that are not here are shown as FastAPI finds them."""
 
 
 def install(app: FastAPI, config: ServeConfig, model_name: str) -> None:
@@ -174,11 +172,10 @@ def install(app: FastAPI, config: ServeConfig, model_name: str) -> None:
 def _document(app: FastAPI, with_keys: bool, model_name: str) -> Schema:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": _ERROR}
-    for path, methods in document["paths"].items():
-        operation = OPERATIONS.get(path)
+    for path, method, found in [(p, m, f) for p, ms in document["paths"].items() for m, f in ms.items()]:
+        operation = OPERATIONS.get(f"{method.upper()} {path}")
         if operation is None:
             continue
-        [found] = methods.values()
         guarded = with_keys and is_guarded(path)
         found["summary"] = operation.summary
         found["responses"] = _responses(operation, guarded)
@@ -201,8 +198,8 @@ def _body_schema(cls: type[Body], model_name: str, schemas: dict[str, Schema]) -
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds
-    for name in sorted(IGNORED):
-        values: Schema = {"enum": [*HARMLESS[name], None]} if name in HARMLESS else {}
+    for name in sorted(cls.ignored):
+        values: Schema = {"enum": [*cls.harmless[name], None]} if name in cls.harmless else {}
         schema["properties"][name] = {"description": "Without effect."} | values
     schemas[cls.__name__] = schema
     return {"$ref": f"#/components/schemas/{cls.__name__}"}

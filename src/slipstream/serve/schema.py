@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -83,6 +83,14 @@ class Body(BaseModel):
     """Exact types, known names."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    harmless: ClassVar[dict[str, tuple[Any, ...]]] = HARMLESS
+    foreign: ClassVar[dict[str, str]] = {}
+    """Names that are refused, and what to do without them."""
+
+    @classmethod
+    def refuse(cls, value: dict[str, Any]) -> None:
+        """Raise `ApiError` 400 for what is known and cannot be had, before types are looked at."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,6 +183,8 @@ class NamedTool(Body):
 
 class GenerationBody(Body):
     """What `/v1/completions` and `/v1/chat/completions` have in common."""
+
+    foreign = FOREIGN
 
     model: str | None = None
     n: int | None = None
@@ -329,7 +339,7 @@ def parse(cls: type[B], raw: bytes) -> B:
             {
                 key: item
                 for key, item in value.items()
-                if key not in IGNORED and (item is not None or key not in FOREIGN)
+                if key not in cls.ignored and (item is not None or key not in cls.foreign)
             }
         )
     except ValidationError as error:
@@ -337,18 +347,20 @@ def parse(cls: type[B], raw: bytes) -> B:
 
 
 def _reject_foreign(cls: type[Body], value: dict[str, Any]) -> None:
-    """Names that other servers know, and values of `IGNORED` whose being ignored would mislead."""
+    """Names that other servers know, and values of `ignored` whose being ignored would mislead."""
     for name, item in value.items():
         if item is None:
             continue
-        if name in HARMLESS and not any(type(item) is type(one) and item == one for one in HARMLESS[name]):
-            known = " or ".join(json.dumps(one) for one in HARMLESS[name])
+        harmless = cls.harmless.get(name)
+        if harmless is not None and not any(type(item) is type(one) and item == one for one in harmless):
+            known = " or ".join(json.dumps(one) for one in harmless)
             raise ApiError(400, f"{name} must be {known} here", param=name, code="unsupported_parameter")
-        if name in FOREIGN and issubclass(cls, GenerationBody):
-            message = f"{name} is not supported by this server: {FOREIGN[name]}"
+        if name in cls.foreign:
+            message = f"{name} is not supported by this server: {cls.foreign[name]}"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
         if name in _ELSEWHERE.get(cls, ()):
             raise ApiError(400, _ELSEWHERE[cls][name], param=name, code="unknown_parameter")
+    cls.refuse(value)
 
 
 def is_too_deep(value: Any) -> bool:

@@ -22,17 +22,18 @@ ANSWER = "slipstream.answer"
 """Where in an ASGI scope a reply leaves its answer for those who look on."""
 
 
-def event(payload: Any) -> bytes:
+def event(payload: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 class Reply(Response):
     """Runs its request when it is sent, and watches the client meanwhile: one that leaves ends the work.
 
     No status is sent before the engine has taken the request and made its first tokens, so that whatever goes wrong
-    until then is an error with its own status. Later failures of a stream are an event in the shape of an error,
-    without `[DONE]`.
+    until then is an error with its own status. Later failures of a stream are an event that says so, without
+    `[DONE]`.
     """
 
     def __init__(self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[Answer]]) -> None:
@@ -79,6 +80,9 @@ class Reply(Response):
     ) -> None:
         begun = False
 
+        def framed(chunk: dict[str, Any]) -> bytes:
+            return event(chunk, chunk["type"] if answer.names_events else None)
+
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal begun
             if not begun:
@@ -93,17 +97,18 @@ class Reply(Response):
             async with self._service.answering(answer.job, deadline_s) as updates:
                 async for prompt, update in updates:
                     answer.add(prompt, update)
-                    data = b"".join(event(chunk) for chunk in answer.chunks(prompt, update))
+                    data = b"".join(framed(chunk) for chunk in answer.chunks(prompt, update))
                     if data:
                         await write(data)
             closing = answer.closing_chunk()
-            await write((b"" if closing is None else event(closing)) + DONE, more=False)
+            end = b"" if answer.names_events else DONE
+            await write((b"" if closing is None else framed(closing)) + end, more=False)
         except Exception as error:
             if not begun:
                 raise
             failure: ApiError = as_api_error(error)
             answer.job.facts["error"] = failure.message
-            await write(event(failure.body()), more=False)
+            await write(framed(answer.failure(failure)), more=False)
 
 
 def _note(answer: Answer) -> None:
