@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from serve_cases import MESSAGES
+from serve_cases import MESSAGES, MakeApp
 from starlette.testclient import TestClient
 from typer.main import get_command
 
@@ -28,6 +30,7 @@ DEPLOY = ROOT / "deploy"
 SERVE = ROOT / "src/slipstream/serve"
 DASHBOARD = json.loads((DEPLOY / "grafana/slipstream.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
+ALERT_TESTS = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 SET_BY_PROMETHEUS = {"up"}
@@ -139,6 +142,40 @@ def test_alerts_are_rules() -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     assert jobs == {config["job_name"] for config in prometheus["scrape_configs"]}
     assert all((DEPLOY / "prometheus" / file).is_file() for file in prometheus["rule_files"])
+
+
+def test_every_rule_is_tried() -> None:
+    cases = [case for test in ALERT_TESTS["tests"] for case in test["alert_rule_test"]]
+    fires = {case["alertname"] for case in cases if case.get("exp_alerts")}
+    rests = {case["alertname"] for case in cases if not case.get("exp_alerts")}
+    assert fires == rests == {rule["alert"] for rule in rules()}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
+def test_rules_fire_when_they_should() -> None:
+    command = ["promtool", "test", "rules", "alerts_test.yaml"]
+    done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_series_whose_increase_is_asked_for_begin_at_0(make_app: MakeApp) -> None:
+    """Of those with labels that rules name; a series that begins at 1 has no increase."""
+    wanted = {
+        (name, label.name, label.value)
+        for rule in rules()
+        for expression in re.findall(r"(?:rate|increase)\(([^()]*)\[", rule["expr"])
+        for selector in selectors(expression)
+        for name in [selector.name]
+        for label in selector.matchers.matchers
+    }
+    assert ("slipstream_alarm_raises_total", "kind", "token_mismatch") in wanted
+    with TestClient(make_app()) as client:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+    for name, label, value in wanted:
+        found = [s for s in samples if s.name == name and re.fullmatch(value, s.labels[label])]
+        assert found, (name, label, value)
+        assert all(sample.value == 0 for sample in found)
 
 
 def test_the_dashboard_is_whole() -> None:

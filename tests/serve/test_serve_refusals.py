@@ -238,7 +238,10 @@ def test_bad_values(
         (b'{"messages": ', "not valid JSON"),
         (b"[]", "JSON object"),
         (b"null", "JSON object"),
-        (b"\xff\xfe{", "not valid JSON"),
+        (b"\xff\xfe{", "is UTF-16; send it as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "is UTF-16-LE; send it as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-32"), "is UTF-32; send it as UTF-8"),
+        (b'{"prompt": "caf\xe9"}', "not UTF-8: invalid continuation byte at byte 15"),
         (b"[" * 100000, "not valid JSON"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "stop": "\\uDC00"}', "surrogate"),
@@ -246,6 +249,8 @@ def test_bad_values(
         (b'{"prompt": "a", "temperature": 1e999}', "finite"),
         (b'{"prompt": "a", "seed": 99999999999999999999}', "at most"),
         (b"{}", "prompt is missing"),
+        (b'{"prompt": "a", "x[y]": 1}', "unknown parameter 'x[y]'"),
+        (b'{"prompt": "a", "str": 1}', "unknown parameter 'str'"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -253,8 +258,44 @@ def test_bad_bodies(shared: TestClient, raw: bytes, says: str) -> None:
     assert says in error_of(shared.post("/v1/completions", content=raw, headers=JSON), 400)["message"]
 
 
-def test_pairs_of_surrogates_are_characters(shared: TestClient) -> None:
-    raw = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 2}'
+@pytest.mark.parametrize("half", [b"\xed\xa0\x80", b"\\ud800", b"\\uDFFF"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt": "a%s"}'),
+        ("/v1/completions", b'{"prompt": ["a", "%s"]}'),
+        ("/v1/completions", b'{"prompt": "a", "bad_words": ["%s"]}'),
+        ("/v1/completions", b'{"prompt": "a", "stop": "%s", "stream": true}'),
+        ("/v1/completions", b'{"prompt": "a", "structured_outputs": {"regex": "%s"}}'),
+        ("/v1/completions", b'{"prompt": "a", "structured_outputs": {"choice": ["%s"]}}'),
+        ("/v1/completions", b'{"prompt": "a", "metadata": {"%s": 1}}'),
+        ("/v1/completions", b'{"prompt": "a", "task": "%s"}'),
+        ("/v1/completions", b'{"prompt": "a", "%s": 1}'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "%s"}]}'),
+        ("/v1/chat/completions", b'{"messages": [], "tools": [{"type": "function", "description": "%s"}]}'),
+        ("/tokenize", b'{"prompt": "%s"}'),
+        ("/detokenize", b'{"tokens": [], "model": "%s"}'),
+        ("/dashboard/acknowledge", b'{"kind": "%s"}'),
+    ],
+)
+def test_half_a_character_is_refused_in_every_string(
+    shared: TestClient, path: str, body: bytes, half: bytes
+) -> None:
+    error = error_of(shared.post(path, content=body % half, headers=JSON), 400)
+    assert error["code"] == "invalid_json"
+    assert "half of a surrogate pair" in error["message"]
+
+
+def test_half_a_character_in_the_arguments_of_a_call_is_refused(shared: TestClient) -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]}
+    error = error_of(shared.post("/v1/chat/completions", json=body), 400)
+    assert error["param"] == "messages.1.tool_calls"
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_pairs_of_surrogates_are_characters(shared: TestClient, mark: bytes) -> None:
+    raw = mark + b'{"prompt": "\\ud83d\\ude00", "max_tokens": 2}'
     assert shared.post("/v1/completions", content=raw, headers=JSON).status_code == 200
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -155,7 +157,7 @@ def test_tasks_cannot_make_labels_without_end(make_app: MakeApp) -> None:
         for task in ("a", "b", "c", "d", "a", ""):
             client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "task": task})
         text = client.get("/metrics").text
-    tasks = {line.split('task="')[1].split('"')[0] for line in text.splitlines() if 'task="' in line}
+    tasks = set(re.findall('task="([^"]+)"', text))
     assert tasks == {"a", "b", "other", "none"}
 
 
@@ -184,7 +186,7 @@ def test_what_clients_call_their_tasks_is_for_holders_of_keys(
             assert client.post("/v1/completions", json=asked, headers=key).status_code == 200
         text = client.get("/metrics").text
         data = client.get("/dashboard/data", headers=key).json()
-    assert {line.split('task="')[1].split('"')[0] for line in text.splitlines() if 'task="' in line} == shown
+    assert set(re.findall('task="([^"]+)"', text)) == shown
     assert ("acme-merger" in text) == ("acme-merger" in shown)
     assert {task["task"] for task in data["tasks"]} == on_dashboard
 
@@ -259,3 +261,39 @@ def test_exceptions_are_logged_in_one_line() -> None:
     assert "\n" not in line
     assert json.loads(line)["message"] == "it failed"
     assert "ValueError: no" in json.loads(line)["exception"]
+
+
+FORGED = "x\n2026-01-01 00:00:00,000 INFO request status=200 \x1b[2J\r\x7f\x85\x9b\u2028\u2029\u202e\u2066 é"
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
+def test_what_clients_send_forges_no_line_of_the_log(
+    make_app: MakeApp, caplog: pytest.LogCaptureFixture, formatter: logging.Formatter
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with TestClient(make_app(log_prompts=True)) as client:
+        client.get("/v1/" + quote(FORGED, safe=""))
+        client.get("/v1/models/" + quote(FORGED, safe=""))
+        for extra in ({"model": FORGED}, {"task": FORGED, "user": FORGED}, {FORGED: 1}, {"prompt": FORGED}):
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **extra})
+        for tool in ({"role": FORGED}, {"role": "user", "content": [{"type": FORGED}]}):
+            client.post("/v1/chat/completions", json={"messages": [tool]})
+        headers = {"X-Request-Id": "a\x1b[0m", "Content-Type": "text/\x1b[1m"}
+        client.post("/v1/completions", content=b"{}", headers=headers)
+    mine = [record for record in caplog.records if record.name.startswith("slipstream")]
+    assert sum(record.name == "slipstream.serve.access" for record in mine) == 9
+    for line in map(formatter.format, mine):
+        assert line.replace("é", "e").isprintable(), line
+        assert len(re.findall(r"(?:^| )status=\d", re.sub(r'"(?:[^"\\]|\\.)*"', "", line))) <= 1, line
+
+
+def test_an_exception_in_the_text_log_is_indented_and_escaped() -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "it failed", (), (ValueError, error, None))
+    record.exc_text = FORGED  # what another handler has made of it
+    first, *rest = TextFormatter().format(record).split("\n")
+    assert first.endswith("ERROR it failed")
+    assert rest
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)

@@ -235,3 +235,18 @@ def test_logprobs_of_parts_of_characters(client: TestClient, plain: LLM) -> None
     assert "\ufffd" in "".join(entry["token"] for entry in entries)
     said = plain.engine.tokenizer.decode(choice["token_ids"])
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace") == said
+
+
+LINE_ENDS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\r\nj"
+"""Everything that `str.splitlines` takes for the end of a line."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_client_takes_the_text_for_the_end_of_a_line(shared: TestClient, path: str) -> None:
+    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {**asked, "structured_outputs": {"choice": [LINE_ENDS]}, "max_tokens": 99, "stream": True}
+    response = shared.post(path, json=body)
+    assert all(line.startswith("data: ") for line in response.text.splitlines() if line)
+    choices = [chunk["choices"][0] for chunk in events(response.text)]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    assert "".join(texts) == LINE_ENDS

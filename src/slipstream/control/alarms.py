@@ -36,6 +36,10 @@ class Kind(StrEnum):
     DRAFTER_FAILED = "drafter_failed"
 
 
+TASK_KINDS = (Kind.ACCEPTANCE_DRIFT, Kind.UNDER_BREAK_EVEN, Kind.TRUNCATION)
+"""Those that are about a task."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """One alarm while it is raised."""

@@ -26,6 +26,7 @@ CLIENT_LEFT = 499
 """The status under which a request is logged whose client did not wait for a response, as in nginx."""
 
 _SANE_ID = re.compile(r"[\w.:-]{1,128}")
+_PLAIN_WORD = re.compile(r"[\w.:/+%@,-]+")
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,18 +42,43 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps(line, default=str).replace(
+            "\x7f", "\\u007f"
+        )  # all else that is no character is escaped
 
 
 class TextFormatter(logging.Formatter):
-    """The same for a person."""
+    """The same for a person: one line a record, and below it, indented, the lines of an exception.
+
+    A value with anything but plain characters is quoted: no client can make it look like another line or another fact.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record)
         facts = getattr(record, "facts", {})
-        return " ".join([super().format(record), *(f"{key}={value}" for key, value in facts.items())])
+        line = escaped(self.formatMessage(record))
+        lines = [" ".join([line, *(f"{key}={_value(value)}" for key, value in facts.items())])]
+        if record.exc_info:
+            lines += [f"    {escaped(line)}" for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """The text with what is not printable spelled out: line ends of any kind, terminals' escape sequences, controls
+    of the direction of writing."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _value(value: Any) -> str:
+    """A fact's value; quoted unless it is one plain word or what Python says of numbers and lists."""
+    text = str(value)
+    if not isinstance(value, str) or _PLAIN_WORD.fullmatch(text):
+        return escaped(text)
+    return '"' + escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def configure(config: ServeConfig) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.serve.errors import ApiError
-from slipstream.serve.schema import Message, is_too_deep
+from slipstream.serve.json_body import has_lone_surrogate, is_too_deep
+from slipstream.serve.schema import Message
 from slipstream.serve.tool_formats import ToolFormat
 from slipstream.serve.tools import described
 
@@ -68,7 +69,7 @@ def _decoded(number: int, arguments: str) -> dict[str, Any]:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
         decoded = None
-    if not isinstance(decoded, dict) or is_too_deep(decoded):
+    if not isinstance(decoded, dict) or is_too_deep(decoded) or has_lone_surrogate(decoded):
         param = f"messages.{number}.tool_calls"
         message = f"{param}: the arguments of a call are a JSON object, as text"
         raise ApiError(400, message, param=param, code="invalid_value")

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from slipstream.control.alarms import Alarm
+from slipstream.control.alarms import Alarm, Kind
 from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
 from slipstream.engine.engine import Engine
@@ -35,6 +35,10 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+"""What responses are counted under from the start: PromQL's `increase` and `rate` miss the first event of a series that
+begins with it."""
 
 _AS_VLLM = frozenset(
     {
@@ -106,6 +110,8 @@ class Metrics:
         for reason in FinishReason:
             self._ends.labels(str(reason))
         self._responses = counter("http_responses", "HTTP responses of the API's paths, by status.", "status")
+        for status in _STATUSES:
+            self._responses.labels(status)
 
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
         self._itl = histogram(
@@ -127,6 +133,7 @@ class Metrics:
         on_what = ("kind", "task", "method")
         self._alarms = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
         self._raises = counter("alarm_raises", "Alarms that were raised.", *on_what)
+        self.expect_alarm(Kind.TOKEN_MISMATCH, None, None)
 
     def register(self, collector: Collector) -> None:
         """Show what `collector` has, its names without the prefix, among these metrics."""
@@ -236,11 +243,17 @@ class Metrics:
 
     def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
         """Count an alarm that was raised or cleared."""
-        task = "" if alarm.task is None else self.task_label(alarm.task)
-        labels = (str(alarm.kind), task, alarm.method or "")
+        labels = self._alarm_labels(alarm.kind, alarm.task, alarm.method)
         self._alarms.labels(*labels).inc(1 if raised else -1)
         if raised:
             self._raises.labels(*labels).inc()
+
+    def expect_alarm(self, kind: Kind, task: str | None, method: str | None) -> None:
+        """Show that an alarm which may come was raised 0 times so far."""
+        self._raises.labels(*self._alarm_labels(kind, task, method))
+
+    def _alarm_labels(self, kind: Kind, task: str | None, method: str | None) -> tuple[str, str, str]:
+        return str(kind), "" if task is None else self.task_label(task), method or ""
 
     def read_engine(self, engine: Engine) -> tuple[int, int, float]:
         """Set the gauges, to be called between two steps; returns answers that run and wait, and the cache's use."""

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from slipstream.serve.errors import ApiError
+from slipstream.serve.json_body import decode
 
 IGNORED = frozenset(
     {
@@ -57,9 +58,6 @@ FOREIGN = {
     "use_beam_search": "there is no beam search here; ask for n answers",
 }
 """Names of other servers' parameters, and what to do without them."""
-
-MAX_DEPTH = 100
-"""How deeply a body may be nested."""
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """What OpenAI calls functions and schemas."""
@@ -322,17 +320,7 @@ _SHAPES = {
 
 def parse(cls: type[B], raw: bytes) -> B:
     """The body as `cls`; raises `ApiError` 400 that names the parameter."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    if is_too_deep(value):
-        message = f"the body is nested deeper than {MAX_DEPTH} levels"
-        raise ApiError(400, message, code="invalid_json")
-    if b"\\ud" in raw.lower():
-        _reject_lone_surrogates(value)
+    value = decode(raw)
     _reject_foreign(cls, value)
     try:
         return cls.model_validate(
@@ -363,32 +351,14 @@ def _reject_foreign(cls: type[Body], value: dict[str, Any]) -> None:
     cls.refuse(value)
 
 
-def is_too_deep(value: Any) -> bool:
-    """Whether decoded JSON is nested deeper than `MAX_DEPTH`; what recurses into it would fail."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return bool(level)
-
-
-def _reject_lone_surrogates(value: Any) -> None:
-    """JSON can spell half a character; no tokenizer can read one."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        message = "the body has half of a surrogate pair, which is no character"
-        raise ApiError(400, message, code="invalid_json") from None
-
-
 def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
     """The first thing that is wrong, in words."""
     first = error.errors(include_url=False)[0]
-    path = [part for part in first["loc"] if not _names_a_type(part)]
+    *within, last = first["loc"]
+    # What a client calls a parameter may look like a type.
+    is_name = first["type"] in ("extra_forbidden", "missing")
+    path = [part for part in within if not _names_a_type(part)]
+    path += [last] if is_name or not _names_a_type(last) else []
     param = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
         names = _known_names(cls, path[:-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,19 @@ LAST_WRITES_S = 5.0
 DONE = b"data: [DONE]\n\n"
 ANSWER = "slipstream.answer"
 """Where in an ASGI scope a reply leaves its answer for those who look on."""
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def event(payload: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """One server-sent event, without any character that some client takes for the end of a line.
+
+    JSON escapes the control characters up to U+001F; U+0085, U+2028 and U+2029 it may hold as they are, and
+    `str.splitlines`, by which httpx and others read lines, splits at them.
+    """
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    text = _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     named = "" if name is None else f"event: {name}\n"
-    return f"{named}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{named}data: {text}\n\n".encode()
 
 
 class Reply(Response):

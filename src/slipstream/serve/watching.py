@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.control.alarms import Alarm, Alarms, RequestFacts
+from slipstream.control.alarms import TASK_KINDS, Alarm, Alarms, Kind, RequestFacts
 from slipstream.control.causes import Traits
 from slipstream.control.report import ControlReport
 from slipstream.core import FinishReason
@@ -87,6 +87,8 @@ class Watching:
         self._read_s = time.monotonic()
         self._control.report = report
         self._control.batches = self.snapshot.batches()
+        for method in report.methods:
+            self.metrics.expect_alarm(Kind.DRAFTER_FAILED, None, method.name)
         self.alarms.on_report(report)
 
     def follow(self, job: Job) -> Follower:
@@ -96,6 +98,8 @@ class Watching:
     def on_request(self, job: Job, output: RequestOutput, num_streamed: int, pieces: Pieces) -> None:
         """A prompt's last answer has ended."""
         self.recent.add(job, output, pieces.by_answer)
+        for kind in TASK_KINDS:
+            self.metrics.expect_alarm(kind, job.task, None)
         self.alarms.on_request(self._facts(job, output, num_streamed))
 
     def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> RequestFacts:
