@@ -12,9 +12,10 @@ import psutil
 import pytest
 from conftest import MakeLLM
 
-from slipstream import LLM, AsyncEngine, SamplingParams, Update
+from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutput, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.async_engine import EngineStoppedError
+from slipstream.engine.grammars import GrammarCompiler
 from slipstream.errors import RequestError
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
@@ -365,3 +366,81 @@ def test_all_updates_come_before_the_end(
     else:
         assert ("division" if end == "failure" else "closed") in str(long[-1])
         assert [len(update.token_ids) for update in long[:-1]] == [1] * (len(long) - 1)
+
+
+class Panic(BaseException):
+    """As what a library written in Rust raises when it panics: no Exception."""
+
+
+def test_a_panic_in_the_engines_thread_reaches_every_caller(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+
+    def panic(*_: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(llm.engine.runner, "forward", panic)
+
+    async def main(engine: AsyncEngine) -> list[str]:
+        ends = await asyncio.gather(*(outcome(engine, prompts[number]) for number in range(4)))
+        ends.append(await outcome(engine, prompts[0]))
+        await asyncio.to_thread(engine.close)
+        return ends
+
+    ends = asyncio.run(main(AsyncEngine(engine=llm.engine)))
+    assert all("index out of bounds" in end for end in ends)
+
+
+def test_a_panic_over_one_request_is_nobody_elses(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise Panic("not a character boundary")
+
+    async def main() -> None:
+        async with AsyncEngine(engine=make_llm().engine) as engine:
+            good = asyncio.create_task(engine.generate(prompts[0], SamplingParams(max_tokens=8)))
+            await asyncio.sleep(0.01)
+            with monkeypatch.context() as patch:
+                patch.setattr("slipstream.engine.engine.encode_prompt", panic)
+                with pytest.raises(RuntimeError, match="Panic: not a character boundary"):
+                    await asyncio.wait_for(engine.generate("text"), 5)
+            with pytest.raises(RuntimeError, match="Panic"):
+                await asyncio.wait_for(engine.ask(panic), 5)
+            assert (await asyncio.wait_for(good, 5)).outputs
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_can_be_aborted_while_its_grammar_compiles(
+    make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    llm = make_llm()
+    compiling, may_end = threading.Event(), threading.Event()
+    compile_ = GrammarCompiler._compile
+
+    def slow(self: GrammarCompiler, structured: StructuredOutput) -> Any:
+        compiling.set()
+        may_end.wait(10)
+        return compile_(self, structured)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+
+    async def main() -> None:
+        async with AsyncEngine(engine=llm.engine) as engine:
+            params = SamplingParams(max_tokens=200, n=n, structured={"regex": "[a-z]{100}"})
+            task = asyncio.create_task(engine.generate(prompts[0], params, request_id="slow"))
+            other = asyncio.create_task(engine.generate(prompts[1], params, request_id="other"))
+            await asyncio.to_thread(compiling.wait, 10)
+            await engine.abort("slow")
+            output = await asyncio.wait_for(task, 5)
+            assert not other.done()
+            may_end.set()
+            assert [answer.finish_reason for answer in output.outputs] == ["abort"] * n
+            assert [answer.token_ids for answer in output.outputs] == [[]] * n
+            assert output.prompt_token_ids == prompts[0]
+            assert all(a.finish_reason != "abort" for a in (await asyncio.wait_for(other, 30)).outputs)
+
+    asyncio.run(main())

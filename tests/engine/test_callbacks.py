@@ -11,6 +11,7 @@ from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core import FinishReason
 from slipstream.engine.engine import Engine
+from slipstream.errors import RequestError
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -159,3 +160,53 @@ def test_generate_raises_what_its_callback_raises_and_leaves_nothing(
     assert [o.outputs[0].token_ids for o in again] == [
         o.outputs[0].token_ids for o in plain.generate(prompts[:2], PARAMS)
     ]
+
+
+@pytest.mark.parametrize("victims", [("0",), ("1",), ("0", "1", "2")])
+def test_generate_ends_when_its_callback_aborts(
+    make_llm: MakeLLM, prompts: list[list[int]], victims: tuple[str, ...]
+) -> None:
+    """Each request has an output, of an aborted one what there was."""
+    llm = make_llm(DRAFT)
+    first_id = 0
+    seen = 0
+
+    def abort(update: Update) -> None:
+        nonlocal seen, first_id
+        number = int(update.request_id.removeprefix("offline-"))
+        first_id = number if not seen else first_id
+        seen += len(update.token_ids)
+        if seen > 8:
+            for victim in victims:
+                llm.engine.abort(f"offline-{first_id + int(victim)}")
+
+    steps = 0
+    step = llm.engine.step
+
+    def counted() -> list[Update]:
+        nonlocal steps
+        steps += 1
+        assert steps < 100, "it steps for ever"
+        return step()
+
+    llm.engine.step = counted  # type: ignore[method-assign]
+    outputs = llm.generate(prompts[:3], PARAMS, on_update=abort)
+    for number, output in enumerate(outputs):
+        was_aborted = str(number) in victims
+        assert output.outputs[0].finish_reason == ("abort" if was_aborted else "length")
+        assert (len(output.outputs[0].token_ids) < 16) == was_aborted
+        assert output.prompt_token_ids == prompts[number]
+
+
+def test_generate_tells_of_requests_that_others_abort(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm()
+    step = llm.engine.step
+
+    def aborting() -> list[Update]:
+        llm.engine.abort("offline-0")
+        return step()
+
+    llm.engine.step = aborting  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="offline-0 was aborted outside its callback"):
+        llm.generate(prompts[:2], PARAMS)
+    assert not llm.engine.has_unfinished

@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -48,6 +48,29 @@ class _Call:
 
     run: Callable[[], None]
     fail: Callable[[EngineStoppedError], None]
+
+
+class _Waiting:
+    """A request whose grammar is being compiled, so that the engine does not know it yet."""
+
+    def __init__(self, request_id: str, compiling: Future[Grammar]) -> None:
+        self.request_id = request_id
+        self.grammar: Future[Grammar | None] = Future()
+        """None once the request was aborted. To cancel it, or to abort, saves the work if that has not begun."""
+        self.grammar.add_done_callback(lambda grammar: compiling.cancel())
+        compiling.add_done_callback(self._take)
+
+    def abort(self) -> None:
+        """Wait no longer. May be called from any thread, and again."""
+        with contextlib.suppress(InvalidStateError):
+            self.grammar.set_result(None)
+
+    def _take(self, compiled: Future[Grammar]) -> None:
+        with contextlib.suppress(InvalidStateError, CancelledError):
+            if (error := compiled.exception()) is not None:
+                self.grammar.set_exception(_as_exception(error))
+            else:
+                self.grammar.set_result(compiled.result())
 
 
 @dataclass(slots=True)
@@ -90,6 +113,7 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # no call is queued once the thread has stopped taking them
         self._stopped: EngineStoppedError | None = None
+        self._waiting: set[_Waiting] = set()
         self._mailboxes: WeakValueDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakValueDictionary()
         # What follows belongs to the engine's thread.
         self._callers: dict[str, _Caller] = {}
@@ -158,16 +182,24 @@ class AsyncEngine:
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
         grammar: Grammar | None = None
+        was_aborted = False
         compiling = self.engine.compile_grammar(params) if isinstance(params, SamplingParams) else None
         if compiling is not None:  # not in the engine's thread, where all others would wait for it
-            grammar = await asyncio.wrap_future(compiling)
+            waiting = _Waiting(name, compiling)
+            self._waiting.add(waiting)
+            try:
+                grammar = await asyncio.wrap_future(waiting.grammar)
+            finally:
+                self._waiting.discard(waiting)
+            was_aborted = grammar is None
 
         def add() -> None:
             try:
                 self.engine.add_request(
                     name,
                     prompt,
-                    params,
+                    # An aborted request is added for its last updates only, which need no grammar.
+                    replace(params, structured=None) if params is not None and was_aborted else params,
                     tenant=tenant,
                     task=task,
                     max_draft_tokens=max_draft_tokens,
@@ -175,8 +207,10 @@ class AsyncEngine:
                     grammar=grammar,
                 )
                 self._callers[name] = caller
-            except Exception as error:
-                self._hold(caller, error)
+                if was_aborted:
+                    self._abort(name, caller)
+            except BaseException as error:
+                self._hold(caller, _as_exception(error))
 
         def leave() -> None:
             with contextlib.suppress(EngineStoppedError):
@@ -221,6 +255,8 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""
+        for waiting in [waiting for waiting in tuple(self._waiting) if waiting.request_id == request_id]:
+            waiting.abort()
         self._post(lambda: self._abort(request_id))
 
     async def idle(self) -> None:
@@ -240,8 +276,8 @@ class AsyncEngine:
                 return  # nobody waits any more
             try:
                 answer.set_result(question(self.engine))
-            except Exception as error:
-                answer.set_exception(error)
+            except BaseException as error:
+                answer.set_exception(_as_exception(error))
 
         def fail(error: EngineStoppedError) -> None:
             if answer.set_running_or_notify_cancel():
@@ -300,7 +336,7 @@ class AsyncEngine:
                     call.run()
                     self._give_out()
                 self._step()
-        except Exception as error:
+        except BaseException as error:  # also what is no Exception, as a panic of a library written in Rust
             logger.exception("the engine failed; every request under way ends with an error")
             self._stop(EngineStoppedError(f"the engine failed: {error}"))
 
@@ -346,7 +382,16 @@ class AsyncEngine:
                 call.fail(error)
         for request_id, caller in self._callers.items():
             self._hold(caller, error)
-            with contextlib.suppress(Exception):  # a failed engine may not even abort
+            with contextlib.suppress(BaseException):  # a failed engine may not even abort
                 self.engine.abort(request_id)
         self._callers.clear()
         self._give_out()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """What a caller is told. What is no `Exception` would end the caller's event loop too."""
+    if isinstance(error, Exception):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

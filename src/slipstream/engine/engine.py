@@ -163,6 +163,8 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
+        self._aborted: list[Update] | None = None
+        """While callbacks run: the updates of the requests that they abort."""
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[Observation]], None] | None = None
@@ -257,7 +259,8 @@ class Engine:
     def abort(self, request_id: str) -> list[Update]:
         """End a request now and free what it holds; returns its last updates, none for an unknown id.
 
-        Its `on_update` is not called: whoever aborts has the updates.
+        Its `on_update` is not called, since the caller has the updates. A step whose callbacks abort requests returns
+        these updates too.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -265,11 +268,18 @@ class Engine:
         answers = [self._answers[s.id] for s in request.sequences if s.id in self._answers]
         for answer in answers:
             answer.sequence.finish_reason = answer.sequence.finish_reason or FinishReason.ABORT
-        return [self._emit(answer, 0) for answer in answers]
+        updates = [self._emit(answer, 0) for answer in answers]
+        if self._aborted is not None:
+            self._aborted += updates
+        return updates
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while the request waits or runs."""
+        return request_id in self._requests
 
     # --- the step ---------------------------------------------------------------------------------------------
 
@@ -294,10 +304,15 @@ class Engine:
         step_s = time.perf_counter() - started_s
         report = replace(report, other_s=step_s - report.draft_s - report.verify_s)
         self.drafting.finish(report)
-        deliver(updates, callbacks)
+        aborted: list[Update] = []
+        self._aborted = aborted
+        try:
+            deliver(updates, callbacks)
+        finally:
+            self._aborted = None
         if self.on_step is not None:
             self.on_step(report)
-        return updates
+        return [*updates, *aborted]
 
     def _verify(
         self, plan: StepPlan, proposals: dict[int, Proposal], logits: list[Tensor]

@@ -54,7 +54,8 @@ class LLM:
         `sampling_params` is one for all or one for each, and so is `task`, a name for the kind of request that some
         drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off; `draft_method` is the only one of
         `auto`'s drafters that may draft.
-        `on_update` sees every step's new tokens as they are committed.
+        `on_update` sees every step's new tokens as they are committed. Where it calls `llm.engine.abort`, the output
+        holds what there was, with `finish_reason` abort.
         """
         return self._run(
             _as_list(prompts), sampling_params, tenant, task, max_draft_tokens, draft_method, on_update
@@ -119,10 +120,12 @@ class LLM:
                 )
                 ids.append(request_id)
             outputs: dict[str, RequestOutput] = {}
-            while len(outputs) < len(ids):
+            while any(map(self.engine.is_unfinished, ids)):
                 for update in self.engine.step():
                     if update.output is not None:
                         outputs[update.request_id] = update.output
+            if lost := [request_id for request_id in ids if request_id not in outputs]:
+                raise RequestError(f"{lost[0]} was aborted outside its callback, so it has no output")
         except BaseException:  # a bad prompt, Ctrl-C: leave nothing behind
             for request_id in ids:
                 self.engine.abort(request_id)
