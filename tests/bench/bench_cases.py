@@ -10,7 +10,7 @@ from slipstream.bench.order import Turn
 from slipstream.bench.prompts import Chosen, Prompt
 from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationFacts
 from slipstream.bench.steps import StepTally
-from slipstream.bench.summary import summarise, timings
+from slipstream.bench.summary import comparisons, summarise, timings
 from slipstream.bench.workload import Workload
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
@@ -83,6 +83,7 @@ def result_of(runs: list[Run], complete: bool = True) -> BenchResult:
             for name in NAMES
         ],
         figures=summarise(runs, NAMES, PROMPTS),
+        comparisons=comparisons(runs, NAMES, PROMPTS),
         timings=timings(runs, NAMES),
     )
 

@@ -68,6 +68,20 @@ def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "name"), [(["--output", "{}"], "bench.json"), (["--html", "{}/page.html"], "page.html")]
+)
+def test_a_report_is_not_written_over_unless_asked(args: list[str], name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("an hour's work")
+    found = [arg.format(tmp_path) for arg in args]
+    done = run(*found, "--workload", "nowhere.jsonl")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: cannot write '{tmp_path / name}': it is there already")
+    assert "--overwrite" in done.stderr
+    assert "no file 'nowhere.jsonl'" in run(*found, "--overwrite", "--workload", "nowhere.jsonl").stderr
+    assert (tmp_path / name).read_text() == "an hour's work"
+
+
 def test_results_are_printed_and_written(tmp_path: Path) -> None:
     workload = tmp_path / "w.jsonl"
     workload.write_text('{"prompt": "SELECT name FROM"}\n')
@@ -84,7 +98,7 @@ def test_results_are_printed_and_written(tmp_path: Path) -> None:
     ]
     done = run(*args, "--num-speculative-tokens", "1,2", "--html", str(tmp_path / "page.html"))
     assert done.exit_code == 0, done.output
-    for text in ("draft γ=1", "draft γ=2", "1 of 1", "peak memory"):
+    for text in ("draft γ=1", "draft γ=2", "1 of 1", "peak memory", "1 (few)", "No conclusion: draft γ="):
         assert text in done.stdout
     assert "written:" in done.stderr
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")

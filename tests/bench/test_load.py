@@ -253,6 +253,23 @@ def test_the_verb_writes_json_a_picture_and_tables(fake: FakeServer, tmp_path: P
     assert set(result) == set(LoadResult.__dataclass_fields__)
     assert len(result["requests"]) == 5
     assert json.loads(invoke(fake.url, "--num-requests", "1", "--json").stdout)["complete"] is True
+    assert "5 (few)" in done.stdout
+    assert "p99 of fewer than 100 requests" in done.stdout
+    sent = len(fake.requests)
+    for flag, there in (("--output", file), ("--plot", picture)):
+        again = invoke(fake.url, "--num-requests", "1", flag, str(there))
+        assert again.exit_code == 2
+        assert f"cannot write '{there}': it is there already" in again.stderr
+    assert len(fake.requests) == sent
+    assert invoke(fake.url, "--num-requests", "1", "--output", str(file), "--overwrite").exit_code == 0
+    assert len(json.loads(file.read_text())["requests"]) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(fake: FakeServer) -> None:
+    done = invoke(fake.url, "--num-requests", "1", "--output", "/dev/full")
+    assert done.exit_code == 2
+    assert done.stderr.endswith("error: cannot write '/dev/full': No space left on device\n")
 
 
 REFUSALS = {

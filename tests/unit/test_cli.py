@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import slipstream
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli import chat as chat_verb
+from slipstream.cli.comparison import Comparison
 from slipstream.cli.flags import parse_bytes, with_flags
 from slipstream.cli.main import app
 from slipstream.cli.options import ENGINE, SAMPLING, SPECULATION
@@ -461,6 +463,7 @@ def test_compare_reports_a_ratio_and_identical_texts() -> None:
     assert re.search(
         r"ratio +\d+\.\d\d \(median of 2 pairs, quartiles \d+\.\d\d and \d+\.\d\d\)", result.stdout
     )
+    assert "conclusion           none: 2 pairs are too few, raise --repeats to 6 or more\n" in result.stdout
     assert re.search(r"texts identical +yes", result.stdout)
     comparison = json.loads(run(*args, "--json").stdout)["comparison"]
     assert comparison["identical"] is True
@@ -468,6 +471,29 @@ def test_compare_reports_a_ratio_and_identical_texts() -> None:
     assert len(comparison["pairs"]) == 2
     low, high = comparison["ratio_quartiles"]
     assert comparison["ratio_min"] <= low <= comparison["ratio_median"] <= high <= comparison["ratio_max"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "conclusion"),
+    [
+        (
+            [1.5, 1.6, 1.4, 1.7, 1.5, 1.6],
+            "faster with speculation (95 % interval of the median 1.40 to 1.70)",
+        ),
+        (
+            [0.9, 0.8, 0.9, 0.7, 0.95, 0.9],
+            "slower with speculation (95 % interval of the median 0.70 to 0.95)",
+        ),
+        (
+            [1.02, 0.93, 1.07, 1.01, 1.03, 0.99, 1.04, 1.05, 1.02],
+            "no measurable difference (95 % interval of the ",
+        ),
+        ([2.0] * 5, "none: 5 pairs are too few, raise --repeats to 6 or more"),
+    ],
+)
+def test_compare_concludes_no_more_than_its_pairs_allow(ratios: list[float], conclusion: str) -> None:
+    pairs = [SimpleNamespace(ratio=ratio) for ratio in ratios]
+    assert Comparison(pairs).conclusion.startswith(conclusion)
 
 
 def test_compare_says_where_texts_differ() -> None:

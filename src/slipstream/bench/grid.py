@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from slipstream.bench.statistics import Interval, Percentiles
+from slipstream.bench.statistics import FEW, Interval, Percentiles
 
 NONE = "–"
 """Where there is no figure."""
@@ -52,6 +52,11 @@ def number(value: float | None, digits: int = 2) -> str:
 def count(value: int | None) -> str:
     """12345 -> '12,345'"""
     return NONE if value is None else f"{value:,}"
+
+
+def sample_size(value: int | None) -> str:
+    """4 -> '4 (few)': what figures rest on."""
+    return count(value) + (" (few)" if value is not None and value < FEW else "")
 
 
 def share(value: float | None) -> str:

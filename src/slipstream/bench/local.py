@@ -19,7 +19,7 @@ from slipstream.bench.progress import meter
 from slipstream.bench.prompts import Chosen, Lengths, Prompt, choose
 from slipstream.bench.provenance import provenance
 from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationFacts
-from slipstream.bench.summary import OFF, summarise, timings
+from slipstream.bench.summary import OFF, comparisons, summarise, timings
 from slipstream.draft.registry import validate
 from slipstream.engine.engine import Engine
 from slipstream.engine.inputs import encode_chat, encode_prompt
@@ -72,6 +72,7 @@ def run(plan: Plan) -> BenchResult:
         peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         configurations=[_facts(plan, engines, number) for number in range(len(names))],
         figures=summarise(runs, names, chosen.prompts),
+        comparisons=comparisons(runs, names, chosen.prompts),
         timings=timings(runs, names),
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from slipstream.bench.grid import interval, number
 from slipstream.bench.page import Page, Plot, legend, provenance_facts
 from slipstream.bench.plots import Estimate, estimates, lines, part_variable, stacks
 from slipstream.bench.result import EMBEDDED, BenchResult, Figures
 from slipstream.bench.tables import remarks, tables
+from slipstream.bench.verdict import verdicts
 
 MIN_STEPS = 10
 """Positions that fewer steps reached are not drawn: their rate would be noise."""
@@ -33,7 +33,7 @@ def render(result: BenchResult) -> str:
         if result.model != EMBEDDED
         else "Speculation on the embedded pair",
         subtitle=f"{provenance['date']} · {provenance['cpu']} · Slipstream {provenance['slipstream']}",
-        verdict=_verdict(result, first),
+        verdict=" ".join(verdicts(result)),
         warnings=[line for line in remarks(result) if line.startswith("interrupted")],
         legend=legend([configuration.name for configuration in result.configurations], 0),
         plots=_plots(result, first),
@@ -44,20 +44,6 @@ def render(result: BenchResult) -> str:
         command=provenance["command"],
     )
     return page.html()
-
-
-def _verdict(result: BenchResult, concurrency: int) -> str:
-    """The fastest configuration in one sentence."""
-    found = [result.of(configuration.name, concurrency) for configuration in result.configurations]
-    measured = [figures for figures in found if figures is not None and figures.speedup is not None]
-    if not measured:
-        return ""
-    best = max(measured, key=lambda figures: figures.speedup or 0)
-    bounds = f" (95 % interval {interval(best.speedup_interval)})" if best.speedup_interval else ""
-    same = best.identity
-    texts = f"; {same.num_identical} of {same.num_compared} texts are identical" if same else ""
-    speedup = f"{number(best.speedup)} times the speed of speculation off"
-    return f"{best.configuration} is fastest, at {speedup}{bounds}{texts}."
 
 
 def _plots(result: BenchResult, concurrency: int) -> list[Plot]:

@@ -100,6 +100,8 @@ class Figures:
     speedup: float | None
     """`tokens_per_s` over that of speculation off, on the same batches; over all tasks the geometric mean of theirs."""
     speedup_interval: Interval | None
+    num_pairs: int | None
+    """What was compared with speculation off: prompts, or batches where several requests run at once."""
     pooled_speedup: float | None
     """As `speedup`, but over all tasks pooled: long answers weigh more."""
     decode_speedup: float | None
@@ -116,6 +118,18 @@ class Figures:
     num_in_flight: float | None
     """Mean number of requests under way."""
     num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The configuration with the highest speedup against another one, at one concurrency, over all tasks."""
+
+    configuration: str
+    other: str
+    concurrency: int
+    speedup: float
+    """As `Figures.speedup`, with `other` in the place of speculation off."""
+    speedup_interval: Interval | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,8 @@ class BenchResult:
     """The most GPU memory that PyTorch held; None on a CPU."""
     configurations: list[ConfigurationFacts]
     figures: list[Figures]
+    comparisons: list[Comparison]
+    """At each concurrency, the fastest configuration against the others, in the order of their speed."""
     timings: list[Timing]
 
     def as_json(self) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.bench.grid import Grid, count, milliseconds, number, rates
+from slipstream.bench.grid import Grid, count, milliseconds, number, rates, sample_size
 from slipstream.bench.result import ServerFigures, ServerResult
 
+FEW_FOR_P99 = 100
+"""Of fewer, the 99th percentile lies between the two longest."""
 Namer = Callable[[ServerFigures], str]
 
 
@@ -37,6 +39,8 @@ def remarks_on(all_figures: Seq[ServerFigures], metrics: str) -> list[str]:
     lines: list[str] = []
     if all(figures.server is None for figures in all_figures):
         lines.append(f"note: no counters of the server's own: {metrics}")
+    if any(f.task is None and 0 < f.num_requests < FEW_FOR_P99 for f in all_figures):
+        lines.append(f"note: p99 of fewer than {FEW_FOR_P99} requests is about the longest of them")
     for f in all_figures:
         if f.task is not None:
             continue
@@ -66,7 +70,7 @@ def _clients(figures: Seq[ServerFigures], name: Namer) -> Grid:
     for f in figures:
         grid.add(
             name(f),
-            count(f.num_requests),
+            sample_size(f.num_requests),
             count(f.num_failed),
             count(f.num_output_tokens),
             number(f.tokens_per_s, 1),

@@ -11,6 +11,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 2000
+FEW = 10
+"""Fewer prompts (or batches) are called few: a bootstrap of so few is too narrow, and another handful may differ."""
 BOOTSTRAP_SEED = 20260101
 """The same measurements give the same interval."""
 
@@ -42,6 +44,11 @@ class Interval:
     confidence: float
     num_pairs: int
     """What was resampled: prompts, or batches where several requests run at once."""
+
+    @property
+    def holds_one(self) -> bool:
+        """True where it leaves open which of the two is the faster."""
+        return self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True, slots=True)

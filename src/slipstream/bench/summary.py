@@ -12,6 +12,7 @@ from slipstream.bench.acceptance import acceptance
 from slipstream.bench.measure import Answer, Run
 from slipstream.bench.prompts import Prompt, task_names
 from slipstream.bench.result import (
+    Comparison,
     Difference,
     Figures,
     Identity,
@@ -54,6 +55,26 @@ def summarise(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[Fig
     return figures
 
 
+def comparisons(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[Comparison]:
+    """At every concurrency the configuration with the highest speedup against each of the others, paired as ever."""
+    found: list[Comparison] = []
+    for concurrency in dict.fromkeys(run.concurrency for run in runs):
+        here = [run for run in runs if run.concurrency == concurrency]
+        speedups = {
+            number: speedup
+            for number in sorted({run.turn.configuration for run in here} - {OFF})
+            if (speedup := _Cell(here, number, None, prompts, concurrency).speedup()) is not None
+        }
+        order = sorted(speedups, key=lambda number: -speedups[number])
+        for other in order[1:]:
+            cell = _Cell(here, order[0], None, prompts, concurrency, baseline=other)
+            speedup = cell.speedup()
+            if speedup is not None:
+                interval = speedup_interval(cell.paired_times())
+                found.append(Comparison(names[order[0]], names[other], concurrency, speedup, interval))
+    return found
+
+
 def timings(runs: Seq[Run], names: Seq[str]) -> list[Timing]:
     """Every run as it was timed."""
     return [
@@ -74,7 +95,7 @@ def timings(runs: Seq[Run], names: Seq[str]) -> list[Timing]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A batch in one repeat, under a configuration and with speculation off."""
+    """A batch in one repeat, under a configuration and under the one that it is compared with."""
 
     on: Run
     off: Run
@@ -84,7 +105,13 @@ class _Cell:
     """The runs of one configuration at one concurrency, of which one task or all are looked at."""
 
     def __init__(
-        self, runs: Seq[Run], number: int, task: str | None, prompts: Seq[Prompt], concurrency: int
+        self,
+        runs: Seq[Run],
+        number: int,
+        task: str | None,
+        prompts: Seq[Prompt],
+        concurrency: int,
+        baseline: int = OFF,
     ) -> None:
         self.number = number
         self.task = task
@@ -92,7 +119,7 @@ class _Cell:
         self.concurrency = concurrency
         self.runs = [run for run in runs if run.turn.configuration == number and self._concerns(run)]
         self.answers = [answer for run in self.runs for answer in self._chosen(run)]
-        off = {(run.turn.repeat, run.turn.batch): run for run in runs if run.turn.configuration == OFF}
+        off = {(run.turn.repeat, run.turn.batch): run for run in runs if run.turn.configuration == baseline}
         places = [(run.turn.repeat, run.turn.batch) for run in self.runs]
         self.pairs = [
             _Pair(run, off[place]) for run, place in zip(self.runs, places, strict=True) if place in off
@@ -104,7 +131,7 @@ class _Cell:
         """All figures of this cell."""
         merged = RequestMetrics.merged([answer.metrics for answer in self.answers])
         accepted = acceptance(merged)
-        groups = self._paired_times() if self._timed_alone else []
+        groups = self.paired_times()
         pooled = joined(groups).speedup if groups else None
         decode = self._decode_speedup()
         on = self.number != OFF
@@ -118,6 +145,7 @@ class _Cell:
             tokens_per_s=self._tokens_per_s(),
             speedup=geometric_mean_speedup(groups) if on else None,
             speedup_interval=speedup_interval(groups) if on else None,
+            num_pairs=sum(map(len, groups)) if on else None,
             pooled_speedup=pooled if on else None,
             decode_speedup=decode if on else None,
             acceptance=accepted,
@@ -130,6 +158,10 @@ class _Cell:
             num_in_flight=self._num_in_flight(),
             num_preemptions=sum(answer.metrics.num_preemptions for answer in self.answers),
         )
+
+    def speedup(self) -> float | None:
+        """Over the configuration that it is compared with; the geometric mean of the tasks'."""
+        return geometric_mean_speedup(self.paired_times())
 
     # --- which runs and answers -------------------------------------------------------------------------------
 
@@ -153,8 +185,11 @@ class _Cell:
             tokens, sum(statistics.median(run.wall_s for run in group) for group in batches.values())
         )
 
-    def _paired_times(self) -> list[PairedTimes]:
-        """One a task at a concurrency of 1, else one; each batch with the medians of its repeats."""
+    def paired_times(self) -> list[PairedTimes]:
+        """One a task at a concurrency of 1, else one; each batch with the medians of its repeats. Empty for a task that
+        shares its batches with others."""
+        if not self._timed_alone:
+            return []
         groups: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
         batches: dict[int, list[_Pair]] = defaultdict(list)
         for pair in self.pairs:

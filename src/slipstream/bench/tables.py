@@ -13,6 +13,7 @@ from slipstream.bench.grid import (
     milliseconds,
     number,
     rates,
+    sample_size,
     share,
 )
 from slipstream.bench.result import BenchResult, Figures
@@ -64,7 +65,16 @@ def _speed(figures: Seq[Figures], concurrency: int) -> Grid:
     means = "speedup: geometric mean of the tasks'; " if concurrency == 1 else ""
     grid = Grid(
         f"Speed, {at_once(concurrency)}",
-        ("", "tokens/s", "speedup", "95 % interval", "first token ms", "token ms", "answer ms"),
+        (
+            "",
+            "tokens/s",
+            "speedup",
+            "95 % interval",
+            "prompts" if concurrency == 1 else "batches",
+            "first token ms",
+            "token ms",
+            "answer ms",
+        ),
         f"{means}latencies: p50 / p90 / p99",
     )
     for f in figures:
@@ -73,6 +83,7 @@ def _speed(figures: Seq[Figures], concurrency: int) -> Grid:
             number(f.tokens_per_s, 1),
             number(f.speedup),
             interval(f.speedup_interval),
+            sample_size(f.num_pairs),
             milliseconds(f.time_to_first_token_s),
             milliseconds(f.time_per_output_token_s, 1),
             milliseconds(f.latency_s),
@@ -129,9 +140,13 @@ def _time(figures: Seq[Figures], concurrency: int) -> Grid:
 
 
 def _by_task(result: BenchResult, drafters: Seq[str]) -> Grid:
-    grid = Grid("By task, one request at a time", ("", *drafters), "speedup (95 % interval) · α · τ")
+    grid = Grid(
+        "By task, one request at a time", ("", "prompts", *drafters), "speedup (95 % interval) · α · τ"
+    )
     for task in result.tasks:
-        grid.add(task, *(_task_cell(result.of(name, 1, task)) for name in drafters))
+        found = [result.of(name, 1, task) for name in drafters]
+        num_pairs = max((f.num_pairs or 0 for f in found if f is not None), default=None)
+        grid.add(task, sample_size(num_pairs), *map(_task_cell, found))
     return grid
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from json import dumps
 from pathlib import Path
@@ -15,6 +14,7 @@ from slipstream.cli.flags import Values, with_flags
 from slipstream.cli.options import ENGINE, Json, print_json
 from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.writing import Overwrite, check_file, check_folder, write_text
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -66,6 +66,7 @@ def bench(
         Path | None, typer.Option(help="A folder for bench.json and bench.html; made where there is none.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    overwrite: Overwrite = False,
     spec: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,7 +137,7 @@ def bench(
     from slipstream.bench.configurations import parse_counts
     from slipstream.bench.workload import read_workload
 
-    files = _files(output, html)
+    files = _files(output, html, overwrite)
     asked = Asked(
         workload=read_workload(workload),
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
@@ -247,38 +248,26 @@ def _refuse(flags: dict[str, Any], why: str) -> None:
             raise ConfigError(f"{name} {why}")
 
 
-def _files(output: Path | None, html: Path | None) -> dict[str, Path]:
+def _files(output: Path | None, html: Path | None, overwrite: bool) -> dict[str, Path]:
     """Where JSON and page go; raises `ConfigError` now rather than after the work when they cannot be written there."""
     files: dict[str, Path] = {}
     if output is not None:
-        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-        _check(
-            existing.is_dir() and os.access(existing, os.W_OK), output, "is no folder that can be written to"
-        )
+        check_folder(output)
         files = {"json": output / "bench.json", "html": output / "bench.html"}
     if html is not None:
-        _check(html.parent.is_dir(), html, f"there is no folder {str(html.parent)!r}")
         files["html"] = html
     for file in files.values():
-        _check(not file.is_dir(), file, "is a folder")
-        _check(not file.exists() or os.access(file, os.W_OK), file, "may not be written")
+        if file == html or output is None or output.exists():
+            check_file(file, overwrite)
     return files
-
-
-def _check(fine: bool, path: Path, why: str) -> None:
-    if not fine:
-        raise ConfigError(f"cannot write {str(path)!r}: {why}")
 
 
 def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Path]) -> None:
     """Write the result and print it: files first, so that no closed pipe can lose it."""
-    for file in files.values():
-        file.parent.mkdir(parents=True, exist_ok=True)
     if "json" in files:
-        text = dumps(result.as_json(), ensure_ascii=False, indent=1)
-        files["json"].write_text(text + "\n", encoding="utf-8")
+        write_text(files["json"], dumps(result.as_json(), ensure_ascii=False, indent=1) + "\n")
     if "html" in files:
-        files["html"].write_text(_page(result), encoding="utf-8")
+        write_text(files["html"], _page(result))
     if json:
         print_json(result.as_json())
     else:
@@ -299,9 +288,10 @@ def _print(result: BenchResult | ServerResult) -> None:
     from slipstream.bench.result import BenchResult
     from slipstream.bench.server_tables import server_remarks, server_tables
     from slipstream.bench.tables import remarks, tables
+    from slipstream.bench.verdict import verdicts
 
     if isinstance(result, BenchResult):
-        grids, lines = tables(result), remarks(result)
+        grids, lines = tables(result), [*verdicts(result), *remarks(result)]
     else:
         grids, lines = server_tables(result), server_remarks(result)
     console = wide_results()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from slipstream.engine.outputs import RequestOutput
     from slipstream.engine.requests import UpdateCallback
 
+CONFIDENCE = 0.95
+MIN_PAIRS = 6
+"""Of fewer, all ratios may lie on one side of the true median by chance in more than one case of twenty."""
 WARM_UP_TOKENS = 8
 """Answered before the clock runs, both ways: the first passes of a process set up threads and kernels."""
 
@@ -87,6 +90,32 @@ class Comparison:
         return low, high
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """At least 95 % confidence for the median, whatever the distribution: the sign test's, which needs six pairs.
+
+        Of n pairs, the k-th smallest and the k-th largest ratio, k as large as Binomial(n, 1/2) allows.
+        """
+        from scipy.stats import binom
+
+        ratios = sorted(pair.ratio for pair in self.pairs)
+        outside = int(
+            binom.ppf((1 - CONFIDENCE) / 2, len(ratios), 0.5)
+        )  # the first k with P(X <= k) >= 2.5 %
+        return None if outside == 0 else (ratios[outside - 1], ratios[-outside])
+
+    @property
+    def conclusion(self) -> str:
+        """Which is the faster, as far as the pairs say."""
+        interval = self.interval
+        if interval is None:
+            return f"none: {len(self.pairs)} pairs are too few, raise --repeats to {MIN_PAIRS} or more"
+        low, high = interval
+        bounds = f"95 % interval of the median {low:.2f} to {high:.2f}"
+        if low <= 1 <= high:
+            return f"no measurable difference ({bounds})"
+        return f"{'faster' if low > 1 else 'slower'} with speculation ({bounds})"
+
+    @property
     def differing(self) -> list[int]:
         """Prompts of which some pair of answers was not the same, token by token."""
         return sorted({pair.prompt_index for pair in self.pairs if not pair.identical})
@@ -101,6 +130,8 @@ class Comparison:
         return {
             "ratio_median": self.ratio,
             "ratio_quartiles": list(self.quartiles),
+            "ratio_interval": self.interval,
+            "conclusion": self.conclusion,
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
             "tokens_per_s_off": self.speed("off"),
@@ -130,6 +161,7 @@ class Comparison:
             ("without speculation", f"{self.speed('off'):.1f} tokens/s{median}"),
             ("with speculation", f"{self.speed('on'):.1f} tokens/s{median} ({speculation})"),
             ("ratio", f"{self.ratio:.2f} ({spread})"),
+            ("conclusion", self.conclusion),
             ("texts identical", self._verdict(verifier)),
         ]
         print_rows(console, rows)

@@ -13,6 +13,7 @@ from slipstream.cli.flags import Values, with_flags
 from slipstream.cli.measure import Measurement
 from slipstream.cli.options import ENGINE, Json, chosen_speculation, model_name, print_json
 from slipstream.cli.profile_plot import check_plot, plot_profiles
+from slipstream.cli.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.control.store import prepare_folder
 from slipstream.errors import ConfigError, VocabularyMismatchError
@@ -45,6 +46,7 @@ def info(
     plot: Annotated[
         Path | None, typer.Option(help="With --measure: draw the times into this .png, .svg or .pdf.")
     ] = None,
+    overwrite: Overwrite = False,
     json: Json = False,
     *,
     engine: Values,
@@ -53,7 +55,7 @@ def info(
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.engine.llm import LLM
 
-    _check_measuring(measure, quick, plot)
+    _check_measuring(measure, quick, plot, overwrite)
     options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
     path = model or EMBEDDED_TARGET
     tokenizer = engine.get("tokenizer", path)
@@ -91,12 +93,12 @@ def info(
             notes().print(f"saved {file}", markup=False)
 
 
-def _check_measuring(measure: bool, quick: bool, plot: Path | None) -> None:
+def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: bool) -> None:
     """Refuse what cannot be done before a model is loaded for it."""
     if not measure and (quick or plot is not None):
         raise ConfigError(f"{'--quick' if quick else '--plot'} is a way of --measure; add that")
     if plot is not None:
-        check_plot(plot)
+        check_plot(plot, overwrite)
     if measure and not quick:
         prepare_folder()
 

@@ -13,6 +13,7 @@ from slipstream.cli.flags import Values, parse_json, with_flags
 from slipstream.cli.options import Json, print_json
 from slipstream.cli.profile_plot import check_plot
 from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
+from slipstream.cli.writing import Overwrite, check_file, write_text
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -90,6 +91,7 @@ def load(
     plot: Annotated[
         Path | None, typer.Option(help="Draw latencies and throughput over time: .svg, .png or .pdf.")
     ] = None,
+    overwrite: Overwrite = False,
     *,
     sampling: Values,
 ) -> None:
@@ -109,9 +111,9 @@ def load(
     )  # refuses what is wrong
     extra = _extra(extra_body)
     if plot is not None:
-        check_plot(plot)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
+        check_plot(plot, overwrite)
+    if output is not None:
+        check_file(output, overwrite)
     questions = read_workload(workload)
     prompts = first_turns(questions, task or [], max_tokens)
     key = api_key_of(api_key_env)
@@ -149,7 +151,7 @@ def _deliver(result: Any, json: bool, output: Path | None, plot: Path | None) ->
 
     if output is not None:
         text = json_.dumps(result.as_json(), ensure_ascii=False, indent=1)
-        output.write_text(text + "\n", encoding="utf-8")
+        write_text(output, text + "\n")
     if plot is not None and result.requests:
         plot_load(result, plot)
     if json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -14,13 +15,14 @@ from typer.exceptions import TyperException
 from slipstream import __version__
 from slipstream.cli import bench, chat, doctor, generate, info, load, serve, train, tree
 from slipstream.cli.help import PlainHelp
+from slipstream.cli.writing import unwritable
 from slipstream.errors import SlipstreamError
 
 
 class _Group(TyperGroup):
     """Turns every failure into one line on standard error and an exit code.
 
-    2: what was asked for cannot be done as asked. 1: a fault of ours. 130: Ctrl-C.
+    2: what was asked for cannot be done as asked, or a file cannot be written. 1: a fault of ours. 130: Ctrl-C.
     """
 
     debug = False
@@ -35,10 +37,11 @@ class _Group(TyperGroup):
                 stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            sys.stdout.flush()  # what a full disk has to say is said now, not when Python has gone
         except (SlipstreamError, TyperException) as error:
             code = self._fail(error, getattr(error, "exit_code", 2))
         except Exception as error:
-            code = self._fail(error, 1)
+            code = self._fail(error, 1 if unwritable(error) is None else 2)
         if code == 130:
             if sys.stdout.isatty():
                 print()  # the answer, or the sign before a message, stands in the middle of a line
@@ -49,6 +52,9 @@ class _Group(TyperGroup):
         if self.debug:
             traceback.print_exception(error)
         message = error.format_message() if isinstance(error, TyperException) else str(error)
+        if code == 2 and not isinstance(error, (SlipstreamError, TyperException)):
+            message = unwritable(error) or message
+            _drop_output()
         if message.startswith("Got unexpected extra argument"):
             verb = getattr(getattr(error, "ctx", None), "info_name", None)
             message += "; put quotes around the prompt" if verb == "generate" else ""
@@ -57,6 +63,14 @@ class _Group(TyperGroup):
             text = f"{type(error).__name__}: {text} (slipstream --debug … shows where)"
         print(f"error: {text}", file=sys.stderr)
         return code
+
+
+def _drop_output() -> None:
+    """What standard output still holds could not be written: Python's own last try would only say so again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
 
 
 app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False, rich_markup_mode=None)

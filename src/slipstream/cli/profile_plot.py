@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cli.writing import check_file
 from slipstream.control.profile import CostProfile
 from slipstream.errors import ConfigError
 
@@ -17,12 +18,11 @@ SUFFIXES = (".pdf", ".png", ".svg")
 _COLOURS = ("#1b6ca8", "#d1495b", "#3b8e5a", "#8a5fbf", "#b8860b")
 
 
-def check_plot(file: Path) -> None:
+def check_plot(file: Path, overwrite: bool) -> None:
     """Raise `ConfigError` when no picture could be drawn into `file`, before anything is measured for it."""
     if file.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot writes {', '.join(SUFFIXES)}; {str(file)!r} ends otherwise")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {str(file.absolute().parent)!r}")
+    check_file(file, overwrite, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'slipstream-llm[plots]'")
 

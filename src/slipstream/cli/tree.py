@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from slipstream.draft.sequoia import RankAcceptance, TreePlan
     from slipstream.engine.llm import LLM
 
+FEW_STEPS = 100
+"""Shares of fewer steps are off by a tenth or more (twice the standard error of a half, of a hundred)."""
+
 
 @with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
 def tree(
@@ -81,7 +84,8 @@ def tree(
     chosen = {"method": config.method, "verifier": config.verifier, **config.options}
     for level, row in enumerate(rates.rates, start=1):
         shown = " ".join(f"{rate:.3f}" for rate in row)
-        notes().print(f"depth {level}, {counts.reached[level - 1]} steps: {shown}", markup=False)
+        few = " (few)" if counts.reached[level - 1] < FEW_STEPS else ""
+        notes().print(f"depth {level}, {counts.reached[level - 1]} steps{few}: {shown}", markup=False)
     notes().print(
         f"{plan.num_nodes} nodes in {plan.depth} levels; predicted τ {plan.acceptance_length:.2f}",
         markup=False,
