@@ -24,8 +24,9 @@ from starlette.testclient import TestClient
 from slipstream import LLM, AsyncEngine
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.foreign import IGNORED
 from slipstream.serve.openapi import OPERATIONS
-from slipstream.serve.schema import IGNORED, ChatBody
+from slipstream.serve.schema import ChatBody
 
 KEY = "test-key"
 NUM_CASES = int(os.environ.get("SLIPSTREAM_SCHEMATHESIS_CASES", "100"))

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.schema import IGNORED
+from slipstream.serve.foreign import FOREIGN, HARMLESS, IGNORED
 
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
@@ -61,7 +61,7 @@ BAD = [
     ("chat", {"top_p": 0}, "top_p", "above 0"),
     ("chat", {"top_k": -2}, "top_k", "at least -1"),
     ("chat", {"min_p": 2}, "min_p", "within [0, 1]"),
-    ("chat", {"seed": -1}, "seed", "at least 0"),
+    ("chat", {"seed": -(2**63) - 1}, "seed", "at least -9223372036854775808"),
     ("chat", {"n": 0}, "n", "at least 1"),
     ("chat", {"n": 10000}, "n", "at once"),
     ("chat", {"best_of": 2}, "best_of", "not supported"),
@@ -168,7 +168,18 @@ BAD = [
     ("chat", {"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "not among the tools"),
     ("chat", {"tool_choice": named("g")}, "tool_choice", "no tools"),
     ("chat", {"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "must be 'none'"),
-    ("text", {"tools": [tool()]}, "tools", "unknown parameter"),
+    ("text", {"tools": [tool()]}, "tools", "is for /v1/chat/completions"),
+    ("text", {"top_logprobs": 1}, "top_logprobs", "is for /v1/chat/completions"),
+    ("chat", {"echo": True}, "echo", "is for /v1/completions"),
+    ("chat", {"topP": 0.5}, "topP", "did you mean top_p?"),
+    ("chat", {"messagess": []}, "messagess", "did you mean messages?"),
+    ("text", {"mirostat_mode": 2}, "mirostat_mode", "does not sample so"),
+    ("text", {"typical_p": 0.9}, "typical_p", "does not sample so"),
+    ("text", {"use_beam_search": True}, "use_beam_search", "no beam search"),
+    ("text", {"use_beam_search": 0}, "use_beam_search", "no beam search"),
+    ("text", {"max_completion_tokens": 5}, "max_tokens", "different things"),
+    ("chat", {"chat_id\r\nX-Forged: 1": "a"}, "chat_id\r\nX-Forged: 1", "unknown parameter"),
+    ("chat", {f"x{number}z": 1 for number in range(65)}, "x64z", "unknown parameter"),
     (
         "chat",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
@@ -196,10 +207,9 @@ BAD = [
     ("chat", {"chat_template_kwargs": {"tokenize": False}}, "messages", "'tokenize' is not a variable"),
     ("text", {"user": "x" * 513}, "user", "at most 512"),
     ("chat", {"speculation": True}, "speculation", "speculation must be an object"),
-    ("chat", {"store": True}, "store", "must be false"),
     ("chat", {"service_tier": "flex"}, "service_tier", '"auto" or "default"'),
     ("chat", {"modalities": ["text", "audio"]}, "modalities", '["text"]'),
-    ("chat", {"functions": []}, "functions", "give tools"),
+    ("chat", {"functions": [{}]}, "functions", "give tools"),
     ("text", {"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
     ("text", {"priority": 3}, "priority", "no priorities"),
     ("chat", {"reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
@@ -333,9 +343,81 @@ def test_wrong_paths_name_the_right_one(shared: TestClient, path: str, meant: st
     assert "did you mean" not in error_of(shared.post("/v1/embeddings", json={}), 404)["message"]
 
 
-def test_names_that_are_not_close_are_no_hint(shared: TestClient) -> None:
-    error = error_of(shared.post("/v1/completions", json={**TEXT, "logit_processors": []}), 400)
-    assert error["message"] == "unknown parameter 'logit_processors'"
+FRONT_END = {"chat_id": "c-1", "session_id": None, "title": {"a": [1]}, "background_tasks": {}}
+"""What chat front ends send beside OpenAI's parameters."""
+
+
+def test_names_of_front_ends_are_ignored_and_told(make_app: MakeApp) -> None:
+    with TestClient(make_app()) as client:
+        for kind, body in (("chat", CHAT), ("text", TEXT)):
+            for stream in (False, True):
+                plain = client.post(PATHS[kind], json={**body, "temperature": 0, "stream": stream})
+                assert "x-slipstream-ignored" not in plain.headers
+                extra = {"temperature": 0, "stream": stream, **FRONT_END, "store": True}
+                answer = client.post(PATHS[kind], json={**body, **extra})
+                assert answer.status_code == 200
+                assert answer.headers["x-slipstream-ignored"] == "chat_id, title, background_tasks, store"
+                if not stream:
+                    assert answer.json()["choices"] == plain.json()["choices"]
+    with TestClient(make_app(strict_parameters=True)) as client:
+        error = error_of(client.post(PATHS["chat"], json={**CHAT, **FRONT_END}), 400)
+        assert (error["message"], error["code"]) == ("unknown parameter 'chat_id'", "unknown_parameter")
+        assert (
+            "must be false"
+            in error_of(client.post(PATHS["chat"], json={**CHAT, "store": True}), 400)["message"]
+        )
+        assert client.post(PATHS["chat"], json={**CHAT, "session_id": None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"best_of": 1},
+        {"best_of": 2, "n": 2},
+        {"use_beam_search": False},
+        {"add_generation_prompt": True, "continue_final_message": False},
+        {"priority": 0},
+        {"priority": 0.0},
+        {"spaces_between_special_tokens": True},
+        {"spaces_between_special_tokens": False},
+        {"reasoning_effort": "none"},
+        {"store": False},
+        {"max_tokens": None, "max_completion_tokens": 4},
+        {"max_completion_tokens": 4},
+        dict.fromkeys(FOREIGN),
+        {name: HARMLESS[name][0] for name in FOREIGN if HARMLESS[name]},
+        dict.fromkeys(("anything", "else", "max_token", "a b")),
+    ],
+    ids=lambda extra: "-".join(extra)[:40],
+)
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_neutral_values_change_nothing(shared: TestClient, kind: str, extra: dict[str, Any]) -> None:
+    body = {**(CHAT if kind == "chat" else TEXT), "temperature": 0}
+    elsewhere = (
+        {"prompt": None, "echo": False, "suffix": "", "top_logprobs": 0, "add_special_tokens": False}
+        if kind == "chat"
+        else {"messages": None, "tools": [], "tool_choice": "none", "top_logprobs": 0}
+    )
+    answer = shared.post(PATHS[kind], json={**body, **extra, **elsewhere})
+    assert answer.status_code == 200, answer.text
+    assert "x-slipstream-ignored" not in answer.headers
+    assert answer.json()["choices"][0] == shared.post(PATHS[kind], json=body).json()["choices"][0]
+
+
+def test_negative_seeds(shared: TestClient) -> None:
+    def seed_of(seed: int) -> int:
+        return int(shared.post(PATHS["text"], json={**TEXT, "seed": seed}).headers["x-slipstream-seed"])
+
+    assert seed_of(-2) == 2**63 - 2
+    assert seed_of(-(2**63)) == 0
+    assert seed_of(7) == 7
+    assert seed_of(-1) != seed_of(-1)  # drawn, as at vLLM
+
+
+def test_names_that_are_not_close_are_no_hint(make_app: MakeApp) -> None:
+    with TestClient(make_app(strict_parameters=True)) as client:
+        error = error_of(client.post(PATHS["text"], json={**TEXT, "logit_warper": []}), 400)
+    assert error["message"] == "unknown parameter 'logit_warper'"
 
 
 def test_unknown_models(shared: TestClient) -> None:

@@ -40,7 +40,7 @@ from slipstream.serve.schema import (
     parse,
 )
 from slipstream.serve.service import Service
-from slipstream.serve.stream import SEED_HEADER, Reply
+from slipstream.serve.stream import IGNORED_FACT, IGNORED_HEADER, SEED_HEADER, Reply
 from slipstream.serve.tracing import TraceRequests, make_provider
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _middleware(service: Service, traces: TracerProvider | None) -> list[Middlew
                 allow_origins=list(service.config.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=[ID_HEADER, SEED_HEADER],
+                expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER],
             )
         )
     return [*layers, Middleware(KeyGuard, keys=service.config.api_key)]
@@ -127,7 +127,13 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
             await forget_body(request)
             raise
         raw = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-        body = parse(cls, raw) if len(raw) < LARGE_BYTES else await asyncio.to_thread(parse, cls, raw)
+        strict = config.strict_parameters
+        if len(raw) < LARGE_BYTES:
+            body = parse(cls, raw, strict)
+        else:
+            body = await asyncio.to_thread(parse, cls, raw, strict)
+        if body.without_effect:
+            request.scope[FACTS][IGNORED_FACT] = body.without_effect
         service.check_model(getattr(body, "model", None))
         return body
 

@@ -43,6 +43,9 @@ class ServeConfig:
     """Answers that may wait for their turn; a request that would make it more is refused with 429."""
     max_logprobs: int = 20
     """The most alternatives a token that a request may ask for."""
+    strict_parameters: bool = False
+    """Refuse names in a body that nobody knows, instead of ignoring them and naming them in the response's header
+    X-Slipstream-Ignored."""
     tool_call_parser: str | None = None
     """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
     goes by the chat template, and is hermes where that shows none."""

@@ -44,7 +44,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "top_k": {"minimum": -1},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
-    "seed": {"minimum": 0, "maximum": MAX_SEED},
+    "seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
@@ -56,7 +56,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"minimum": 0},
     "allowed_token_ids": {"minItems": 1},
     "messages": {"minItems": 1},
-    "best_of": {"const": None},
+    "best_of": {"minimum": 1},
     "echo": {"enum": [False, None]},
     "suffix": {"enum": ["", None]},
 }
@@ -163,13 +163,14 @@ def install(app: FastAPI, config: ServeConfig, model_name: str) -> None:
 
     def document() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, bool(config.api_key), model_name)
+            app.openapi_schema = _document(app, config, model_name)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, with_keys: bool, model_name: str) -> Schema:
+def _document(app: FastAPI, config: ServeConfig, model_name: str) -> Schema:
+    with_keys = bool(config.api_key)
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": _ERROR}
     for path, method, found in [(p, m, f) for p, ms in document["paths"].items() for m, f in ms.items()]:
@@ -182,7 +183,7 @@ def _document(app: FastAPI, with_keys: bool, model_name: str) -> Schema:
         if guarded:
             found["security"] = [{"key": []}]
         if operation.body is not None:
-            schema = _body_schema(operation.body, model_name, schemas)
+            schema = _body_schema(operation.body, model_name, config.strict_parameters, schemas)
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     document["components"] = {"schemas": schemas}
     if with_keys:
@@ -190,11 +191,13 @@ def _document(app: FastAPI, with_keys: bool, model_name: str) -> Schema:
     return document
 
 
-def _body_schema(cls: type[Body], model_name: str, schemas: dict[str, Schema]) -> Schema:
+def _body_schema(cls: type[Body], model_name: str, strict: bool, schemas: dict[str, Schema]) -> Schema:
     """A reference to the body's schema, which is put into `schemas` with all that it refers to."""
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     schema["properties"]["model"] = {"enum": [model_name, None]}
+    if cls.ignores_unknown and not strict:  # names that nobody knows are ignored
+        del schema["additionalProperties"]
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds

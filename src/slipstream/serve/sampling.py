@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import draw_seed
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import MAX_SEED, SamplingParams
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint
 from slipstream.serve.errors import ApiError
@@ -37,7 +37,7 @@ class Limits:
 
 def check_unsupported(body: GenerationBody) -> None:
     """Raise `ApiError` 400 for what can be told to be wrong before any work."""
-    if body.best_of is not None:
+    if body.best_of not in (None, body.n or 1):  # as many as are returned: there is nothing to choose
         message = "best_of is not supported: ask for n answers with logprobs and choose among them"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
@@ -51,7 +51,7 @@ def check_unsupported(body: GenerationBody) -> None:
             if getattr(body, name):
                 message = f"{name} is not supported by this server"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
-    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         message = "top_logprobs needs logprobs to be true"
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
 
@@ -87,9 +87,16 @@ def sampling_params(
 
 
 def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
-    """A seed for every prompt: the one that was given, else each prompt's own, drawn so that the client can be told."""
-    if body.seed is not None:
-        return (body.seed,) * num_prompts
+    """A seed for every prompt: the one that was given, else each prompt's own, drawn so that the client can be told.
+
+    -1 draws one, as at vLLM. Any other negative seed is one of the engine's, which has none below 0: the one that is
+    2**63 higher.
+    """
+    if body.seed is not None and body.seed != -1:
+        if not -MAX_SEED - 1 <= body.seed <= MAX_SEED:
+            message = f"seed must be at least {-MAX_SEED - 1} and at most {MAX_SEED}, got {body.seed}"
+            raise ApiError(400, message, param="seed", code="invalid_value")
+        return (body.seed & MAX_SEED,) * num_prompts
     return tuple(draw_seed() for _ in range(num_prompts))
 
 
@@ -117,7 +124,7 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
     """How long an answer may be: as asked, if that fits, else what is left of the context."""
     asked = body.max_tokens
     name = "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if body.max_completion_tokens is not None:
         if asked not in (None, body.max_completion_tokens):
             message = "max_tokens and max_completion_tokens say different things; give one of them"
             raise ApiError(400, message, param=name, code="invalid_value")

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -14,50 +12,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
 from slipstream.serve.errors import ApiError
+from slipstream.serve.foreign import FOREIGN, HARMLESS, IGNORED, left_out, near, unknown
 from slipstream.serve.json_body import decode
-
-IGNORED = frozenset(
-    {
-        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "modalities"),
-    }
-)
-"""Parameters of OpenAI's that change nothing about the text."""
-
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-}
-"""Of those, the ones that ask for something with any other value, which the client must then not take for granted."""
-
-_FORM = "give structured_outputs.{} instead"
-FOREIGN = {
-    "functions": "give tools to /v1/chat/completions instead",
-    "function_call": "give tool_choice to /v1/chat/completions instead",
-    "guided_json": _FORM.format("json"),
-    "guided_regex": _FORM.format("regex"),
-    "guided_choice": _FORM.format("choice"),
-    "guided_grammar": _FORM.format("grammar"),
-    "cache_salt": "give user instead, since nothing is shared between users",
-    "priority": "requests have no priorities here; leave it out",
-    "truncate_prompt_tokens": "prompts are never cut here; shorten them before they are sent",
-    "continue_final_message": "have /v1/completions continue the text instead",
-    "add_generation_prompt": "a chat always goes on with the assistant's answer; leave it out",
-    "reasoning_effort": "give chat_template_kwargs what the model's own template knows instead",
-    "verbosity": "say in the prompt how long an answer should be",
-    "prediction": "speculation finds by itself what repeats the prompt; leave it out",
-    "audio": "this server reads and writes text only",
-    "web_search_options": "this server does not search",
-    "use_beam_search": "there is no beam search here; ask for n answers",
-}
-"""Names of other servers' parameters, and what to do without them."""
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """What OpenAI calls functions and schemas."""
@@ -84,7 +47,15 @@ class Body(BaseModel):
     ignored: ClassVar[frozenset[str]] = IGNORED
     harmless: ClassVar[dict[str, tuple[Any, ...]]] = HARMLESS
     foreign: ClassVar[dict[str, str]] = {}
-    """Names that are refused, and what to do without them."""
+    """Names that are refused but at their `harmless` values, and what to do without them."""
+    ignores_unknown: ClassVar[bool] = False
+    """Names that nobody knows are ignored where the server is not strict: front ends send some of their own."""
+    _without_effect: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Names that were sent and are ignored, of which the client is told."""
+        return self._without_effect
 
     @classmethod
     def refuse(cls, value: dict[str, Any]) -> None:
@@ -183,6 +154,7 @@ class GenerationBody(Body):
     """What `/v1/completions` and `/v1/chat/completions` have in common."""
 
     foreign = FOREIGN
+    ignores_unknown = True
 
     model: str | None = None
     n: int | None = None
@@ -195,6 +167,8 @@ class GenerationBody(Body):
     stop: str | Annotated[List[str], Field(max_length=64)] | None = None
     stop_token_ids: List[int] | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name for it."""
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -218,8 +192,30 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
 
 
+_FOR_CHATS = "it is for /v1/chat/completions"
+_FOR_TEXT = "it is for /v1/completions"
+
+
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
+
+    foreign = FOREIGN | {
+        "messages": "it is for /v1/chat/completions; a completion has a prompt",
+        "tools": _FOR_CHATS,
+        "tool_choice": _FOR_CHATS,
+        "parallel_tool_calls": _FOR_CHATS,
+        "top_logprobs": f"{_FOR_CHATS}; a completion has logprobs",
+        "chat_template_kwargs": _FOR_CHATS,
+        "add_special_tokens": "a text gets those of the tokenizer; give token ids for others",
+    }
+    harmless = HARMLESS | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "top_logprobs": (0,),
+        "chat_template_kwargs": ({},),
+        "add_special_tokens": (True,),
+    }
 
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = None
@@ -273,8 +269,15 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    foreign = FOREIGN | {
+        "prompt": "it is for /v1/completions; a chat has messages",
+        "echo": _FOR_TEXT,
+        "suffix": _FOR_TEXT,
+        "add_special_tokens": "the chat template writes them",
+    }
+    harmless = HARMLESS | {"echo": (False,), "suffix": ("",), "add_special_tokens": (False,)}
+
     messages: List[Message]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -303,12 +306,6 @@ class DetokenizeBody(Body):
 
 B = TypeVar("B", bound=Body)
 
-_ELSEWHERE: dict[type[Body], dict[str, str]] = {
-    ChatBody: {"prompt": "prompt is for /v1/completions; a chat has messages"},
-    CompletionBody: {"messages": "messages is for /v1/chat/completions; a completion has a prompt"},
-}
-"""What clients send to the wrong one of the two."""
-
 _SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "stop must be a string, or a list of at most 64 strings",
@@ -318,37 +315,22 @@ _SHAPES = {
 """What is said of parameters that may have several types."""
 
 
-def parse(cls: type[B], raw: bytes) -> B:
-    """The body as `cls`; raises `ApiError` 400 that names the parameter."""
+def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
+    """The body as `cls`; raises `ApiError` 400 that names the parameter.
+
+    Where it is not `strict`, names of which nobody knows are left out, and told by the body's `without_effect`.
+    """
     value = decode(raw)
-    _reject_foreign(cls, value)
+    known = {field.alias or name for name, field in cls.model_fields.items()}
+    ignores = cls.ignores_unknown and not strict
+    out, told = left_out(value, known, cls.ignored, cls.foreign, cls.harmless, ignores)
+    cls.refuse(value)
     try:
-        return cls.model_validate(
-            {
-                key: item
-                for key, item in value.items()
-                if key not in cls.ignored and (item is not None or key not in cls.foreign)
-            }
-        )
+        body = cls.model_validate({key: item for key, item in value.items() if key not in out})
     except ValidationError as error:
         raise _refusal(cls, error) from None
-
-
-def _reject_foreign(cls: type[Body], value: dict[str, Any]) -> None:
-    """Names that other servers know, and values of `ignored` whose being ignored would mislead."""
-    for name, item in value.items():
-        if item is None:
-            continue
-        harmless = cls.harmless.get(name)
-        if harmless is not None and not any(type(item) is type(one) and item == one for one in harmless):
-            known = " or ".join(json.dumps(one) for one in harmless)
-            raise ApiError(400, f"{name} must be {known} here", param=name, code="unsupported_parameter")
-        if name in cls.foreign:
-            message = f"{name} is not supported by this server: {cls.foreign[name]}"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
-        if name in _ELSEWHERE.get(cls, ()):
-            raise ApiError(400, _ELSEWHERE[cls][name], param=name, code="unknown_parameter")
-    cls.refuse(value)
+    body._without_effect = told
+    return body
 
 
 def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
@@ -361,10 +343,7 @@ def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
     path += [last] if is_name or not _names_a_type(last) else []
     param = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
-        names = _known_names(cls, path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
+        return unknown(param, near(str(path[-1]), _known_names(cls, path[:-1])))
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     said = f"{param}: {first['msg']}"

@@ -16,6 +16,10 @@ from slipstream.serve.errors import FACTS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
+IGNORED_HEADER = "X-Slipstream-Ignored"
+"""Names in the body that had no effect, with commas between them."""
+IGNORED_FACT = "ignored_parameters"
+"""The same for the log."""
 LAST_WRITES_S = 5.0
 """For what says that the time is over to reach the client."""
 DONE = b"data: [DONE]\n\n"
@@ -75,6 +79,8 @@ class Reply(Response):
             async with self._service.until(deadline_s):
                 answer = scope[ANSWER] = await self._prepare()
             extra = {SEED_HEADER: ", ".join(map(str, dict.fromkeys(answer.job.seeds)))}
+            if ignored := scope[FACTS].get(IGNORED_FACT):
+                extra[IGNORED_HEADER] = ", ".join(ignored)
             if answer.job.stream:
                 await self._send_events(answer, deadline_s, extra, send)
                 return
