@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from slipstream.core import ROOT, ProposalKind
+from slipstream.core import ROOT, Proposal, ProposalKind
 from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import Target
-from slipstream.testing.table_model import CHAIN_3, SIBLINGS_2, TWO_LEVELS, UNBALANCED, TableModel, Text
+from slipstream.testing.table_model import (
+    CHAIN_3,
+    SIBLINGS_2,
+    TWO_LEVELS,
+    UNBALANCED,
+    TableDrafter,
+    TableModel,
+    Text,
+)
 
 EXACT = 1e-12
 """Total variation up to which two enumerations are the same; rounding makes about 1e-16."""
@@ -139,3 +149,22 @@ def narrow(target: Target) -> Callable[[Text], torch.Tensor]:
 
 
 DRAFTS = {"far": far, "close": close, "equal": equal, "with_zeros": with_zeros, "narrow": narrow}
+
+
+@dataclass(frozen=True)
+class Overflowing:
+    """Draws as `drafter` does, but says `value` of its distribution after every other text."""
+
+    drafter: TableDrafter
+    value: float
+
+    def __call__(self, text: Text, noise: Noise, max_depth: int) -> Proposal:
+        proposal = self.drafter(text, noise, max_depth)
+        if proposal.draft_probs is None:
+            return proposal
+        probs = proposal.draft_probs.clone()
+        for node in range(len(proposal)):
+            before = (*text, *(proposal.token_ids[step] for step in proposal.path(node)[:-1]))
+            if sum(before) % 2 == 0:
+                probs[node] = self.value
+        return replace(proposal, draft_probs=probs)

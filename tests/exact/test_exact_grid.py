@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
-from exact_cases import CLASSICAL_KINDS, DRAFTS, EXACT, SHAPES, TARGETS, VERIFIERS
+from exact_cases import CLASSICAL_KINDS, DRAFTS, EXACT, SHAPES, TARGETS, VERIFIERS, Overflowing
 
 from slipstream.core import Proposal, ProposalKind, Verdict
 from slipstream.sampling.noise import Noise
@@ -44,6 +44,19 @@ def test_every_processor_and_shape(verifier: str, kind: ProposalKind, shape: str
 def test_every_draft_distribution(verifier: str, kind: ProposalKind, draft: str, target: str) -> None:
     for shape in ("chain_2", "siblings_2"):
         assert gap(verifier, kind, shape, TARGETS[target], draft) < EXACT, shape
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("shape", ["chain_1", "chain_2", "chain_3", "siblings_2", "two_levels"])
+@pytest.mark.parametrize("kind", [ProposalKind.SAMPLED_IID, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_draft_probabilities_that_are_not_finite(
+    verifier: str, kind: ProposalKind, shape: str, value: float
+) -> None:
+    """A draft model that overflowed has no say: its tokens are rejected, and p is left as it is."""
+    target = TARGETS["plain"]
+    drafter = Overflowing(TableDrafter(DRAFTS["far"](target), SHAPES[shape], kind), value)
+    assert exactness_gap(target, drafter, create_verifier(verifier), 3) < EXACT
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from exact_cases import BIASED, EXACT, SHAPES, far, under_grammar
+from exact_cases import BIASED, EXACT, SHAPES, Overflowing, far, under_grammar
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.sampling.grammar import Grammar
@@ -121,6 +122,17 @@ def test_siblings_judged_without_taking_the_residual(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rejection, "residual", lambda target, draft: target)
     drafter = sampled(PLAIN, "siblings_2")
     assert exactness_gap(PLAIN, drafter, create_verifier("rejection"), 2) > BIASED
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_a_ratio_that_is_no_number_taken_for_certain(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`min(1.0, nan)` is 1.0, so a draft model that overflows would write the text."""
+    drafter = Overflowing(sampled(PLAIN, "chain_2"), math.nan)
+    assert exactness_gap(PLAIN, drafter, create_verifier(verifier), 3) < EXACT
+    for module in (rejection, block):
+        monkeypatch.setattr(module, "is_finite", lambda draft: True)
+        monkeypatch.setattr(module, "likelihood_ratio", lambda p, q, token: float(p[token] / q[token]))
+    assert exactness_gap(PLAIN, drafter, create_verifier(verifier), 3) > BIASED
 
 
 class FirstFailureEnds(Noise):

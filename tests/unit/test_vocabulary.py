@@ -50,7 +50,6 @@ def test_first_difference_is_named(words: list[str], says: list[str]) -> None:
 
 
 @pytest.mark.parametrize("role", list(ROLES))
-def test_special_tokens_must_be_the_same(role: str) -> None:
-    with pytest.raises(VocabularyMismatchError) as caught:
-        check_same_vocabulary(tokenizer(), tokenizer(**{role: "alpha"}), "some/draft")
-    assert f"{role}_id 4, the target {WORDS.index(ROLES[role])}" in str(caught.value)
+def test_special_tokens_may_serve_another_purpose(role: str) -> None:
+    """As the end token of a base model does that drafts for a tuned one; all ids mean the same."""
+    check_same_vocabulary(tokenizer(), tokenizer(**{role: "alpha"}), "some/draft")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.growth import Growth, GrowthOptions, Growths, Node, Shape
+from slipstream.draft.growth import Growth, GrowthOptions, Growths, Node, NotFiniteError, Shape
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.rows import RowGroup
@@ -130,10 +130,14 @@ class CachedDrafter(Drafter):
             if fits
         }
         feeds = self._committed(list(growths.values()))
-        while feeds:
-            self._compute(feeds)
-            growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
-            feeds = [self._frontier(growth) for growth in growing]
+        try:
+            while feeds:
+                self._compute(feeds)
+                growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
+                feeds = [self._frontier(growth) for growth in growing]
+        except NotFiniteError as error:
+            self._drop_entries(error.sequence_id)
+            raise
         self._open.update({i: growth for i, growth in growths.items() if growth.nodes})
         return [
             growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
@@ -183,6 +187,11 @@ class CachedDrafter(Drafter):
         return [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
 
     # --- drafting ---------------------------------------------------------------------------------------------
+
+    def _drop_entries(self, sequence_id: int) -> None:
+        """Of a sequence after which no logits are finite, so that nobody reuses them; nor earlier ones' like them."""
+        self.cache.accounting.close(sequence_id, retain=False)
+        self.cache.accounting.clear()
 
     def _has_room(self, sequence: Sequence) -> bool:
         """True when the drafter can hold the committed text and its guesses, in its context and in its cache."""

@@ -31,6 +31,14 @@ from slipstream.sampling.processors import LogitsProcessor
 SAMPLE_METHODS = ("auto", "greedy", "coupled", "probabilistic")
 
 
+class NotFiniteError(ArithmeticError):
+    """A drafter's logits are no numbers: its arithmetic overflowed, or its weights are damaged."""
+
+    def __init__(self, sequence_id: int) -> None:
+        super().__init__("the draft's logits are not finite (an overflow of its type, or damaged weights)")
+        self.sequence_id = sequence_id
+
+
 @dataclass(frozen=True, kw_only=True)
 class GrowthOptions:
     """The keys of `speculative_config` that shape a proposal; drafters with probabilities inherit them."""
@@ -205,11 +213,14 @@ class Growth:
     def grow(self, logits: Tensor) -> list[Node]:
         """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
 
-        Returns the new guesses, best first.
+        Returns the new guesses, best first. Raises `NotFiniteError` where a row has a NaN, an infinity, or nothing
+        above minus infinity: no distribution stands behind what would be chosen from it.
         """
         parents = self.frontier
         if not parents:
             return []
+        if not bool(logits.amax(-1).isfinite().all()):  # amax of a row with a NaN is NaN
+            raise NotFiniteError(self.sequence.id)
         paths = [node.token_ids() if node else [] for node in parents]
         depth = len(paths[0]) + 1
         log_probs = logits  # of which only the argmax counts
@@ -345,8 +356,18 @@ class Growths:
         """Width of the drafter's logits, in the target's tokens."""
         self._processors: dict[int, LogitsProcessor] = {}
 
+    def may_draft(self, sequence: Sequence) -> bool:
+        """False where the drafter has none of the tokens to which the request keeps."""
+        allowed = sequence.params.allowed_token_ids
+        return allowed is None or any(token < self.vocab_size for token in allowed)
+
     def begin(self, sequence: Sequence, budget: int, start: int = 0) -> Growth:
-        """An empty tree below the sequence's committed text, of at most `budget` nodes."""
+        """An empty tree below the sequence's committed text, of at most `budget` nodes.
+
+        It stays empty where the drafter `may_draft` nothing.
+        """
+        if not self.may_draft(sequence):
+            budget = 0
         greedy = sequence.params.temperature == 0
         if sequence.id not in self._processors:
             params = sequence.params
@@ -359,6 +380,7 @@ class Growths:
             self.shape,
             max_nodes=min(budget, self.shape.num_nodes),
             max_depth=min(budget, self.shape.depth),
+            frontier=[None] if budget else [],
             processor=self._processors[sequence.id],
             noise=Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce),
             start=start,
@@ -374,4 +396,21 @@ class Growths:
 
     def _processor(self, sequence: Sequence, params: SamplingParams) -> LogitsProcessor:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        return LogitsProcessor(params, prompt, (), (), self.vocab_size, sequence.grammar)
+        known = _of_width(params, self.vocab_size)
+        return LogitsProcessor(known, prompt, (), (), self.vocab_size, sequence.grammar)
+
+
+def _of_width(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """`params` without token ids that a narrower drafter does not have; they are valid for the target."""
+    allowed = params.allowed_token_ids
+    if allowed is not None:  # nothing is drafted where none is left; see `Growths.may_draft`
+        allowed = [token for token in allowed if token < vocab_size] or None
+    bias = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
+    return dataclasses.replace(
+        params,
+        allowed_token_ids=allowed,
+        logit_bias=bias or None,
+        stop_token_ids=(),
+        logprobs=None,
+        prompt_logprobs=None,
+    )

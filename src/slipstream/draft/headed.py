@@ -111,7 +111,9 @@ class HeadDrafter(Drafter):
             sequence.id: self._growths.begin(sequence, budget)
             for sequence, budget in zip(sequences, budgets, strict=True)
             # The heads guess what follows the one token that the target has not computed.
-            if budget > 0 and 0 < sequence.num_computed == len(sequence.token_ids) - 1
+            if budget > 0
+            and 0 < sequence.num_computed == len(sequence.token_ids) - 1
+            and self._growths.may_draft(sequence)
         }
         if growths:
             features = [self._feature(growth.sequence) for growth in growths.values()]

@@ -110,7 +110,7 @@ class LayerSkipDrafter(Drafter):
         alike: dict[Layers, list[Growth]] = {}
         for sequence, budget in zip(sequences, budgets, strict=True):
             self._open.pop(sequence.id, None)
-            if budget == 0 or sequence.num_pending != 1:
+            if budget == 0 or sequence.num_pending != 1 or not self._growths.may_draft(sequence):
                 continue
             layers = self._layers or self._found(sequence.tenant)
             if layers is None:

@@ -8,7 +8,11 @@ from slipstream.errors import VocabularyMismatchError
 
 
 def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
-    """Raise `VocabularyMismatchError`, naming the first difference, unless every id means the same in both."""
+    """Raise `VocabularyMismatchError`, naming the first difference, unless every id means the same in both.
+
+    Which ids are used for padding, for unknown text, or to begin and end a text is not compared: prompts and stops are
+    the target's, and a base model drafts for one that was tuned to end its answers with another token.
+    """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     advice = (
         "use method tli or slem, which draft across vocabularies, or a draft that was made for this target"
@@ -22,12 +26,6 @@ def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
             f"draft {name!r} has another vocabulary ({len(theirs)} tokens, the target {len(ours)}): token {token!r} "
             f"is {_id(theirs.get(token))} there and {_id(ours.get(token))} in the target; {advice}"
         )
-    for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
-        if getattr(target, role, None) != getattr(draft, role, None):
-            raise VocabularyMismatchError(
-                f"draft {name!r} has {role} {getattr(draft, role, None)}, the target "
-                f"{getattr(target, role, None)}; {advice}"
-            )
 
 
 def _id(token_id: int | None) -> str:

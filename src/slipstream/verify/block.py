@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from slipstream.verify.base import Judgement, Verifier
 from slipstream.verify.rejection import (
     CLASSICAL_KINDS,
     draft_row,
+    is_finite,
     likelihood_ratio,
     refuse_coupled,
     residual,
@@ -53,12 +55,13 @@ def verify_chain(judgement: Judgement) -> Verdict:
     proposal, noise = judgement.proposal, judgement.noise
     refuse_coupled(proposal)
     target = judgement.log_probs.double().exp()  # [1 + n, V]
-    draft = [draft_row(proposal, node, (), like=target[0]) for node in range(len(proposal))]  # n rows, [V]
+    draft = [draft_row(proposal, node, (), like=target[0]) for node in range(len(proposal))]
+    draft = list(itertools.takewhile(is_finite, draft))  # n rows, [V]: the chain ends before any other row
     weight, num_accepted = 1.0, 0
     next_row = residual(target[0], draft[0]) if draft else target[0]
-    for i, token in enumerate(proposal.token_ids, start=1):
+    for i, token in enumerate(proposal.token_ids[: len(draft)], start=1):
         weight = min(1.0, weight * likelihood_ratio(target[i - 1], draft[i - 1], token))
-        if i == len(proposal):
+        if i == len(draft):
             chance, row = weight, target[i]
         else:
             left = float((weight * target[i] - draft[i]).clamp_(min=0.0).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence as Seq
 from typing import ClassVar
@@ -25,7 +26,8 @@ class RejectionVerifier(Verifier):
     accepted with p.
 
     Lossless only if q is what the draft was really drawn from, and if no draft was dropped for the token that
-    it turned out to be. Raises `ValueError` for coupled proposals, whose drafts know the target's noise.
+    it turned out to be. A node whose row of q is not finite is rejected, whatever p says of it. Raises
+    `ValueError` for coupled proposals, whose drafts know the target's noise.
     """
 
     name: ClassVar[str] = "rejection"
@@ -47,6 +49,8 @@ def verify_tree(judgement: Judgement) -> Verdict:
         for child in proposal.children.get(node, ()):
             token = proposal.token_ids[child]
             draft = draft_row(proposal, child, tried, like=target)
+            if not is_finite(draft):
+                continue  # nothing was drawn from it: the node is rejected, and p is left as it is
             if noise.accepts(min(1.0, likelihood_ratio(target, draft, token)), position, child):
                 accepted.append(child)
                 node = child
@@ -79,9 +83,18 @@ def draft_row(proposal: Proposal, node: int, tried: Seq[int], like: torch.Tensor
     return draft
 
 
+def is_finite(draft: torch.Tensor) -> bool:
+    """False for a row of q, [V], in which a draft model's arithmetic has overflowed."""
+    return bool(draft.isfinite().all())
+
+
 def likelihood_ratio(target: torch.Tensor, draft: torch.Tensor, token: int) -> float:
-    """p/q of one token. q = 0 comes from underflow only; the result stays finite even then."""
-    return float(target[token]) / max(float(draft[token]), sys.float_info.min)
+    """p/q of one token; 0, a rejection, where that is not a finite number.
+
+    q = 0 comes from underflow only; the result stays finite even then.
+    """
+    ratio = float(target[token]) / max(float(draft[token]), sys.float_info.min)
+    return ratio if math.isfinite(ratio) else 0.0  # min(1.0, nan) would be 1.0
 
 
 def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""A draft whose arithmetic overflows writes no text, is counted as failing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeLLM
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.draft.growth import Growth
+from slipstream.models.causal_lm import CausalLM, ForwardOutput
+
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+SPECS: dict[str, dict[str, Any]] = {
+    "chain": DRAFT,
+    "tree": {**DRAFT, "tree_choices": [[0], [1], [0, 0]]},
+    "tli": {**DRAFT, "method": "tli"},
+    "slem": {**DRAFT, "method": "slem"},
+    "self": {"method": "self"},
+    "layer_skip": {"method": "layer_skip", "skip_layers": [2, 3]},
+    "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
+    "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+}
+PARAMS = SamplingParams(temperature=0.8, max_tokens=12, seed=3, ignore_eos=True)
+
+
+def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_whoever_computes_logits(
+    name: str, make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence's rows are damaged, in a batch of two: the other one keeps its drafter."""
+    sick, sound = prompts[0], prompts[5]
+    llm = make_llm(SPECS[name])
+    grow = Growth.grow
+
+    def damaged(self: Growth, logits: torch.Tensor) -> Any:
+        is_sick = self.sequence.id == 0 and self.nodes  # not at once: half a draft is there already
+        return grow(self, logits * math.nan if is_sick else logits)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Growth, "grow", damaged)
+        outputs = llm.generate([sick, sound], PARAMS)
+    assert [output.outputs[0].token_ids for output in outputs] == texts(plain, [sick, sound])
+    assert outputs[0].metrics.num_draft_tokens == 0 < outputs[1].metrics.num_draft_tokens
+    assert llm.engine.drafting.num_failures == 1
+    assert llm.engine.integrity() == []
+    assert texts(llm, [sick]) == texts(plain, [sick])
+    assert llm.engine.drafting.num_failures == 1
+
+
+@pytest.mark.parametrize(
+    ("verifier", "value"), [("coupled", math.nan), ("rejection", math.inf), ("block", math.nan)]
+)
+def test_a_damaged_draft_writes_no_text(
+    verifier: str, value: float, make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an infinite embedding does, or a row of NaN in int8."""
+    llm = make_llm({**DRAFT, "verifier": verifier})
+    off = make_llm({"method": "off", "verifier": verifier})
+    draft = llm.engine.drafter.model  # type: ignore[attr-defined]
+    forward = CausalLM.forward
+
+    def damaged(self: CausalLM, *args: Any, **named: Any) -> ForwardOutput:
+        output = forward(self, *args, **named)
+        if self is draft:
+            output.logits[:, 7] = value
+        return output
+
+    monkeypatch.setattr(CausalLM, "forward", damaged)
+    assert texts(llm, prompts[:2]) == texts(off, prompts[:2])
+    assert llm.engine.drafting.num_failures == 2
+
+
+def test_no_entry_of_a_damaged_text_is_reused(
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passing fault poisons the keys and values too: what was computed then is computed anew."""
+    llm = make_llm(DRAFT)
+    drafter: Any = llm.engine.drafter
+    fresh = llm.generate([prompts[0]], PARAMS)[0].metrics
+    llm.reset_caches()
+    forward = drafter.model.forward
+
+    def damaged(groups: Any, pool: Any, *args: Any, **named: Any) -> ForwardOutput:
+        output: ForwardOutput = forward(groups, pool, *args, **named)
+        for group in groups:
+            pool.values[0][group.start + group.num_past] = math.nan
+        output.logits[:] = math.nan
+        return output
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter.model, "forward", damaged)
+        assert texts(llm, [prompts[0]]) == texts(plain, [prompts[0]])
+    assert drafter.cache.accounting.num_retained == 0
+    assert llm.engine.drafting.num_failures == 1
+    again = llm.generate([prompts[0]], PARAMS)[0].metrics
+    assert again.num_accepted_tokens == fresh.num_accepted_tokens > 0
+    assert llm.engine.drafting.num_failures == 1
