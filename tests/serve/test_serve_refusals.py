@@ -260,7 +260,7 @@ def test_bad_values(
         (b'{"prompt": "a", "seed": 99999999999999999999}', "at most"),
         (b"{}", "prompt is missing"),
         (b'{"prompt": "a", "x[y]": 1}', "unknown parameter 'x[y]'"),
-        (b'{"prompt": "a", "str": 1}', "unknown parameter 'str'"),
+        (b'{"prompt": "a", "speculation": {"str": 1}}', "unknown parameter 'speculation.str'"),
     ],
     ids=lambda value: str(value)[:30],
 )
