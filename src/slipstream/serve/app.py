@@ -20,7 +20,7 @@ from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
 from slipstream.serve import dashboard, errors, openapi
-from slipstream.serve.auth import KeyGuard
+from slipstream.serve.auth import KeyGuard, tenant_of
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer
 from slipstream.serve.config import ServeConfig
@@ -200,7 +200,7 @@ def _job(
         ),
         seeds=seeds,
         constraint=constraint,
-        tenant=body.user or "",
+        tenant=tenant_of(request.scope, body.user),
         task=body.task or "",
         max_draft_tokens=max_draft_tokens,
         draft_method=draft_method,

@@ -1,7 +1,8 @@
-"""Who may ask: API keys."""
+"""Who may ask: API keys, and what they keep apart."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence as Seq
 
@@ -12,6 +13,21 @@ from slipstream.serve.errors import ApiError
 
 API = ("/v1", "/tokenize", "/detokenize")
 GUARDED = (*API, "/dashboard/data", "/dashboard/acknowledge")
+ACCOUNT = "slipstream.account"
+"""Where in an ASGI scope is kept whose key a request came with."""
+
+
+def account_of(scope: Scope) -> str:
+    """Whose request it is: a digest of its API key, since keys themselves belong into no file and no log; '' where the
+    server has no keys."""
+    account: str = scope.get(ACCOUNT, "")
+    return account
+
+
+def tenant_of(scope: Scope, user: str | None) -> str:
+    """What is remembered of a request is for its tenant only: the key's, and within it the one that `user` names."""
+    account = account_of(scope)
+    return f"{account}/{user or ''}" if account else user or ""
 
 
 class KeyGuard:
@@ -19,28 +35,36 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, keys: Seq[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = [(key.encode(), digest(key)) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_guarded(scope["path"]) and self._keys:
-            error = self._refusal(Headers(scope=scope).get("authorization"))
-            if error is not None:
+            try:
+                scope[ACCOUNT] = self._account(Headers(scope=scope).get("authorization"))
+            except ApiError as error:
                 error.note(scope)
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, authorization: str | None) -> ApiError | None:
-        """None for a key that is known. Every key is compared in full, so that time tells nothing."""
+    def _account(self, authorization: str | None) -> str:
+        """Of a key that is known; raises `ApiError` 401. Every key is compared in full, so that time tells nothing."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "an API key is needed: send the header 'Authorization: Bearer KEY'"
-        elif sum(hmac.compare_digest(key.strip().encode(), known) for known in self._keys):
-            return None
         else:
+            given = key.strip().encode()
+            found = [account for known, account in self._keys if hmac.compare_digest(given, known)]
+            if found:
+                return found[0]
             message = "this API key is not known here"
         headers = {"WWW-Authenticate": "Bearer"}
-        return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+        raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def digest(key: str) -> str:
+    """What stands for a key."""
+    return hashlib.sha256(b"slipstream account " + key.encode()).hexdigest()[:32]
 
 
 def is_guarded(path: str) -> bool:

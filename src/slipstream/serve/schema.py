@@ -184,7 +184,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    """The tenant: nothing is shared between users."""
+    """The tenant, within the request's API key where there are keys: nothing is shared between users."""
     task: Annotated[str, Field(max_length=128)] | None = None
     """A name for the kind of request; drafters and metrics go by it."""
     speculation: Speculation | None = None
