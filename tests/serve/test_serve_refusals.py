@@ -311,9 +311,13 @@ def test_pairs_of_surrogates_are_characters(shared: TestClient, mark: bytes) -> 
 
 def test_codes_tell_a_context_overrun_from_a_bad_value(shared: TestClient) -> None:
     long = {"prompt": "word " * 3000}
+    limit = shared.get("/v1/models").json()["data"][0]["max_model_len"]
     for extra in (long, {"max_tokens": 100000}):
         error = error_of(shared.post("/v1/completions", json={**TEXT, **extra}), 400)
         assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith(
+            f"This model's maximum context length is {limit} tokens. However, "
+        )
 
 
 def test_routes(shared: TestClient) -> None:
@@ -511,6 +515,7 @@ def test_token_limits(make_app: MakeApp) -> None:
     with TestClient(make_app(max_prompt_tokens=20, max_output_tokens=6)) as client:
         error = error_of(client.post("/v1/completions", json={**TEXT, "prompt": [5] * 21}), 400)
         assert error["code"] == "context_length_exceeded"
+        assert "this server takes at most 20" in error["message"]
         assert client.post("/v1/completions", json={**TEXT, "prompt": [5] * 20}).status_code == 200
         assert (
             "at most 6"

@@ -223,9 +223,9 @@ def test_an_answer_that_was_cut_off_has_no_end(shared: TestClient) -> None:
         json.loads(call["function"]["arguments"])
 
 
-def history(content: str | None = None) -> list[dict[str, Any]]:
+def history(content: str | None = None, arguments: str = '{"city": "Rome"}') -> list[dict[str, Any]]:
     """A conversation in which a tool was called."""
-    call = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    call = {"name": "get_weather", "arguments": arguments}
     return [
         *MESSAGES,
         {
@@ -256,6 +256,13 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_text(shared: TestClie
     without = prompt_of(shared, plain, messages=history(), tools=None)
     assert f"<|assistant|>{call}<|end|>" in without
     assert "You can call" not in without
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_no_arguments_are_an_empty_object(shared: TestClient, plain: LLM, arguments: str) -> None:
+    """As clients that join a stream's pieces send them back."""
+    text = prompt_of(shared, plain, messages=history(arguments=arguments))
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>' in text
 
 
 TEMPLATE = (

@@ -68,6 +68,12 @@ def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
     )
 
 
+def context_exceeded(param: str, max_model_len: int, however: str) -> ApiError:
+    """400: prompt and answer do not fit into the context. Clients know it by its first sentence, as by its code."""
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {however}"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of any exception; what is our fault is logged and not described."""
     if isinstance(error, ApiError):

@@ -64,7 +64,9 @@ def _joined(param: str, parts: list[dict[str, Any]]) -> str:
 
 
 def _decoded(number: int, arguments: str) -> dict[str, Any]:
-    """The arguments of an earlier call."""
+    """The arguments of an earlier call; none where a client streamed none."""
+    if not arguments.strip():
+        return {}
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import MAX_SEED, SamplingParams
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint
-from slipstream.serve.errors import ApiError
+from slipstream.serve.errors import ApiError, context_exceeded
 from slipstream.serve.schema import ChatBody, CompletionBody, GenerationBody, Speculation
 
 COMPLETION_TOKENS = 16
@@ -141,11 +141,11 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
         message = f"{name} must be at most {most} on this server, got {asked}"
         raise ApiError(400, message, param=name, code="invalid_value")
     if asked > room:
-        message = (
-            f"the prompt has {longest_prompt} tokens and {name} is {asked}, but prompt and answer together "
-            f"may have {limits.max_model_len}; shorten one of them"
+        however = (
+            f"you requested {longest_prompt + asked} tokens ({longest_prompt} in the prompt, {asked} in {name}); "
+            "shorten one of them"
         )
-        raise ApiError(400, message, param=name, code="context_length_exceeded")
+        raise context_exceeded(name, limits.max_model_len, however)
     return asked
 
 

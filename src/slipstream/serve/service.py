@@ -46,7 +46,8 @@ class Service:
         self.tokens = Tokens(
             inner.tokenizer,
             inner.model.vocab_size,
-            config.max_prompt_tokens or inner.max_model_len - 1,  # one is left to answer with
+            inner.max_model_len,
+            config.max_prompt_tokens,
             config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.engine.inputs import encode_chat
 from slipstream.errors import RequestError, VocabularyMismatchError
-from slipstream.serve.errors import ApiError
+from slipstream.serve.errors import ApiError, context_exceeded
 from slipstream.serve.messages import for_template
 from slipstream.serve.schema import Message
 from slipstream.serve.tool_formats import chat_template, shows_tools, tool_format
@@ -23,11 +23,18 @@ class Tokens:
     """The tokenizer, used from one thread of its own: long prompts hold up no stream."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, max_prompt_tokens: int, tool_call_parser: str | None = None
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        max_prompt_tokens: int | None = None,
+        tool_call_parser: str | None = None,
     ) -> None:
-        """`tool_call_parser` names the format of calls; without one it goes by the chat template."""
+        """A prompt leaves one token of the context to answer with, and has at most `max_prompt_tokens` where that is
+        less. `tool_call_parser` names the format of calls; without one it goes by the chat template."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._max_prompt_tokens = max_prompt_tokens
         template = chat_template(tokenizer)
         self.tool_format = tool_format(tool_call_parser, template)
@@ -114,11 +121,14 @@ class Tokens:
             raise ApiError(
                 400, f"{param} has no tokens; give at least one", param=param, code="invalid_value"
             )
-        if len(token_ids) > self._max_prompt_tokens:
-            message = (
-                f"{param} has {len(token_ids)} tokens, and at most {self._max_prompt_tokens} fit; shorten it"
+        most = self._max_prompt_tokens or self._max_model_len - 1
+        if len(token_ids) > most:
+            however = (
+                f"you requested {len(token_ids) + 1} tokens ({len(token_ids)} in {param}, at least 1 to answer)"
+                if self._max_prompt_tokens is None
+                else f"{param} has {len(token_ids)} tokens, and this server takes at most {most}"
             )
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+            raise context_exceeded(param, self._max_model_len, f"{however}; shorten it")
         self._check_known(token_ids, param)
         return token_ids
 
