@@ -1,0 +1,129 @@
+"""Random histories of an engine; behind each, every entry that the caches call valid is computed anew and compared.
+
+Keys and values depend on all tokens before them, so one entry of another text, of a rejected node or of a neighbour
+shows as other bits. Accounting alone is tested as a state machine in tests/unit/test_kv_accounting.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.draft.draft_model import DraftModelDrafter
+from slipstream.engine.engine import Engine
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup, native
+
+pytestmark = pytest.mark.skipif(
+    native.unavailable() is not None, reason="bits depend on the company without the kernels"
+)
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+SPECS: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "ngram": {"method": "ngram"},
+    "chain": DRAFT,
+    "tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 10},
+    "eagle3": {
+        "method": "eagle3",
+        "model": EMBEDDED_EAGLE3,
+    },  # keeps features of the target beside its entries
+    "layer_skip": {"method": "layer_skip", "exit_layer": 4},  # writes to the target's own cache
+    "lookahead": {"method": "lookahead"},
+}
+NUM_STEPS = 30
+NUM_SLOTS = 640
+"""For up to six requests of up to 200 tokens: preemption, eviction and moves come up all the time."""
+
+
+def check_entries(lm: CausalLM, cache: KVCache, feature_layers: tuple[int, ...] = ()) -> int:
+    """Every valid entry has the bits that its text alone gives it; returns how many there were."""
+    segments = [segment for segment in cache.accounting._segments if segment.token_ids]
+    for segment in segments:
+        length = len(segment.token_ids)
+        width = len(feature_layers) * lm.hidden_size
+        fresh = KVPool(lm.shapes, length, lm.dtype, lm.device, width)
+        hidden = lm.forward([RowGroup(0, 0, segment.token_ids, [])], fresh, feature_layers).hidden
+        if feature_layers:
+            fresh.features.copy_(torch.cat([hidden[layer] for layer in feature_layers], dim=-1))
+        held = slice(segment.start, segment.start + length)
+        for ours, theirs in zip(cache.pool._tensors, fresh._tensors, strict=True):
+            differs = (ours[held] != theirs).reshape(length, -1).any(dim=1).nonzero().flatten().tolist()
+            assert differs == [], f"entries {differs} of {segment} are not those of its text"
+    return sum(len(segment.token_ids) for segment in segments)
+
+
+def check_all(engine: Engine) -> int:
+    assert engine.integrity() == []
+    num = check_entries(engine.model, engine.runner.cache, engine.runner.feature_layers)
+    if isinstance(engine.drafter, DraftModelDrafter):
+        num += check_entries(engine.drafter.model, engine.drafter.cache)
+    return num
+
+
+def history(engine: Engine, rng: random.Random, prompts: list[list[int]]) -> int:
+    """Requests come, step, and go or are aborted, in any order; returns how many entries were compared."""
+    names: list[str] = []
+    for number in range(NUM_STEPS):
+        if rng.random() < 0.4 and len(names) < 40:
+            prompt = rng.choice(prompts)
+            names.append(f"{number}")
+            params = SamplingParams(
+                temperature=rng.choice([0.0, 0.9]),
+                seed=number,
+                max_tokens=rng.randint(1, 40),
+                n=rng.choice([1, 1, 2]),
+            )
+            engine.add_request(names[-1], prompt[: rng.randint(1, 160)], params, tenant=rng.choice(["", "a"]))
+        if names and rng.random() < 0.1:
+            engine.abort(rng.choice(names))
+        for _ in range(rng.randint(1, 4)):
+            engine.step()
+    num = check_all(engine)
+    while engine.has_unfinished:
+        engine.step()
+    return num + check_all(engine)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    spec = SPECS[request.param]
+    plain = LLM(kv_cache_bytes=64 * 2**20).engine
+    per_token = plain.model.kv_bytes_per_token
+    if spec is not None:
+        drafter = LLM(speculative_config=spec, kv_cache_bytes=64 * 2**20).engine.drafter
+        per_token += drafter.kv_bytes_per_token()
+        per_token += len(drafter.feature_layers()) * plain.model.hidden_size * plain.model.dtype.itemsize
+    return LLM(
+        speculative_config=spec,
+        kv_cache_bytes=NUM_SLOTS * per_token,
+        max_model_len=224,
+        max_num_seqs=6,
+        max_num_batched_tokens=80,
+    ).engine
+
+
+def test_entries_are_those_of_their_text(engine: Engine, prompts: list[list[int]]) -> None:
+    assert history(engine, random.Random(1), prompts) > 200
+
+
+@pytest.mark.long
+def test_entries_are_those_of_their_text_in_many_histories(engine: Engine, prompts: list[list[int]]) -> None:
+    rng = random.Random(2)
+    assert sum(history(engine, rng, prompts) for _ in range(60)) > 10_000
+
+
+def test_a_moved_neighbour_is_found(prompts: list[list[int]]) -> None:
+    """The check itself: one number in one entry is enough."""
+    engine = LLM(kv_cache_bytes=4 * 2**20).engine
+    history(engine, random.Random(3), prompts)
+    segment = next(segment for segment in engine.runner.cache.accounting._segments if segment.token_ids)
+    engine.runner.cache.pool.values[2][segment.start + len(segment.token_ids) // 2, 0, 3] += 1e-6
+    with pytest.raises(AssertionError, match="are not those of its text"):
+        check_all(engine)
