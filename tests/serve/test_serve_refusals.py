@@ -322,7 +322,7 @@ def test_codes_tell_a_context_overrun_from_a_bad_value(shared: TestClient) -> No
 
 def test_routes(shared: TestClient) -> None:
     assert error_of(shared.get("/v1/nothing"), 404)["code"] == "not_found"
-    assert error_of(shared.get("/"), 404)["type"] == "invalid_request_error"
+    assert error_of(shared.get("/nothing"), 404)["type"] == "invalid_request_error"
     response = shared.get("/v1/chat/completions")
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"

@@ -26,6 +26,7 @@ from slipstream.serve.completions import CompletionAnswer
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import FACTS, ApiError
+from slipstream.serve.head_requests import HeadRequests
 from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import ID_HEADER, RequestLog
@@ -105,12 +106,12 @@ def _middleware(service: Service, traces: TracerProvider | None) -> list[Middlew
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(service.config.cors_origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "HEAD", "POST"],
                 allow_headers=["*"],
                 expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER],
             )
         )
-    return [*layers, Middleware(KeyGuard, keys=service.config.api_key)]
+    return [*layers, Middleware(KeyGuard, keys=service.config.api_key), Middleware(HeadRequests)]
 
 
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:

@@ -12,6 +12,8 @@ from slipstream.serve.tool_formats import FORMAT_NAMES
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "text")
 METRICS_ALIASES = ("vllm",)
+MIN_HEAD_BYTES = 1024
+"""Below it browsers and clients with long keys are refused."""
 MAX_STREAM_INTERVAL_S = 10.0
 """Beyond it a stream is none."""
 
@@ -35,6 +37,16 @@ class ServeConfig:
     """The largest request body."""
     body_timeout_s: float = 30.0
     """From a request's head to the end of its body."""
+    max_head_bytes: int = 64 * 2**10
+    """The largest head of a request: its first line and its headers."""
+    head_timeout_s: float = 10.0
+    """From a connection's opening to the first byte on it, and from a request's first byte to the end of its head."""
+    idle_timeout_s: float = 75.0
+    """How long a connection stays open between two requests: longer than clients and proxies keep theirs (mostly 60 s
+    at most), so that they close first. A server that does so loses the request that is just then on its way."""
+    max_connections: int | None = None
+    """Connections at once; as many as the limit on open files allows unless set. Beyond it the one that was idle for
+    longest is closed."""
     max_prompt_tokens: int | None = None
     """The longest prompt; the model's context is a limit anyway."""
     max_output_tokens: int | None = None
@@ -78,14 +90,15 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "serve")
-        for name in ("max_body_bytes", "max_prompt_tokens", "max_output_tokens"):
+        for name in ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens"):
             if getattr(self, name) is not None:
                 check_at_least("serve", 1, **{name: getattr(self, name)})
         for name in ("max_waiting", "max_logprobs", "max_task_labels"):
             check_at_least("serve", 0, **{name: getattr(self, name)})
+        check_at_least("serve", MIN_HEAD_BYTES, max_head_bytes=self.max_head_bytes)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
-        for name in ("body_timeout_s", "request_timeout_s"):
+        for name in ("body_timeout_s", "head_timeout_s", "idle_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")
         if not self.grace_period_s >= 0:

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from slipstream import __version__
 from slipstream.control.alarms import Alarm, Kind
@@ -44,6 +44,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """The page itself holds no data and needs no key; what it asks for does where the server has keys."""
     page, policy = _page()
     started = time.time()
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("dashboard")  # relative: a proxy may have put us below a path of its own
 
     @app.get("/dashboard", include_in_schema=False)
     async def dashboard() -> Response:

@@ -17,6 +17,8 @@ from slipstream.errors import EngineStoppedError, RequestError
 
 logger = logging.getLogger(__name__)
 
+CLIENT_LEFT = 499
+"""The status under which a request is logged whose client did not wait for a response, as in nginx."""
 FACTS = "slipstream.facts"
 """Where in an ASGI scope is kept what the log shall say of a request."""
 
@@ -83,7 +85,13 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineStoppedError):
         return unavailable(str(error))
     logger.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed; its log says why", kind="server_error", code="internal_error")
+    return ApiError(
+        500,
+        "the server failed; its log says why",
+        kind="server_error",
+        code="internal_error",
+        headers={"Connection": "close"},  # which the HTTP server does after an exception
+    )
 
 
 _HTTP_ERRORS = {

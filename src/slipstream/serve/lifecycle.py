@@ -6,19 +6,20 @@ import asyncio
 import logging
 import socket
 import time
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from slipstream.errors import ConfigError
+from slipstream.serve.connection import Connection
+from slipstream.serve.connections import Connections
 from slipstream.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than clients and proxies keep theirs (mostly 60 s at most), so that it
-is they who close. A server that closes first loses the request that is just then on its way."""
 _LAST_WRITES_S = 5
 """For responses that were broken off to reach their clients."""
 
@@ -48,17 +49,21 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI) -> None:
+        self._service: Service = app.state.service
+        config = self._service.config
+        connections = Connections(config, self._service.metrics)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=cast(Any, partial(Connection, limits=config, connections=connections)),
+                ws="none",  # a web socket would be outside of all bounds
+                backlog=connections.backlog,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_LAST_WRITES_S,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="on",
             )
         )
-        self._service: Service = app.state.service
         self._deadline_s: float | None = None
         self._announced = False
 

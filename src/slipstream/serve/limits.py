@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from slipstream.serve.errors import ApiError, unavailable
+from slipstream.serve.errors import CLIENT_LEFT, ApiError, unavailable
 
 DRAIN_BYTES = 64 * 2**20
 DRAIN_S = 5.0
@@ -43,8 +43,9 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
                 body += chunk
                 if len(body) > max_bytes:
                     break
-    except ClientDisconnect:  # nobody will read this; the log will
-        raise ApiError(400, "the client left before its body was complete", code="client_left") from None
+    except ClientDisconnect:  # nobody will read this; the log and the metrics will
+        message = "the client left before its body was complete"
+        raise ApiError(CLIENT_LEFT, message, code="client_left") from None
     except TimeoutError:
         message = f"the body was not complete within {timeout_s:g} s"
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None

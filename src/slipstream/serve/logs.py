@@ -16,15 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import FACTS
+from slipstream.serve.errors import CLIENT_LEFT, FACTS
 from slipstream.serve.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.access")
 
 ID_HEADER = "X-Request-Id"
-CLIENT_LEFT = 499
-"""The status under which a request is logged whose client did not wait for a response, as in nginx."""
-
 _SANE_ID = re.compile(r"[\w.:-]{1,128}")
 _PLAIN_WORD = re.compile(r"[\w.:/+%@,-]+")
 

@@ -113,6 +113,13 @@ class Metrics:
         for status in _STATUSES:
             self._responses.labels(status)
 
+        self._connections = gauge("connections", "Open connections.")
+        self._closed = counter(
+            "closed_connections",
+            "Connections closed by the server before their client did, by reason.",
+            "reason",
+        )
+
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
         self._itl = histogram(
             "inter_token_latency_seconds", "Between tokens; a chunk's gap is shared by its tokens.", _GAP_S
@@ -240,6 +247,14 @@ class Metrics:
     def on_response(self, status: int) -> None:
         """Count a response of a guarded path."""
         self._responses.labels(status).inc()
+
+    def set_connections(self, num: int) -> None:
+        """So many connections are open."""
+        self._connections.set(num)
+
+    def on_closed_connection(self, reason: str, num: int = 1) -> None:
+        """Count connections that the server closed; 0 of them shows the reason before the first."""
+        self._closed.labels(reason).inc(num)
 
     def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
         """Count an alarm that was raised or cleared."""
