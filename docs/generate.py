@@ -98,7 +98,8 @@ One object:
 - `metrics`: counts and times of the answer, and what follows from them: `acceptance_rate`, `conditional_acceptance`,
   `acceptance_length`, `tokens_per_s`
 - `summary`: counts of all answers together, rates of the sums, `tokens_per_s` over `wall_s`, `seeds`
-- `comparison`: null without `--compare`; else `ratio_median`, `ratio_quartiles`, `ratio_min`, `ratio_max`,
+- `comparison`: null without `--compare`; else `ratio_median`, `ratio_quartiles`, `ratio_interval` (95 % of the
+  median; null below six pairs), `conclusion`, `ratio_min`, `ratio_max`,
   `tokens_per_s_off`, `tokens_per_s_on`, `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`,
   `ratio`, `identical`, `off_s` and `on_s`
 

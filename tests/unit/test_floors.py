@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.control import store
-from slipstream.control.profile import CostProfile
+from slipstream.control.profile import CostProfile, Rate
 from slipstream.engine import floors, limits
 from slipstream.models import CausalLM, load_model
 from slipstream.models.loading import adapt
@@ -267,7 +267,43 @@ def test_refused_where_nothing_can_be_saved_or_drawn(tmp_path: Path, monkeypatch
     assert "pip install 'slipstream-llm[plots]'" in result.stderr
 
 
-def test_measured_saved_and_shown_again(tiny_survey: None, tmp_path: Path) -> None:
+@pytest.fixture
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured beside other tests may be refused, and is not what such a test is about."""
+    monkeypatch.setattr("slipstream.cli.measure.implausible", lambda profile: None)
+    monkeypatch.setattr("slipstream.control.store.implausible", lambda profile: None)
+
+
+def beyond(profile: CostProfile) -> CostProfile:
+    """The same steps on a machine whose memory seemed ten times as slow: all are far below their floor."""
+    slow = 0.1 * min(time.bytes_read / time.median_s for time in profile.step_times)
+    return dataclasses.replace(profile, read_bytes_per_s=Rate(slow, slow))
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_what_cannot_be_is_refused_and_not_saved(
+    tiny_survey: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
+) -> None:
+    measure = floors.measure
+    monkeypatch.setattr(floors, "measure", lambda *args: [beyond(profile) for profile in measure(*args)])
+    env = {"SLIPSTREAM_CACHE": str(tmp_path)}
+    result = run("--measure", *form, "--plot", str(tmp_path / "a.svg"), **env)
+    assert result.exit_code == 2
+    assert re.search(
+        r"^error: nothing is saved: .*target: a step of .* took 0\.\d\d of the least", result.stderr, re.M
+    )
+    assert "stop what else runs on this machine" in result.stderr
+    assert list((tmp_path / "profiles").iterdir()) == []
+    assert not (tmp_path / "a.svg").exists()
+    assert ("over floor" in result.stdout) == (not form)
+    assert "At 256 tokens" not in result.stdout
+    quick = run("--measure", "--quick", *form, **env)
+    assert quick.exit_code == 0
+    assert "No conclusion: measured beside other work" in quick.stdout
+    assert "At 256 tokens" not in quick.stdout
+
+
+def test_measured_saved_and_shown_again(tiny_survey: None, believed: None, tmp_path: Path) -> None:
     env = {"SLIPSTREAM_CACHE": str(tmp_path / "cache")}
     before = json.loads(run("--json", **env).stdout)
     assert before["measured"] is None

@@ -18,6 +18,7 @@ from profiles import KEY, profile, step_time
 
 from slipstream.control import machine, store
 from slipstream.control.payoff import acceptance_length, break_even, draft_cost, round_cost
+from slipstream.control.plausible import implausible
 from slipstream.control.profile import CostProfile, ProfileKey, Rate, isotonic
 from slipstream.errors import ConfigError
 
@@ -247,6 +248,49 @@ def test_files_that_are_no_use(folder: Path, caplog: pytest.LogCaptureFixture) -
         assert str(path) in record.getMessage()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         store.load(folder / "nothing.json")
+
+
+FAST = 0.0075  # of a floor of 0.01 s, which 1,000 bytes at 1e5 a second make
+APART = {"q1_s": 0.4, "q3_s": 0.9, "best_s": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("cells", "apart", "told"),
+    [
+        ({(1, 0): 0.5, (2, 0): 0.6}, [], None),
+        ({(1, 0): 0.0085, (2, 0): 0.02}, [], None),
+        (
+            {(1, 0): 0.5, (2, 0): FAST},
+            [],
+            "a step of 2 rows at 0 tokens of context took 0.75 of the least time",
+        ),
+        (
+            {(1, 0): 0.5, (2, 0): 0.5},
+            [1],
+            "the quartiles of a step of one row at 0 tokens of context are 2.2 times",
+        ),
+        ({(rows, 0): 0.5 for rows in (1, 2, 3, 4)}, [3], None),
+        ({(rows, 0): 0.5 for rows in (1, 2, 3, 4)}, [3, 4], "those of 2 of 4 sizes more than 2 times"),
+    ],
+)
+def test_what_cannot_be_true(cells: dict[tuple[int, int], float], apart: list[int], told: str | None) -> None:
+    """Below the floor, or with quartiles that far apart: another process had the machine."""
+    made = profile(cells)
+    times = tuple(
+        dataclasses.replace(time, **(APART if time.rows in apart else {})) for time in made.step_times
+    )
+    found = implausible(dataclasses.replace(made, step_times=times, num_weights=1))
+    assert (found is None) if told is None else told in (found or "")
+
+
+def test_a_saved_profile_that_cannot_be_true_is_no_use(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.save(profile({(1, 0): FAST}))
+    with caplog.at_level(logging.WARNING):
+        assert store.find(KEY) is None
+    assert "cannot be true" in caplog.text
+    assert "measure again" in caplog.text
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def info(
         print_rows(results(), [*_lines(facts), *([] if measurement is None else measurement.lines())])
     if measure:
         measurement = Measurement.take(llm, quick)
+        if not quick and measurement.fault is not None and not json:
+            measurement.print_tables(wide_results())  # what is refused is shown
         facts["profile_files"] = [] if quick else measurement.save()
         if plot is not None:
             plot_profiles(measurement.profiles(), plot)

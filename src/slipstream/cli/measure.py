@@ -13,7 +13,9 @@ from rich.table import Table
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.console import notes
 from slipstream.control.payoff import break_even, draft_cost, round_cost
+from slipstream.control.plausible import implausible
 from slipstream.control.profile import CostProfile, StepTime
+from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -67,10 +69,24 @@ class Measurement:
             return None
         return cls(target, None if model is None else find(profile_key(model)))
 
+    @property
+    def fault(self) -> str | None:
+        """Why nothing may be concluded from it, and what to do; None where all of it can be true."""
+        for role, profile in self.profiles().items():
+            found = implausible(profile)
+            if found is not None:
+                return (
+                    f"measured beside other work, it seems: {role}: {found}; stop what else runs on this machine, or "
+                    "give --threads as many cores as are free, and measure again"
+                )
+        return None
+
     def save(self) -> list[str]:
-        """Keep the profiles for later runs; returns their files."""
+        """Keep the profiles for later runs; returns their files. Raises `ConfigError` where they cannot be true."""
         from slipstream.control.store import save
 
+        if self.fault is not None:
+            raise ConfigError(f"nothing is saved: {self.fault}")
         return [str(save(profile)) for profile in self.profiles().values()]
 
     def profiles(self) -> dict[str, CostProfile]:
@@ -112,16 +128,22 @@ class Measurement:
 
     def print(self, console: Console) -> None:
         """A table a model, then what they mean."""
+        self.print_tables(console)
+        for sentence in self.conclusion():
+            console.print(sentence, markup=False)
+
+    def print_tables(self, console: Console) -> None:
+        """What was measured, believed or not."""
         for role, profile in self.profiles().items():
             console.print()
             for line in _heading(role, profile):
                 console.print(line, markup=False)
             console.print(_table(profile))
-        for sentence in self.conclusion():
-            console.print(sentence, markup=False)
 
     def conclusion(self) -> list[str]:
-        """What the numbers mean for speculation, a sentence a fact."""
+        """What the numbers mean for speculation, a sentence a fact; nothing where they cannot be true."""
+        if self.fault is not None:
+            return [f"No conclusion: {self.fault}."]
         context = _usual_context(self.target)
         times = _at(self.target, context)
         one = times[1]

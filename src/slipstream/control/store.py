@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from slipstream.config import cache_folder
+from slipstream.control.plausible import implausible
 from slipstream.control.profile import CostProfile, ProfileKey
 from slipstream.errors import ConfigError
 
@@ -88,5 +89,9 @@ def find(key: ProfileKey) -> CostProfile | None:
         return None
     if profile.key != key:
         logger.warning("profile %r is another machine's or model's; %s", str(path), _AGAIN)
+        return None
+    fault = implausible(profile)
+    if fault is not None:
+        logger.warning("profile %r cannot be true: %s; %s", str(path), fault, _AGAIN)
         return None
     return profile
