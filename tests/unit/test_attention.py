@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
 from slipstream.models.attention import PackedAttention, Variant, attend, slipstream_attention
 from slipstream.models.cache_route import CacheRoute
-from slipstream.models.rows import Batch
+from slipstream.models.rows import Batch, tree_rows
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,24 @@ def test_a_tree_row_sees_its_path_only() -> None:
 def test_a_window_counts_depth_not_slots() -> None:
     assert tree(4) == [[3, 4, 5, 7], [3, 4, 6, 8]]
     assert tree(2) == [[5, 7], [6, 8]]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> None:
+    """Past of 2, a chunk of committed tokens, and below its last one: a node, its sibling, and a child of the first."""
+    group = tree_rows(0, 2, [7] * num_tokens, Proposal((7, 7, 7), (-1, -1, 0)), 0)
+    root = 1 + num_tokens
+    chunk = [list(range(position + 1)) for position in range(2, root + 1)]
+    before = list(range(root + 1))
+    nodes = [[*before, root + 1], [*before, root + 2], [*before, root + 1, root + 3]]
+    positions = [*range(2, root + 1), root + 1, root + 1, root + 2]
+    depth = [*range(root + 1), root + 1, root + 1, root + 2]  # of each entry
+    expected = [
+        [entry for entry in seen if window is None or position - depth[entry] < window]
+        for seen, position in zip([*chunk, *nodes], positions, strict=True)
+    ]
+    assert visible(group, window) == expected
 
 
 def test_views_are_made_once_for_all_layers() -> None:

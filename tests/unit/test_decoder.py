@@ -17,9 +17,12 @@ from transformers import (
 )
 
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.decoder import _Rows
 from slipstream.models.loading import adapt
+from slipstream.models.rows import tree_rows
 
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
@@ -129,6 +132,31 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(lm: CausalLM, alone: Tensor) 
     ]
     logits = torch.cat([lm.forward([rows], pool).logits for rows in passes])
     assert torch.equal(logits[right], alone[begin : begin + depth])
+
+
+def test_a_tree_below_a_chunk_has_the_bits_of_its_path(lm: CausalLM, alone: Tensor) -> None:
+    begin, end = 40, 170  # the chunk is longer than the window
+    pool = make_pool(lm)
+    lm.forward([chain(0, 0, begin)], pool)
+    wrong = [(token + 1) % 96 for token in TEXT]
+    tree = Proposal((wrong[end], TEXT[end], wrong[end + 1], TEXT[end + 1]), (-1, -1, 0, 1))
+    logits = lm.forward([tree_rows(0, begin, TEXT[begin:end], tree, 0)], pool).logits
+    assert torch.equal(logits[: end - begin], alone[begin:end])
+    assert torch.equal(logits[[end - begin + 1, end - begin + 3]], alone[end : end + 2])
+
+
+def test_a_tree_below_a_long_chunk_costs_what_its_nodes_do() -> None:
+    """Committed rows are a run: only nodes name the entries that they see."""
+    tree = Proposal((1, 2, 3), (-1, -1, 0))
+
+    def num_numbers(num_tokens: int) -> int:
+        return len(_Rows([tree_rows(0, 0, [5] * num_tokens, tree, num_tokens - 1)])._buffer)
+
+    each = (num_numbers(400) - num_numbers(200)) / 200
+    assert each == (num_numbers(1900) - num_numbers(1700)) / 200 <= 8
+    visible = tree_rows(0, 0, [5] * 1900, tree, 0).tail_visible
+    assert visible is not None
+    assert visible.shape == (3, 3)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

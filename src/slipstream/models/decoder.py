@@ -251,13 +251,15 @@ class _Rows:
             positions.extend(group.row_positions())
             slots.extend(range(first, first + n))
             run_begin.extend([group.start] * n)
+            chain = n if group.tail_visible is None else group.num_chain
+            run_length.extend(range(first - group.start + 1, first - group.start + chain + 1))
+            tail_size.extend([0] * chain)
             if group.tail_visible is None:
-                run_length.extend(range(first - group.start + 1, first - group.start + n + 1))
-                tail_size.extend([0] * n)
                 continue
-            run_length.extend([group.num_past] * n)
-            tail = group.start + group.num_past
-            held = [*group.stored_positions, *group.row_positions()]
+            run = group.num_past + chain
+            run_length.extend([run] * (n - chain))
+            tail = group.start + run
+            held = [*group.stored_positions, *group.row_positions()[chain:]]
             for visible in group.tail_visible.tolist():
                 seen = [entry for entry, sees in enumerate(visible) if sees]
                 tail_size.append(len(seen))

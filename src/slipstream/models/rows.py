@@ -18,8 +18,9 @@ class RowGroup:
 
     Positions 0 .. num_past - 1 lie in the slots from `start` on. Behind them may lie
     `len(stored_positions)` entries of earlier passes over the same draft tree. This pass's rows are stored
-    after those. Without `tail_visible` the rows are a chain: each sees all before it. With it, row i sees
-    the past, and entry j of the tail (the stored ones, then this pass's rows) where `tail_visible[i, j]`.
+    after those. Without `tail_visible` the rows are a chain: each sees all before it. With it, only the first
+    `num_chain` rows are, which have no stored entries before them. Each row i behind them sees the past, the chain,
+    and entry j of the tail (the stored ones, then the rows behind the chain) where `tail_visible[i, j]`.
     """
 
     start: int
@@ -31,7 +32,9 @@ class RowGroup:
     """Absolute position of each row; None for a chain."""
     stored_positions: Sequence[int] = ()
     tail_visible: Tensor | None = None
-    """bool [rows, stored + rows]"""
+    """bool [nodes, stored + nodes], where the nodes are the rows behind the chain"""
+    num_chain: int = 0
+    """Leading rows that see all before them, though others do not; counted where `tail_visible` is given."""
     _views: dict[tuple[int | None, int], tuple[int, Tensor | None]] = field(default_factory=dict)
 
     @property
@@ -80,8 +83,11 @@ class RowGroup:
         if self.tail_visible is None:
             visible = keys[None, :] <= rows[:, None]
         else:
+            nodes, tail = self.tail_visible.shape
             visible = torch.ones(len(rows), len(keys), dtype=torch.bool)
-            visible[:, self.num_past - skipped :] = self.tail_visible
+            chain = visible[: len(rows) - nodes]
+            chain &= keys[None, :] <= rows[: len(chain), None]
+            visible[len(chain) :, len(keys) - tail :] = self.tail_visible
         if sliding_window is not None:
             visible &= rows[:, None] - keys[None, :] < sliding_window
         return skipped, visible.repeat(repeats, 1).to(device)
@@ -103,19 +109,17 @@ def tree_rows(
         [*token_ids, *proposal.token_ids],
         range(first_logit, total),
         positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
-        tail_visible=None if is_chain else tree_visibility(len(token_ids), proposal),
+        tail_visible=None if is_chain else tree_visibility(proposal),
+        num_chain=0 if is_chain else len(token_ids),
     )
 
 
-def tree_visibility(num_rows: int, proposal: Proposal) -> Tensor:
-    """bool [num_rows + n, num_rows + n]: committed rows see those before them, nodes see those and their ancestors."""
-    visible = torch.ones(num_rows + len(proposal), num_rows + len(proposal), dtype=torch.bool).tril()
-    visible[num_rows:, num_rows:] = False
+def tree_visibility(proposal: Proposal) -> Tensor:
+    """bool [n, n]: each node sees its ancestors and itself."""
+    visible = torch.eye(len(proposal), dtype=torch.bool)
     for node, parent in enumerate(proposal.parents):
-        row = num_rows + node
         if parent >= 0:
-            visible[row, num_rows:] = visible[num_rows + parent, num_rows:]
-        visible[row, row] = True
+            visible[node] |= visible[parent]
     return visible
 
 
