@@ -22,7 +22,8 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.bench.provenance import provenance
-from slipstream.models.native import PackedWeight, serial_operators
+from slipstream.models.native import PackedWeight
+from slipstream.models.threads import operators
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
 NUM_STEPS = 60
@@ -76,7 +77,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
         started_s = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - started_s)
-        with serial_operators():
+        with operators(1):
             started_s = time.perf_counter()
             for weight in weights:
                 weight.multiply(inputs[weight.in_features])

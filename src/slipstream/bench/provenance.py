@@ -30,6 +30,7 @@ def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
     import torch
 
     from slipstream import __version__
+    from slipstream.models import threads
 
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -42,7 +43,7 @@ def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
         "cpu": cpu_name(),
         "num_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "threads": torch.get_num_threads(),
+        "threads": threads.available(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
 

@@ -13,11 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -56,8 +54,7 @@ from slipstream.engine.text import TextStream
 from slipstream.errors import ConfigError, RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
-from slipstream.models import CausalLM, load_model, load_tokenizer
-from slipstream.models.native import serial_operators
+from slipstream.models import CausalLM, load_model, load_tokenizer, threads
 from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
@@ -100,8 +97,7 @@ class Engine:
         validate(speculative)
         self.config = config
         self.speculative = speculative
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        num_threads = threads.adopt(config.num_threads)
         self.model, self.tokenizer = _load_target(config) if like is None else like.share_target(config)
         self.drafter = create_drafter(
             speculative,
@@ -118,7 +114,7 @@ class Engine:
             ),
         )
         self.verifier = create_verifier(speculative.verifier)
-        self._operators = nullcontext if self.model.decoder is None else serial_operators
+        self._num_operator_threads = num_threads if self.model.decoder is None else 1
         feature_layers = tuple(self.drafter.feature_layers())
         feature_width = len(feature_layers) * self.model.hidden_size
         self.memory_plan = plan_memory(
@@ -291,7 +287,7 @@ class Engine:
             self.drafting.release(sequence)
         if not plan.scheduled:
             return []
-        with self._operators():
+        with threads.operators(self._num_operator_threads):
             planned_s = time.perf_counter()
             proposals = self.drafting.propose(plan.scheduled)
             drafted_s = time.perf_counter()

@@ -21,7 +21,7 @@ from slipstream.control.machine import cpu_name, num_cpus
 from slipstream.control.profile import CostProfile, ProfileKey, Rate, StepTime
 from slipstream.engine.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
 from slipstream.kv.pool import KVPool
-from slipstream.models import CausalLM, RowGroup
+from slipstream.models import CausalLM, RowGroup, threads
 from slipstream.models.native import fingerprint
 from slipstream.models.support import text_config
 
@@ -79,7 +79,7 @@ def profile_key(model: CausalLM) -> ProfileKey:
         cpu=cpu_name(),
         num_cpus=num_cpus(),
         device="cpu" if on_cpu else torch.cuda.get_device_name(model.device),
-        num_threads=torch.get_num_threads(),
+        num_threads=threads.available(),
         model=_fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
-from slipstream.models import native
+from slipstream.models import native, threads
 from slipstream.models.attention import Variant
 from slipstream.models.native import BatchStruct, LayerStruct, ModelStruct, PackedWeight
 from slipstream.models.rows import RowGroup
@@ -80,7 +80,7 @@ class Decoder:
         # Not at exit: a daemon thread may be in the middle of a pass.
         finalize(self, native.library().slipstream_free_scratch, self._scratch).atexit = False
         self._lock = threading.Lock()
-        self.num_threads = torch.get_num_threads()
+        self.num_threads = threads.available()
         self._pools: WeakKeyDictionary[KVPool, tuple[Any, Any]] = WeakKeyDictionary()
         model.to_empty(device="meta")
 

@@ -6,7 +6,6 @@ the engine runs on PyTorch's operators instead (`linears.py`); `unavailable` say
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import cache_folder
+from slipstream.models import threads
 
 log = logging.getLogger(__name__)
 
@@ -184,13 +183,13 @@ class PackedWeight:
             None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
         )
         shape = (self.in_features, self.out_features)
-        self.num_threads = torch.get_num_threads()
-        threads = self.num_threads
+        self.num_threads = threads.available()
+        source, panels = weight.data_ptr(), self.panels.data_ptr()
         if kind == INT8:
             scales, sums = self.scales.data_ptr(), self.sums.data_ptr()
-            lib.slipstream_pack_int8(weight.data_ptr(), *shape, self.panels.data_ptr(), scales, sums, threads)
+            lib.slipstream_pack_int8(source, *shape, panels, scales, sums, self.num_threads)
         else:
-            lib.slipstream_pack_float32(weight.data_ptr(), *shape, self.panels.data_ptr(), threads)
+            lib.slipstream_pack_float32(source, *shape, panels, self.num_threads)
         self.struct = LinearStruct(
             kind,
             *shape,
@@ -240,24 +239,6 @@ class PackedWeight:
 def empty_rows(*shape: int) -> Tensor:
     """What the kernels write to: float32 on the CPU, whatever PyTorch's defaults are set to."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-@contextlib.contextmanager
-def serial_operators() -> Iterator[None]:
-    """Let PyTorch's operators use one thread within the body.
-
-    After each parallel operator its other threads wait awake for the next one, for a millisecond or more, on the
-    very cores that the kernels' threads then want; and the operators between passes are too small to share out.
-    """
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def huge_buffer(num_bytes: int) -> Tensor:

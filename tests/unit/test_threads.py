@@ -1,0 +1,113 @@
+"""An engine gets the threads that it was given, whatever another engine's step is doing meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.models import threads
+
+PROCESS = 3
+
+
+@pytest.fixture(autouse=True)
+def process_count() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(PROCESS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def another_step() -> Iterator[None]:
+    """While the test runs, another thread is in the middle of a step of the CPU kernels."""
+    begun, over = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with threads.operators(1):
+            begun.set()
+            assert over.wait(60)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert begun.wait(60)
+    yield
+    over.set()
+    thread.join()
+
+
+def in_a_new_thread(function: Callable[[], Any]) -> Any:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(function()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def make() -> tuple[Any, int]:
+    engine = LLM(kv_cache_bytes=2**22).engine
+    return engine, torch.get_num_threads()
+
+
+@pytest.mark.usefixtures("another_step")
+def test_an_engine_that_is_made_meanwhile() -> None:
+    torch.ones(2)
+    engine, in_its_thread = in_a_new_thread(make)
+    assert in_its_thread == PROCESS
+    if engine.model.decoder is not None:
+        assert engine.model.decoder.num_threads == PROCESS
+        assert engine.model.decoder._head.num_threads == PROCESS
+
+
+@pytest.mark.usefixtures("another_step")
+def test_steps_in_a_thread_that_began_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PyTorch's operators: such a thread would compute on one for ever."""
+    llm = LLM(kv_cache_bytes=2**22, cpu_kernels="torch")
+    forward, counts = llm.engine.runner.forward, list[int]()
+
+    def counted(*args: Any) -> Any:
+        counts.append(torch.get_num_threads())
+        return forward(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", counted)
+    in_a_new_thread(lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=3)))
+    assert set(counts) == {PROCESS}
+
+
+def test_a_thread_that_has_kept_a_steps_count_is_told_from_one_that_was_told() -> None:
+    lowered, done = threading.Event(), threading.Event()
+    answers: list[int] = []
+
+    def late() -> None:
+        assert lowered.wait(60)
+        assert torch.get_num_threads() == 1  # PyTorch's own answer to a new thread
+        done.set()
+        assert over.wait(60)
+        answers.append(threads.available())
+
+    over = threading.Event()
+    thread = threading.Thread(target=late)
+    thread.start()
+    with threads.operators(1):
+        lowered.set()
+        assert done.wait(60)
+        assert threads.available() == PROCESS
+    over.set()
+    thread.join()
+    assert answers == [PROCESS]
+    torch.set_num_threads(1)
+    assert threads.available() == 1
+
+
+def test_operators_leave_the_count_as_it_was() -> None:
+    with threads.operators(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == PROCESS
+    with pytest.raises(ZeroDivisionError), threads.operators(1):
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == PROCESS == threads.available()
