@@ -25,6 +25,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
+from slipstream.sampling.params import SamplingParams
 from slipstream.serve.task_labels import TaskLabels
 
 PREFIX = "slipstream_"
@@ -34,6 +35,7 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+_TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
@@ -47,10 +49,20 @@ _AS_VLLM = frozenset(
         *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
         *("prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds"),
         *("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
-        *("request_time_per_output_token_seconds", "iteration_tokens_total"),
+        *("request_time_per_output_token_seconds", "iteration_tokens_total", "request_prompt_tokens"),
+        *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+        *("request_params_max_tokens", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_inference_time_seconds", "cache_config_info"),
     }
 )
 """Metrics that mean what vLLM's of the same name mean."""
+_ONCE_AT_VLLM = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+"""Names that vLLM's metrics had before, which older boards ask for."""
 
 
 class Metrics:
@@ -131,6 +143,25 @@ class Metrics:
             "request_time_per_output_token_seconds", "(Latency - first token) / (tokens - 1).", _GAP_S
         )
 
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST_S
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", _REQUEST_S
+        )
+        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
+        self._answer_length = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest answer.", _TOKENS
+        )
+        self._n = histogram("request_params_n", "Answers that a request asked for.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "How many tokens an answer was allowed.", _TOKENS
+        )
+
         self._running = gauge("num_requests_running", "Answers that have a place in the steps.")
         self._waiting = gauge("num_requests_waiting", "Answers that wait for a place.")
         self._kv_usage = gauge(
@@ -145,6 +176,20 @@ class Metrics:
     def register(self, collector: Collector) -> None:
         """Show what `collector` has, its names without the prefix, among these metrics."""
         self._registry.register(collector)
+
+    def describe_cache(self, engine: Engine) -> None:
+        """Say how large the cache is and how it is used, in the labels of a gauge that is always 1, as vLLM does."""
+        plan = engine.memory_plan
+        labels = {
+            "block_size": "1",  # a slot holds one token
+            "num_gpu_blocks": str(plan.num_slots),
+            "kv_cache_size_tokens": str(plan.num_slots),
+            "kv_cache_memory_bytes": str(plan.kv_bytes),
+            "cache_dtype": str(engine.model.dtype).removeprefix("torch."),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+        }
+        about = "The cache, in the labels; always 1."
+        Gauge(PREFIX + "cache_config_info", about, labels, registry=self._registry).labels(**labels).set(1)
 
     # --- in the engine's thread ---------------------------------------------------------------------------------
 
@@ -215,9 +260,9 @@ class Metrics:
 
     # --- in the event loop --------------------------------------------------------------------------------------
 
-    def watch(self, num_answers: int) -> Watch:
+    def watch(self, num_answers: int, params: SamplingParams) -> Watch:
         """Times one request from its updates."""
-        return Watch(self, num_answers)
+        return Watch(self, num_answers, params)
 
     def on_chunk(self, gap_s: float, num_tokens: int) -> None:
         """Time the tokens of an update that was not an answer's first."""
@@ -225,16 +270,29 @@ class Metrics:
         for _ in range(num_tokens):
             self._itl.observe(gap_s / num_tokens)
 
-    def on_end(self, update: Update) -> None:
-        """Count an answer's end, and the request's times when it was the last one."""
+    def on_end(self, update: Update, params: SamplingParams) -> None:
+        """Count an answer's end, and the request's times and lengths when it was the last one."""
         self._ends.labels(str(update.finish_reason)).inc()
         if update.output is None:
             return
         metrics = update.output.metrics
         self._ttft.observe(metrics.time_to_first_token_s)
         self._e2e.observe(metrics.total_s)
-        self._queue.observe(metrics.queue_s)
+        queue_s = min(
+            answer.metrics.queue_s for answer in update.output.outputs
+        )  # others wait for its prompt
+        self._queue.observe(queue_s)
         self._preemptions.inc(metrics.num_preemptions)
+        self._prefill.observe(max(metrics.time_to_first_token_s - queue_s, 0.0))
+        self._decode.observe(max(metrics.total_s - metrics.time_to_first_token_s, 0.0))
+        self._inference.observe(max(metrics.total_s - queue_s, 0.0))
+        self._prompt_length.observe(len(update.output.prompt_token_ids))
+        lengths = [answer.metrics.num_output_tokens for answer in update.output.outputs]
+        self._longest.observe(max(lengths))
+        self._n.observe(params.n)
+        self._max_tokens.observe(params.max_tokens)
+        for length in lengths:
+            self._answer_length.observe(length)
         for answer in update.output.outputs:
             if answer.metrics.num_output_tokens > 1:
                 rest_s = answer.metrics.total_s - answer.metrics.time_to_first_token_s
@@ -288,8 +346,9 @@ class Metrics:
 class Watch:
     """One request's clock."""
 
-    def __init__(self, metrics: Metrics, num_answers: int) -> None:
+    def __init__(self, metrics: Metrics, num_answers: int, params: SamplingParams) -> None:
         self._metrics = metrics
+        self._params = params
         self._unfinished = num_answers
         self._last_s: dict[tuple[int, int], float] = {}
 
@@ -303,7 +362,7 @@ class Watch:
             self._last_s[prompt, update.index] = now_s
         if update.finish_reason is not None:
             self._unfinished -= 1
-            self._metrics.on_end(update)
+            self._metrics.on_end(update, self._params)
 
     def refuse(self) -> None:
         """The engine does not take the request: none of its answers ever began."""
@@ -326,15 +385,20 @@ class _Labelled(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
             yield self._renamed(metric, PREFIX)
-            if self._with_vllm and metric.name.removeprefix(PREFIX) in _AS_VLLM:
+            name = metric.name.removeprefix(PREFIX)
+            if self._with_vllm and name in _AS_VLLM:
                 yield self._renamed(metric, VLLM_PREFIX)
+                if name in _ONCE_AT_VLLM:
+                    yield self._renamed(metric, VLLM_PREFIX, _ONCE_AT_VLLM[name])
 
-    def _renamed(self, metric: Metric, prefix: str) -> Metric:
+    def _renamed(self, metric: Metric, prefix: str, once: str | None = None) -> Metric:
+        """With another prefix, and under the name that it had `once` where one is given."""
+        own = metric.name.removeprefix(PREFIX)
         renamed = copy.copy(metric)
-        renamed.name = prefix + metric.name.removeprefix(PREFIX)
+        renamed.name = prefix + (once or own)
         renamed.samples = [
             Sample(
-                prefix + sample.name.removeprefix(PREFIX),
+                renamed.name + sample.name.removeprefix(PREFIX).removeprefix(own),
                 {**self._labels, **sample.labels},
                 sample.value,
                 sample.timestamp,

@@ -56,6 +56,7 @@ class Service:
         self.metrics = Metrics(
             self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
         )
+        self.metrics.describe_cache(inner)
         shown = TaskLabels(config.task_labels, config.max_task_labels)
         self.watching = Watching(inner, self.metrics, self.method, shown, config.dashboard_texts)
 
@@ -93,7 +94,7 @@ class Service:
         # One timer a request: one for every update would cost more than the rest of the waiting.
         late = _too_late(self.config.request_timeout_s)
         timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
-        watch = self.metrics.watch(job.num_answers)
+        watch = self.metrics.watch(job.num_answers, job.params)
         follower = self.watching.follow(job)
         under_way: dict[int, Callable[[], None]] = {}  # prompt to what aborts it
         try:
