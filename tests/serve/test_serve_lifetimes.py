@@ -71,7 +71,7 @@ def test_a_client_that_does_not_read_holds_its_places_no_longer_than_one_that_wa
     monkeypatch.setattr(streams, "LAST_WRITES_S", 0.2)
     event = streams.event
     monkeypatch.setattr(
-        streams, "event", lambda payload: event(payload | {"more_than_buffers_hold": "x" * 2**20})
+        streams, "event", lambda payload, name: event(payload | {"more_than_buffers_hold": "x" * 2**20}, name)
     )
     app = make_app(request_timeout_s=3.0)
     with caplog.at_level(logging.INFO), running(app, send_buffer=4096) as (url, _):

@@ -26,6 +26,7 @@ from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.foreign import IGNORED
 from slipstream.serve.openapi import OPERATIONS
+from slipstream.serve.responses.body import ResponseBody
 from slipstream.serve.schema import ChatBody
 
 KEY = "test-key"
@@ -100,18 +101,24 @@ def test_every_parameter_is_described(document: dict[str, Any]) -> None:
     properties = document["components"]["schemas"]["ChatBody"]["properties"]
     assert set(properties) == set(ChatBody.model_fields) | IGNORED
     assert properties["top_p"]["maximum"] == 1
+    properties = document["components"]["schemas"]["ResponseBody"]["properties"]
+    assert set(properties) == set(ResponseBody.model_fields) | ResponseBody.ignored
 
 
 def test_answers_are_as_described(shared: TestClient, document: dict[str, Any]) -> None:
     asked = {
         "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3, "logprobs": True},
         "/v1/completions": {"prompt": "Once", "max_tokens": 3, "logprobs": 1},
+        "/v1/responses": {"input": "Once", "max_output_tokens": 3, "top_logprobs": 1},
         "/tokenize": {"prompt": "Once"},
         "/detokenize": {"tokens": [300]},
     }
     schemas = {"components": document["components"]}
-    for path, [(method, operation)] in ((p, [*m.items()]) for p, m in document["paths"].items()):
-        response = shared.request(method, path.replace("{model}", MODEL), json=asked.get(path))
+    stored = shared.post("/v1/responses", json=asked["/v1/responses"]).json()["id"]
+    every = [(path, *one) for path, methods in document["paths"].items() for one in methods.items()]
+    for path, method, operation in every:
+        named = path.replace("{model}", MODEL).replace("{response_id}", stored)
+        response = shared.request(method, named, json=asked.get(path))
         assert response.status_code in (200, 204), path
         if path != "/metrics":
             schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
@@ -126,9 +133,9 @@ def test_answers_are_as_described(shared: TestClient, document: dict[str, Any]) 
 def test_keys_are_described_where_there_are_any(url: str, document: dict[str, Any]) -> None:
     guarded = httpx2.get(f"{url}/openapi.json").json()
     for path, methods in guarded["paths"].items():
-        [operation] = methods.values()
         needs = httpx2.request("POST", f"{url}{path}").status_code == 401
-        assert ("security" in operation) is needs
-        assert ("401" in operation["responses"]) is needs
+        for operation in methods.values():
+            assert ("security" in operation) is needs
+            assert ("401" in operation["responses"]) is needs
     assert guarded["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert "security" not in str(document)

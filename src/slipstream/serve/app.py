@@ -30,6 +30,8 @@ from slipstream.serve.head_requests import HeadRequests
 from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import ID_HEADER, RequestLog
+from slipstream.serve.responses import routes as responses
+from slipstream.serve.responses.body import ResponseBody
 from slipstream.serve.sampling import check_unsupported, drafting, sampling_params, seeds_of
 from slipstream.serve.schema import (
     Body,
@@ -89,6 +91,7 @@ def create_app(
     errors.install(app)
     openapi.install(app, config, service.model_name)
     _add_generation(app, service)
+    responses.add_routes(app, service, _reader(service, ResponseBody), _job)
     _add_tokens(app, service)
     _add_state(app, service)
     dashboard.add_routes(app, service)
@@ -106,7 +109,7 @@ def _middleware(service: Service, traces: TracerProvider | None) -> list[Middlew
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(service.config.cors_origins),
-                allow_methods=["GET", "HEAD", "POST"],
+                allow_methods=["GET", "HEAD", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER],
             )
@@ -122,7 +125,7 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
         try:
             check_json(request)
             service.admission.check_open()
-            if issubclass(cls, GenerationBody):
+            if issubclass(cls, GenerationBody | ResponseBody):
                 service.admission.check_room()
         except ApiError:
             await forget_body(request)
@@ -154,7 +157,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         async def prepare() -> CompletionAnswer:
             constraint = await constraint_of(body, service.tokens, check_grammar)
             prompts = await service.tokens.prompts(body.prompt)
-            return CompletionAnswer(_job(service, request, body, prompts, "cmpl", constraint), service)
+            return CompletionAnswer(_job(service, request, body, prompts, "cmpl-", constraint), service)
 
         several = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
         return Reply(service, (len(body.prompt) if several else 1) * _num_each(body), prepare)
@@ -168,7 +171,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             constraint = await constraint_of(body, service.tokens, check_grammar)
             tools = constraint.tools.tools if constraint and constraint.tools else None
             prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
-            return ChatAnswer(_job(service, request, body, [prompt], "chatcmpl", constraint), service)
+            return ChatAnswer(_job(service, request, body, [prompt], "chatcmpl-", constraint), service)
 
         return Reply(service, _num_each(body), prepare)
 
@@ -194,7 +197,7 @@ def _job(
     max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
     seeds = seeds_of(body, len(prompts))
     return Job(
-        id=f"{kind}-{uuid.uuid4().hex}",
+        id=f"{kind}{uuid.uuid4().hex}",
         prompts=prompts,
         params=sampling_params(
             body, [len(prompt) for prompt in prompts], seeds[0], service.limits, constraint

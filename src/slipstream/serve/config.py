@@ -55,6 +55,11 @@ class ServeConfig:
     """Answers that may wait for their turn; a request that would make it more is refused with 429."""
     max_logprobs: int = 20
     """The most alternatives a token that a request may ask for."""
+    max_stored_responses: int = 256
+    """Responses of /v1/responses that are kept in memory for each API key (without keys each user), to be continued
+    and read again. 0 keeps none."""
+    stored_responses_bytes: int = 64 * 2**20
+    """The memory for them all; over it the key or user that holds the most loses the oldest."""
     strict_parameters: bool = False
     """Refuse names in a body that nobody knows, instead of ignoring them and naming them in the response's header
     X-Slipstream-Ignored."""
@@ -90,10 +95,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "serve")
-        for name in ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens"):
+        positive = ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens")
+        for name in (*positive, "stored_responses_bytes"):
             if getattr(self, name) is not None:
                 check_at_least("serve", 1, **{name: getattr(self, name)})
-        for name in ("max_waiting", "max_logprobs", "max_task_labels"):
+        for name in ("max_waiting", "max_logprobs", "max_stored_responses", "max_task_labels"):
             check_at_least("serve", 0, **{name: getattr(self, name)})
         check_at_least("serve", MIN_HEAD_BYTES, max_head_bytes=self.max_head_bytes)
         if not 0 <= self.port <= 65535:

@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from slipstream.sampling.params import MAX_SEED
 from slipstream.serve.auth import is_guarded
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.responses.body import ResponseBody
 from slipstream.serve.schema import (
     Body,
     ChatBody,
@@ -25,7 +26,7 @@ Schema = dict[str, Any]
 _ERRORS = {
     400: "The body is not valid, or asks for what cannot be had.",
     401: "No API key, or an unknown one.",
-    404: "The model is not served here.",
+    404: "The model is not served here, or the response is unknown.",
     408: "The body was too slow.",
     413: "The body is too large.",
     415: "The body does not say that it is JSON.",
@@ -47,6 +48,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
@@ -121,6 +123,40 @@ class _Operation:
     media_type: str = "application/json"
 
 
+_TEXT_PART = _object(
+    type={"const": "output_text"}, text=STRING, annotations=_list(ANYTHING), logprobs=_list(ANYTHING)
+)
+_ITEM_STATUS: Schema = {"enum": ["completed", "incomplete"]}
+_ITEM: Schema = {
+    "anyOf": [
+        _object(
+            id=STRING,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            status=_ITEM_STATUS,
+            content=_list(_TEXT_PART),
+        ),
+        _object(
+            id=STRING,
+            type={"const": "function_call"},
+            call_id=STRING,
+            name=STRING,
+            arguments=STRING,
+            status=_ITEM_STATUS,
+        ),
+    ]
+}
+_RESPONSE = _object(
+    id=STRING,
+    object={"const": "response"},
+    created_at=INTEGER,
+    status={"enum": ["completed", "incomplete", "failed"]},
+    model=STRING,
+    output=_list(_ITEM),
+    error=_nullable(_object(code=STRING, message=STRING)),
+    incomplete_details=_nullable(_object(reason=STRING)),
+    usage=_object(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER),
+)
 _STATUS = _object(status=STRING)
 _MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING)
 
@@ -138,6 +174,19 @@ OPERATIONS: dict[str, _Operation] = {
         ChatBody,
         _GENERATION,
         streams=True,
+    ),
+    "POST /v1/responses": _Operation(
+        "Answer a conversation, as OpenAI's Responses API does.",
+        _RESPONSE,
+        ResponseBody,
+        _GENERATION,
+        streams=True,
+    ),
+    "GET /v1/responses/{response_id}": _Operation("A stored response.", _RESPONSE, errors=(400, 404, 500)),
+    "DELETE /v1/responses/{response_id}": _Operation(
+        "Forget a stored response.",
+        _object(id=STRING, object={"const": "response"}, deleted={"const": True}),
+        errors=(404, 500),
     ),
     "POST /tokenize": _Operation(
         "A text or a conversation as token ids.",

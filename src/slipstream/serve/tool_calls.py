@@ -46,6 +46,11 @@ class CallReader:
         self._lead: str | None = None  # the fixed text that is next; None while text is free
         self._scan: _ObjectScan | None = None  # within arguments
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call's arguments have not come to their end."""
+        return self._scan is not None
+
     def feed(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The free text, and the new parts of calls in the shape of a stream's deltas, one a call.
 
