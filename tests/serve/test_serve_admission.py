@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from serve_cases import MESSAGES, MODEL, MakeApp, running, wait_until
 from starlette.testclient import TestClient
 
+from slipstream.serve.lanes import BOUNDS, size_of
 from slipstream.serve.schema import ChatBody, CompletionBody
 from slipstream.serve.tokens import Tokens
 
@@ -46,10 +47,13 @@ def test_a_request_has_its_place_before_it_is_read_into_tokens(
         wait_until(lambda: app.state.service.admission.num_answers == 4)
         jobs += [pool.submit(httpx2.post, f"{url}/v1/completions", json=TEXT, timeout=60)]
         wait_until(lambda: app.state.service.admission.num_answers == 5)
-        for path, asked in (("completions", TEXT), ("chat/completions", {"messages": MESSAGES})):
-            refused = httpx2.post(
-                f"{url}/v1/{path}", json=asked, timeout=5
-            )  # reads no text, for nobody can now
+        for path, asked in (
+            ("v1/completions", TEXT),
+            ("v1/chat/completions", {"messages": MESSAGES}),
+            ("tokenize", {"prompt": "a"}),
+            ("detokenize", {"tokens": [1]}),
+        ):
+            refused = httpx2.post(f"{url}/{path}", json=asked, timeout=5)  # reads no text, for nobody can now
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
             assert refused.headers["retry-after"] == "1"
         unread = httpx2.post(f"{url}/v1/completions", content=b"{", headers=JSON, timeout=5)
@@ -81,6 +85,95 @@ def test_a_client_that_leaves_while_its_text_is_read(make_app: MakeApp, gate: th
         wait_until(lambda: app.state.service.admission.num_answers == 0, 2.0)
         assert not gate.is_set(), "the place is free while the text is still being read"
         gate.set()
+
+
+LONG = "a " * 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["a", LONG], "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/detokenize", {"tokens": [1] * 100_000}),
+    ],
+    ids=["completion", "one of two", "chat", "tokenize", "tokenize chat", "detokenize"],
+)
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    make_app: MakeApp, path: str, body: dict[str, Any]
+) -> None:
+    app = make_app()
+    spy = app.state.service.tokens._tokenizer = Spy(app.state.service.tokens._tokenizer)
+    with TestClient(app) as client:
+        refused = client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert spy.num_read == 0
+        assert app.state.service.admission.num_answers == 0
+
+
+class Spy:
+    """A tokenizer that counts the characters and ids that it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_read = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.num_read += len(text)
+        return self._tokenizer(text, **options)
+
+    def apply_chat_template(self, *args: Any, tokenize: bool = True, **options: Any) -> Any:
+        self.num_read += tokenize
+        return self._tokenizer.apply_chat_template(*args, tokenize=tokenize, **options)
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.num_read += len(token_ids)
+        return str(self._tokenizer.decode(token_ids))
+
+
+def test_a_short_prompt_passes_long_ones(make_app: MakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, gate = make_app(), threading.Event()
+    encode = Tokens._encode
+
+    def waiting(self: Tokens, text: str, add_special_tokens: bool) -> list[int]:
+        assert len(text) < 100 or gate.wait(20)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokens, "_encode", waiting)
+    long = {**TEXT, "prompt": "word " * 1500}
+    with running(app) as (url, _), ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(httpx2.post, f"{url}/v1/completions", json=long, timeout=60) for _ in range(3)]
+        jobs.append(pool.submit(httpx2.post, f"{url}/tokenize", json={"prompt": long["prompt"]}, timeout=60))
+        wait_until(lambda: app.state.service.admission.num_answers == 4)
+        for path in ("v1/completions", "tokenize"):
+            assert httpx2.post(f"{url}/{path}", json={"prompt": "Once"}, timeout=10).status_code == 200
+        assert not any(job.done() for job in jobs)
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "lane"),
+    [
+        (["a" * 100], 0),
+        ([["a"] * 10], 0),
+        ([[MESSAGES[0]] * 2, None], 0),
+        (["a" * 5000], 1),
+        ([[{"role": "user", "content": "a" * 5000}]], 1),
+        ([["a"] * 3000], 1),
+        ([[5] * 200_000], 2),
+        ([[["a" * 3000] * 50]], 2),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_sizes_decide_whom_one_waits_for(values: list[Any], lane: int) -> None:
+    assert sum(size_of(*values) > bound for bound in BOUNDS) == lane
 
 
 def send(url: str, raw: bytes, length: int) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -45,11 +45,13 @@ def encode_chat(
     messages: Seq[dict[str, Any]],
     template_options: Mapping[str, Any] | None = None,
     tools: Seq[Mapping[str, Any]] | None = None,
+    check_text: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the assistant's answer.
 
     `template_options` are variables of the model's own template, such as `enable_thinking`. `tools` are functions in
-    OpenAI's shape; a template that does not know tools says nothing of them.
+    OpenAI's shape; a template that does not know tools says nothing of them. `check_text` sees the text that the
+    template makes, before it is tokenised.
     """
     if not tokenizer.chat_template:
         raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
@@ -65,19 +67,18 @@ def encode_chat(
     if reserved:  # else a request could bring a template of its own, which is a program
         raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                tokenizer_kwargs={"verbose": False},  # as in `encode_prompt`
-                **(template_options or {}),
-            )
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_generation_prompt=True,
+            tokenize=False,
+            **(template_options or {}),
         )
     except Exception as error:  # a template may raise anything
         raise RequestError(f"the chat template refuses this conversation: {error}") from None
+    check_text(text)
+    # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:

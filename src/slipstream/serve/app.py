@@ -125,8 +125,7 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
         try:
             check_json(request)
             service.admission.check_open()
-            if issubclass(cls, GenerationBody | ResponseBody):
-                service.admission.check_room()
+            service.admission.check_room()
         except ApiError:
             await forget_body(request)
             raise
@@ -227,17 +226,19 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise ApiError(
                 400, "give a prompt or messages, one of them", param="prompt", code="invalid_value"
             )
-        if body.messages is not None:
-            tokens = await service.tokens.encode_chat(body.messages, body.chat_template_kwargs)
-        else:
-            tokens = await service.tokens.encode(body.prompt or "", body.add_special_tokens is not False)
+        async with service.tokenizing():
+            if body.messages is not None:
+                tokens = await service.tokens.encode_chat(body.messages, body.chat_template_kwargs)
+            else:
+                tokens = await service.tokens.encode(body.prompt or "", body.add_special_tokens is not False)
         limit = service.limits.max_model_len
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_tokens(request)
-        return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
+        async with service.tokenizing():
+            return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

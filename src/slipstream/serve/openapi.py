@@ -37,7 +37,7 @@ _ERRORS = {
 }
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
 _GENERATION = (400, 404, 408, 413, 415, 429, 500, 503, 504)
-_TOKENS = (400, 404, 408, 413, 415, 500, 503)
+_TOKENS = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1},

@@ -88,6 +88,14 @@ class Service:
         except TimeoutError:
             raise _too_late(self.config.request_timeout_s) from None
 
+    @asynccontextmanager
+    async def tokenizing(self) -> AsyncIterator[None]:
+        """A place, and bounded time, for text that nobody answers; raises `ApiError` as `admit` and `until` do."""
+        deadline_s = asyncio.get_running_loop().time() + self.config.request_timeout_s
+        with self.admission.admit(1):
+            async with self.until(deadline_s):
+                yield
+
     async def _updates(self, job: Job, deadline_s: float) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
         arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()

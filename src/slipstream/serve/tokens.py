@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.engine.inputs import encode_chat
 from slipstream.errors import RequestError, VocabularyMismatchError
 from slipstream.serve.errors import ApiError, context_exceeded
+from slipstream.serve.lanes import Lanes, size_of
 from slipstream.serve.messages import for_template
 from slipstream.serve.schema import Message
+from slipstream.serve.token_length import max_bytes_a_token
 from slipstream.serve.tool_formats import chat_template, shows_tools, tool_format
-
-T = TypeVar("T")
 
 
 class Tokens:
-    """The tokenizer, used from one thread of its own: long prompts hold up no stream."""
+    """The tokenizer, used from threads of its own: long prompts hold up no stream and no short prompt.
+
+    Text that is longer than the longest prompt could be, were all its tokens the vocabulary's longest, is refused
+    before it is tokenised.
+    """
 
     def __init__(
         self,
@@ -41,23 +43,31 @@ class Tokens:
         self.special: dict[str, int] = dict(tokenizer.get_added_vocab())
         """Added tokens, which llguidance does not take for text."""
         self._shows_tools = shows_tools(template)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-tokenizer")
+        tokenizer("", verbose=False)  # settles what later calls, several at once, only read
+        self._lanes = Lanes("slipstream-tokenizer")
+        said: TokenBytes | None = None
         try:
             said = TokenBytes(tokenizer, "the served model")
             self._bytes, self._special = said.ordinary, said.special
         except VocabularyMismatchError:  # a family whose tokens do not spell bytes
             self._bytes, self._special = {}, {}
+        longest = max_bytes_a_token(tokenizer, said)
+        self._max_text_bytes = None if longest is None else (max_prompt_tokens or max_model_len) * longest
 
     async def prompts(self, prompt: str | Seq[str] | Seq[int] | Seq[Seq[int]]) -> list[list[int]]:
         """The token ids of every prompt of a completion; raises `ApiError` 400 for what cannot be answered."""
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not many:
             raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
-        return await self._run(
+        for one in many:
+            if isinstance(one, str):
+                self._check_text(one, "prompt")
+        return await self._lanes.run(
+            size_of(many),
             lambda: [
                 self._checked(self._encode(one, True) if isinstance(one, str) else list(one), "prompt")  # type: ignore[arg-type]
                 for one in many
-            ]
+            ],
         )
 
     async def chat(
@@ -67,24 +77,33 @@ class Tokens:
         tools: Seq[dict[str, Any]] | None = None,
     ) -> list[int]:
         """The token ids of a conversation; raises `ApiError` 400 for what cannot be answered."""
-        return await self._run(lambda: self._checked(self._encode_chat(messages, options, tools), "messages"))
+        return await self._lanes.run(
+            size_of(messages, options, tools),
+            lambda: self._checked(self._encode_chat(messages, options, tools), "messages"),
+        )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids."""
-        return await self._run(lambda: self._encode(text, add_special_tokens))
+        """The text's token ids; raises `ApiError` 400 for more text than any prompt may be."""
+        self._check_text(text, "prompt")
+        return await self._lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
     async def encode_chat(self, messages: Seq[Message], options: Mapping[str, Any] | None) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's answer."""
-        return await self._run(lambda: self._encode_chat(messages, options, None))
+        """The token ids of a conversation, ready for the assistant's answer; errors as for `encode`."""
+        size = size_of(messages, options)
+        return await self._lanes.run(size, lambda: self._encode_chat(messages, options, None))
 
     async def decode(self, token_ids: Seq[int]) -> str:
-        """The text of the token ids, special tokens included."""
+        """The text of the token ids, special tokens included; raises `ApiError` 400 for ids that are none, and for more
+        of them than the context holds."""
+        if len(token_ids) > self._max_model_len:
+            however = f"tokens has {len(token_ids)} of them; send them in parts"
+            raise context_exceeded("tokens", self._max_model_len, however)
 
         def decode() -> str:
             self._check_known(token_ids, "tokens")
             return str(self._tokenizer.decode(list(token_ids)))
 
-        return await self._run(decode)
+        return await self._lanes.run(size_of(token_ids), decode)
 
     def text_of(self, token_id: int) -> str:
         """One token's own text; a byte that is no character alone shows as a replacement character."""
@@ -109,12 +128,23 @@ class Tokens:
     ) -> list[int]:
         plain = for_template(messages, None if self._shows_tools else self.tool_format, tools)
         try:
-            return encode_chat(self._tokenizer, plain, options, tools)
+            return encode_chat(self._tokenizer, plain, options, tools, self._check_chat)
         except RequestError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    def _check_chat(self, text: str) -> None:
+        """What the template has made of a conversation: it may leave out much of it."""
+        self._check_text(text, "messages")
+
+    def _check_text(self, text: str, param: str) -> None:
+        """Raise `ApiError` 400 where no tokenising could make the text fit."""
+        most = self._max_text_bytes
+        if most is not None and (len(text) > most or (4 * len(text) > most and len(text.encode()) > most)):
+            however = (
+                f"{param} has {len(text)} characters, and the longest prompt could not have more than "
+                f"{most} bytes; shorten it"
+            )
+            raise context_exceeded(param, self._max_model_len, however)
 
     def _checked(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
