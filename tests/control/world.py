@@ -134,6 +134,8 @@ class World:
         self.noise = noise
         self.slowdown: Callable[[int, float], float] = lambda member, seconds: seconds
         """Changes what a call takes; for accidents."""
+        self.told_alpha: Mapping[str, float] | None = None
+        """What outcomes say is accepted, by task, where that is not what a step yields: the estimate is then wrong."""
         self.seconds = self.tokens = 0.0
         """True ones, but for what the target takes for prompts, and expected ones."""
         self.probing_s = 0.0
@@ -346,6 +348,11 @@ class World:
             request.length += accepted + 1
             reached = min(accepted + 1, length)
             gains.append(Gain(request.task, accepted + 1))
+            if self.told_alpha is not None:
+                told = 0
+                while told < length and self.random.random() < self.told_alpha[request.task]:
+                    told += 1
+                reached, accepted = min(told + 1, length), told
             outcomes.append(
                 Outcome(
                     request.sequence_id,

@@ -192,6 +192,7 @@ def test_alarms_are_metrics_log_lines_and_data(
 REPORT = ControlReport(
     adaptive=True,
     speculating=True,
+    stands_back=True,
     estimated_speedup=1.4,
     realised=Speedup(1.3, 1.1, 1.5, 12),
     probe_share=0.02,
@@ -223,6 +224,8 @@ def test_the_controls_report_is_shown(make_app: MakeApp, monkeypatch: pytest.Mon
         return after.get(f"slipstream_{name}" + (json.dumps(labels, sort_keys=True) if labels else ""))
 
     assert metric("speculation_adaptive") == metric("speculation_active") == 1
+    assert metric("speculation_stands_back") == 1
+    assert told["speculation"]["stands_back"] is True
     assert metric("estimated_speedup") == 1.4
     assert [metric("realised_speedup" + end) for end in ("", "_low", "_high", "_pairs")] == [
         1.3,

@@ -26,9 +26,11 @@ from slipstream.control.facts import StepFacts
 from slipstream.control.knowledge import Knowledge, Use
 from slipstream.control.offers import guesses, offer
 from slipstream.control.plan import NOBODY, Guesses, Market, Plan
-from slipstream.control.realised import NUM_OFF_STEPS, NUM_ON_STEPS, Realised
+from slipstream.control.probes import Probes
+from slipstream.control.realised import Pair
 from slipstream.control.realised import Step as ComparedStep
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
+from slipstream.control.stand_back import StandBack
 from slipstream.control.standing import Standing, load_level
 from slipstream.control.step_cost import Drafted, Mean
 from slipstream.control.tries import Tries
@@ -71,7 +73,8 @@ class Controller:
         self.known = Knowledge(members, pass_s)
         self.budget = Budget(probe_share, pass_s(1.0), self.known.step_s)
         self.tries = Tries(self.known, self.budget)
-        self.realised = Realised()
+        self.probes = Probes(self.budget, self.known.step_s)
+        self.realised = self.probes.realised
         self._clock = clock
         self._plan = (
             Standing(NOTHING, held_s=0.0, until_s=0.0)
@@ -83,11 +86,10 @@ class Controller:
         self._by_load: dict[tuple[int, bool], Standing] = {}
         """Plans for other loads, which hold again when these come back: making one at every change would cost more
         than it gains."""
+        self._back = StandBack()
         self._others = Mean()
         """Rows of prompts, in steps that have some."""
-        self._in_probe = self._speculates = False
-        self._watches = float(NUM_ON_STEPS)
-        """Steps that may be told of one after the other, because a probe can be paid for and is compared with them."""
+        self._speculates = False
         self._is_steady = False
         """Nothing is tried or probed."""
         self._repeats = 0
@@ -97,12 +99,11 @@ class Controller:
         self._books_s = Mean()
         self.planning_s = 0.0
         """What making a plan took in this step."""
-        self._probe_left = self._probed_for = 0
 
     @property
     def in_probe(self) -> bool:
         """True for a step that shows what is gained: nobody is drafted for in it."""
-        return self._in_probe
+        return self.probes.rests
 
     @property
     def tried(self) -> int | None:
@@ -114,9 +115,8 @@ class Controller:
     def choose(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
         """Member and levels for each request of a step whose pass has `num_other_rows` rows beside one a request."""
         self.known.begin_step()
-        if not asked and self._probe_left:  # nothing to compare with
-            self._probe_left, self._in_probe = 0, False
-            self.realised.give_up()
+        if not asked and self.probes.in_this_step:
+            self.probes.give_up()  # nothing to compare with
         choices = self._chosen_now(asked, num_other_rows) if asked else []
         self._speculates = any(choice is not NOTHING and choice != NOTHING for choice in choices)
         return choices
@@ -134,6 +134,13 @@ class Controller:
         if not self._is_steady or plan.held_s <= 0 or (self._repeats <= 0 and not plan.is_nothing):
             return False
         if self.adaptive and not plan.is_for(num_requests, beside_prompts):
+            return False
+        with_drafts = plan.withheld is not None
+        if (
+            with_drafts
+            and not beside_prompts
+            and self.probes.can_begin(num_requests, True, self._probe_price_s())
+        ):
             return False
         self._plan = plan
         self._speculates = self._speculates and not plan.is_nothing
@@ -170,14 +177,12 @@ class Controller:
         return member
 
     def _chosen_now(self, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
-        if self._probe_left and (num_other_rows or len(asked) != self._probed_for):
-            self._probe_left = 0  # what runs now is not what it would be compared with
-            self.realised.give_up()
-        if not self._probe_left and self._begins_probe(asked, num_other_rows):
-            self._probe_left, self._probed_for = NUM_OFF_STEPS, len(asked)
-        self._in_probe = self._probe_left > 0
-        if self._in_probe:
-            return [NOTHING] * len(asked)
+        withheld = self._plan.withheld
+        price_s = None if self.tries.under_way else self._probe_price_s()
+        if self.probes.choose(len(asked), num_other_rows, withheld is not None, price_s):
+            if self.probes.rests or withheld is None:
+                return [NOTHING] * len(asked)
+            return [self.bounded(withheld.choice(each.sequence_id, each.task), each) for each in asked]
         if not self.adaptive:
             return [self.bounded(self._plan.usual, request) for request in asked]
         return self._adapted(asked, num_other_rows)
@@ -306,6 +311,7 @@ class Controller:
         now.undrafted_rate = market.nothing(plan.guesses).tokens_per_s
         now.drafts_gain = plan.tokens_per_s / now.undrafted_rate if now.undrafted_rate else 1.0
         now.gain = plan.tokens_per_s / nothing.tokens_per_s if nothing.tokens_per_s else None
+        now = self._unless_losing(now, asked)
         self._by_load[load_level(num_requests), beside_prompts] = now
         self._hold(now)
         self.tries.consider(
@@ -315,11 +321,19 @@ class Controller:
             self._books_s.value,
             lambda number: Choice(number, self._levels_asked(number, 1)),
         )
-        now.is_nothing = not self.tries.under_way and all(choice == NOTHING for choice in choices)
+        now.is_nothing = not self.tries.under_way and all(c == NOTHING for c in now.chosen.values())
         self.planning_s = took_s = max(self._clock() - started_s, 0.0)  # clocks may jump
         price_s = took_s + self._books_s.value
         now.held_s = min(price_s / PLAN_SHARE, MAX_HELD_STEPS * self.known.step_s.value)
         now.until_s = self.budget.total_s + RECALLED * now.held_s
+
+    def _unless_losing(self, plan: Standing, asked: Seq[Asked]) -> Standing:
+        """The plan; or nothing, where paired probes say that drafts lose at this load, and the plan to be tried."""
+        if plan.gain is None or all(choice == NOTHING for choice in plan.chosen.values()):
+            return plan
+        if not self._back.is_active(plan.num_requests) or self._back.trusts(plan.num_requests, plan.gain):
+            return plan
+        return plan.withhold(asked)
 
     def _unless_unsure(self, market: Market, plan: Plan, old: Plan, look: Callable[[Plan], Guesses]) -> Plan:
         """The plan, or what lookups do alone where drafters gain too little beside them to begin with."""
@@ -355,20 +369,22 @@ class Controller:
 
     # --- probes -----------------------------------------------------------------------------------------------
 
-    def _begins_probe(self, asked: Seq[Asked], num_other_rows: int) -> bool:
-        """Whether this step is the first of a few without drafts."""
-        if not self.budget.has_any("probe") or num_other_rows or self.tries.under_way:
-            return False
-        price_s = self._probe_price_s()
-        if not self.budget.can_pay("probe", price_s) or not self.realised.can_probe(len(asked)):
-            return False
-        self.budget.pay("probe", price_s)
-        return True
-
     def _probe_price_s(self) -> float:
-        off_s = self.known.step_s.value  # not less than without drafts, and known without a calculation
-        gain = self._alone.gain or 1.5
-        return NUM_OFF_STEPS * (off_s * max(0.02, 1 - 1 / gain) + self._books_s.value)
+        withheld = self._plan.withheld
+        lost = None if withheld is None else self._back.lost(withheld.num_requests)
+        estimated, found = self._alone.gain, self._back.gain(self._alone.num_requests)
+        if estimated is not None and found is not None:
+            estimated = min(estimated, found)  # where drafts may be losing, looking again is cheap
+        return self.probes.price_s(estimated, lost, self._books_s.value)
+
+    def _weigh(self, pair: Pair, num_requests: int) -> None:
+        """Stand back, or come back, where what drafts really gain at this load says so."""
+        estimated = (self._plan.withheld or self._alone).gain or 1.0
+        if not self._back.learn(num_requests, pair, estimated):
+            return
+        self._by_load.clear()
+        for plan in (self._plan, self._alone, self._beside):
+            plan.held_s = 0.0
 
     # --- after a step -----------------------------------------------------------------------------------------
 
@@ -378,25 +394,24 @@ class Controller:
         if not 0 < facts.seconds < math.inf:
             self._is_steady = False
             return  # no step takes no time: a clock jumped
-        self.known.learn(facts, with_outcomes=not self._in_probe)
+        self.known.learn(facts, with_outcomes=not self.probes.rests)
         passed, self._passed_s = self._passed_s, []
         for seconds in (*passed, facts.seconds):
             self.known.step_s.learn(seconds)
-        self.budget.earn(sum(passed) + facts.seconds, facts.num_drafted > 0)
+        self.budget.earn(
+            sum(passed) + facts.seconds, facts.num_drafted > 0 or self._plan.withheld is not None
+        )
         if facts.gains and not facts.num_others:
             compared = ComparedStep(len(facts.gains), facts.seconds, facts.gains, self._speculates)
-            self.realised.learn(compared, self._in_probe)
-            self._probe_left -= self._in_probe
+            pair = self.probes.learn(compared)
+            if pair is not None and self.adaptive:
+                self._weigh(pair, self.probes.num_requests)
         self._plan.held_s -= facts.seconds
         self._books_s.learn(facts.books_s)
         self._repeats = min(int(self._books_s.value / (BOOKS_SHARE * self.known.step_s.value)), MAX_REPEATS)
-        can_probe = self.budget.has_any("probe") and self.budget.can_pay("probe", self._probe_price_s())
-        if can_probe and self._watches >= 1:
-            self._watches -= 1
+        if self.probes.watches(self._probe_price_s()):
             self._repeats = 0
-        else:
-            self._watches = min(self._watches + 0.1, float(NUM_ON_STEPS))
-        self._is_steady = not self.tries.under_way and not self._in_probe
+        self._is_steady = not self.tries.under_way and not self.probes.in_this_step
 
     def pass_by(self, seconds: float) -> None:
         """A step that repeated what was decided, and what it took."""
@@ -421,6 +436,8 @@ class Controller:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
         for plan in (self._plan, *self._by_load.values()):
             plan.chosen.pop(sequence_id, None)
+            if plan.withheld is not None:
+                plan.withheld.chosen.pop(sequence_id, None)
         self.tries.release(sequence_id)
         self.known.release(sequence_id, task, num_tokens)
 
@@ -449,6 +466,7 @@ class Controller:
         return ControlReport(
             adaptive=self.adaptive,
             speculating=any(use.depth.value > 0.05 for use in self.known.tasks.values()),
+            stands_back=self._plan.withheld is not None,
             estimated_speedup=self._alone.gain,
             realised=self.realised.speedup(),
             probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,

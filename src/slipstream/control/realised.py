@@ -18,6 +18,8 @@ from slipstream.control.report import Speedup
 
 NUM_OFF_STEPS = 4
 """Steps of a probe; the first is not counted, because it still pays for what the step before it left."""
+NUM_BACK_STEPS = 9
+"""Steps of a probe the other way: with drafts, where there are none otherwise. Its first pays for beginning."""
 NUM_ON_STEPS = 16
 """Steps before a probe that it is compared with, at most; half of them at least."""
 MEMORY = 200
@@ -67,18 +69,20 @@ class Realised:
         self._pairs: OrderedDict[str, deque[Pair]] = OrderedDict()
         self._all: deque[Pair] = deque(maxlen=MEMORY)
 
-    def can_probe(self, num_sequences: int) -> bool:
-        """True when the steps just made would give a fair comparison with the next ones."""
-        return len(self._fair(num_sequences)) >= NUM_ON_STEPS // 2
+    def can_probe(self, num_sequences: int, with_drafts: bool = False) -> bool:
+        """True when the steps just made would give a fair comparison with the next ones, which have none or, in a probe
+        `with_drafts`, alone have some."""
+        return len(self._fair(num_sequences, not with_drafts)) >= NUM_ON_STEPS // 2
 
-    def learn(self, step: Step, in_probe: bool) -> None:
-        """One step, and whether it was part of a probe."""
+    def learn(self, step: Step, in_probe: bool, with_drafts: bool = False) -> Pair | None:
+        """One step, and whether it was part of a probe; the pair of all tasks, where it ended one."""
         if not in_probe:
             self._before.append(step)
-            return
+            return None
         self._probe.append(step)
-        if len(self._probe) == NUM_OFF_STEPS:
-            self._close()
+        if len(self._probe) < (NUM_BACK_STEPS if with_drafts else NUM_OFF_STEPS):
+            return None
+        return self._close(with_drafts)
 
     def give_up(self) -> None:
         """The probe cannot be finished: what ran was not what is compared."""
@@ -88,15 +92,20 @@ class Realised:
         """Of a task, or of all; None before there are pairs enough."""
         return ratio_of(list(self._all if task is None else self._pairs.get(task, ())))
 
-    def _close(self) -> None:
-        number = self._probe[0].num_sequences
-        off = [step.seconds for step in self._probe[1:] if step.num_sequences == number]
-        on = self._fair(number)
+    def _close(self, with_drafts: bool) -> Pair | None:
+        number, least = self._probe[0].num_sequences, len(self._probe) - 1
+        probed = [
+            step
+            for step in self._probe[1:]
+            if step.num_sequences == number and step.speculates == with_drafts
+        ]
+        before = self._fair(number, not with_drafts)
         self._probe = []
         self._before.clear()
-        if len(off) < NUM_OFF_STEPS - 1 or len(on) < NUM_ON_STEPS // 2:
-            return
-        on_s, off_s = _mean([step.seconds for step in on]), _mean(off)
+        if len(probed) < least or len(before) < NUM_ON_STEPS // 2:
+            return None
+        on, off = (probed, before) if with_drafts else (before, probed)
+        on_s, off_s = _mean([step.seconds for step in on]), _mean([step.seconds for step in off])
         totals: dict[str, list[int]] = {}
         for step in on:
             for gain in step.gains:
@@ -106,15 +115,17 @@ class Realised:
         for task, (sequences, tokens) in totals.items():
             self._of(task).append(Pair(tokens / sequences, on_s, off_s))
         sequences = sum(each[0] for each in totals.values())
-        self._all.append(Pair(sum(each[1] for each in totals.values()) / sequences, on_s, off_s))
+        pair = Pair(sum(each[1] for each in totals.values()) / sequences, on_s, off_s)
+        self._all.append(pair)
+        return pair
 
-    def _fair(self, num_sequences: int) -> list[Step]:
-        """Steps with speculation of about so many sequences."""
+    def _fair(self, num_sequences: int, speculates: bool) -> list[Step]:
+        """Steps before, with speculation or without, of about so many sequences."""
         most = MAX_DIFFERENCE * num_sequences
         return [
             step
             for step in self._before
-            if step.speculates and abs(step.num_sequences - num_sequences) <= most
+            if step.speculates == speculates and abs(step.num_sequences - num_sequences) <= most
         ]
 
     def _of(self, task: str) -> deque[Pair]:

@@ -62,6 +62,8 @@ class ControlReport:
     """False where the operator has fixed the drafter and its depth."""
     speculating: bool
     """Whether anything that runs is drafted for."""
+    stands_back: bool
+    """True while nothing is drafted because paired probes said that drafts lose, whatever the estimate says."""
     estimated_speedup: float | None
     realised: Speedup | None
     probe_share: float

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.choice import MAX_TASKS, Asked, Choice
+from slipstream.control.choice import MAX_TASKS, NOTHING, Asked, Choice
 
 SAME_LOAD = 0.2
 """A plan is for as many requests as it was made for, and for others by no more than this part."""
@@ -35,6 +35,8 @@ class Standing:
     """Tokens a second with lookups alone, by estimate."""
     drafts_gain: float = 1.0
     """The part of the estimated speedup that is not the lookups'."""
+    withheld: Standing | None = None
+    """What would be done, where nothing is because drafts measurably lose."""
     of_task: dict[str, Choice] = field(default_factory=dict)
     gains: dict[str, float] = field(default_factory=dict)
     """The estimated speedup by task: of its requests, in the plan that had some of them."""
@@ -57,6 +59,15 @@ class Standing:
         gains = other.gains | self.gains
         self.of_task = _last_ones(older | newer)
         self.gains = {task: gains[task] for task in self.of_task}
+
+    def withhold(self, asked: Seq[Asked]) -> Standing:
+        """A plan for the same steps that does nothing, and keeps this one."""
+        rest = Standing(
+            NOTHING, 0.0, math.inf, self.num_requests, self.beside_prompts, gain=1.0, withheld=self
+        )
+        rest.undrafted_rate = self.undrafted_rate
+        rest.decide(asked, [NOTHING] * len(asked), [1.0] * len(asked))
+        return rest
 
     def decide(self, asked: Seq[Asked], choices: Seq[Choice], gains: Seq[float]) -> None:
         """Keep the choices and the estimated speedups of requests."""

@@ -338,7 +338,7 @@ class Drafting(Guard):
             alone = MethodReport(self._method, None, (), 0, self.num_failures + inner, bool(self.retired))
             methods = (alone,) if self.drafter.max_nodes() else ()
             speculating = bool(methods) and not self.retired
-            return ControlReport(False, speculating, None, None, 0.0, methods, (), ())
+            return ControlReport(False, speculating, False, None, None, 0.0, methods, (), ())
         return self.controller.report(
             [guard.num_failures + getattr(guard.drafter, "num_failures", 0) for guard in guards]
             if self._group is not None

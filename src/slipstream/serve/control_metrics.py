@@ -72,6 +72,11 @@ def _gauge(name: str, help_: str, value: float | None) -> Iterator[Metric]:
 def _overall(report: ControlReport) -> Iterator[Metric]:
     yield from _gauge("speculation_adaptive", "1 where drafter and depth are chosen.", report.adaptive)
     yield from _gauge("speculation_active", "1 while anything is drafted for.", report.speculating)
+    yield from _gauge(
+        "speculation_stands_back",
+        "1 while nothing is drafted because drafts lost in probes.",
+        report.stands_back,
+    )
     yield from _gauge("probe_share", "Share of the time that probes and tries cost.", report.probe_share)
     yield from _gauge("estimated_speedup", "By the model of costs.", report.estimated_speedup)
     if report.realised is not None:

@@ -117,6 +117,7 @@ def _data(service: Service) -> dict[str, Any]:
         speculation = {
             "adaptive": report.adaptive,
             "speculating": report.speculating,
+            "stands_back": report.stands_back,
             "estimated_speedup": report.estimated_speedup,
             "realised": report.realised and asdict(report.realised),
             "probe_share": report.probe_share,
