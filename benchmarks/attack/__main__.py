@@ -1,0 +1,104 @@
+"""Attack a server of this checkout, or of another one: python -m benchmarks.attack [--before FILE].
+
+Each scenario starts a server of its own on 127.0.0.1, with the embedded pair. While it is attacked, one client after
+another asks it for two tokens, and another for /health; the longest of these delays, the server's memory, its log lines
+and the statuses are what is reported. Scenarios that are complete are in the result file when the run is stopped.
+
+    python -m benchmarks.attack --server-python-path OLD/src --output before.json
+    python -m benchmarks.attack --before before.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attack.run import Bounds, attack
+from benchmarks.attack.scenarios import SCENARIOS
+from benchmarks.attack.table import table
+from slipstream.bench.provenance import provenance
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs/benchmarks/attack.json"
+
+
+def main() -> None:
+    default = Bounds()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), help="scenarios; all unless given")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of attacking requests")
+    parser.add_argument(
+        "--seconds", type=float, default=default.seconds, help="the longest an attack may last"
+    )
+    parser.add_argument(
+        "--memory-bytes",
+        type=int,
+        default=default.memory_bytes,
+        help="resident memory of the server and its children at which it is killed",
+    )
+    parser.add_argument(
+        "--server-python-path",
+        type=Path,
+        default=ROOT / "src",
+        help="the `src` folder of the checkout whose server is attacked",
+    )
+    parser.add_argument("--before", type=Path, help="an earlier result to set beside this one")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    if not (options.server_python_path / "slipstream").is_dir():
+        parser.error(f"there is no package slipstream in {options.server_python_path}")
+    earlier = _read(parser, options.before)
+    result: dict[str, Any] = {
+        "provenance": provenance(),
+        "server_commit": _commit(options.server_python_path),
+        "scale": options.scale,
+        "memory_bytes": options.memory_bytes,
+        "scenarios": {},
+    }
+    if earlier is not None:
+        result["before"] = earlier
+    bounds = Bounds(options.scale, options.seconds, options.memory_bytes)
+    stopped = False
+    try:
+        for name, figures in attack(options.server_python_path, options.only or list(SCENARIOS), bounds):
+            result["scenarios"][name] = figures
+            options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except KeyboardInterrupt:
+        stopped = True
+    print(table(result["scenarios"], None if earlier is None else earlier["scenarios"]))
+    print(f"{'stopped; ' if stopped else ''}{len(result['scenarios'])} scenarios in {options.output.name}")
+    sys.exit(130 if stopped else 0)
+
+
+def _read(parser: argparse.ArgumentParser, file: Path | None) -> dict[str, Any] | None:
+    """An earlier result, without the one that it was itself set beside."""
+    if file is None:
+        return None
+    try:
+        earlier: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        earlier.pop("before", None)
+        earlier["scenarios"].keys()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        parser.error(f"--before {file}: not a result of this benchmark ({error})")
+    return earlier
+
+
+def _commit(source: Path) -> str | None:
+    """Of the checkout that `source` is part of, with `+changes` where its sources differ from it."""
+    found = [
+        subprocess.run(
+            ["git", "-C", str(source), *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", "."))
+    ]
+    return found[0] + ("+changes" if found[1] else "") if found[0] else None
+
+
+if __name__ == "__main__":
+    main()
