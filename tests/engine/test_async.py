@@ -14,6 +14,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutput, Update
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.engine import engine as engine_module
 from slipstream.engine.async_engine import EngineStoppedError
 from slipstream.engine.grammars import GrammarCompiler
 from slipstream.errors import RequestError
@@ -444,3 +445,69 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(
             assert all(a.finish_reason != "abort" for a in (await asyncio.wait_for(other, 30)).outputs)
 
     asyncio.run(main())
+
+
+def test_long_texts_are_tokenised_in_another_thread(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the engine's steps nor the caller's loop wait for it; and what is to be refused, is."""
+    llm = make_llm()
+    threads: list[str] = []
+    for name in ("encode_prompt", "encode_bad_words"):
+        encode = getattr(engine_module, name)
+
+        def noted(*args: Any, encode: Any = encode) -> Any:
+            threads.append(threading.current_thread().name)
+            return encode(*args)
+
+        monkeypatch.setattr(engine_module, name, noted)
+
+    async def main() -> list[set[str]]:
+        seen: list[set[str]] = []
+        async with AsyncEngine(engine=llm.engine) as engine:
+            words = ["word " * 50 + str(number) for number in range(40)]
+            for prompt, params in (
+                ("short", SamplingParams(max_tokens=2)),
+                ("a " * 500, SamplingParams(max_tokens=2, bad_words=words)),
+            ):
+                assert (await asyncio.wait_for(engine.generate(prompt, params), 20)).prompt == prompt
+                seen.append(set(threads))
+                threads.clear()
+            with pytest.raises(RequestError, match="prompt and answer together"):
+                await asyncio.wait_for(engine.generate("a " * 20_000), 20)
+            seen.append(set(threads))
+        return seen
+
+    short, *long = asyncio.run(main())
+    assert short == {"slipstream-engine"}
+    for names in long:
+        assert names
+        assert not names & {"slipstream-engine", "MainThread"}
+
+
+HALF = "a \ud83d b"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda llm: llm.generate(HALF),
+        lambda llm: llm.chat([{"role": "user", "content": HALF}]),
+        lambda llm: llm.chat([{"role": HALF, "content": "x"}]),
+        lambda llm: llm.chat([{"role": "user", "content": [{"type": "text", "text": HALF}]}]),
+        lambda llm: llm.generate("a", SamplingParams(stop=[HALF])),
+        lambda llm: llm.generate("a", SamplingParams(bad_words=[HALF])),
+        lambda llm: llm.generate("a", SamplingParams(structured={"regex": HALF})),
+        lambda llm: llm.generate("a", SamplingParams(structured={"grammar": f'start: "{HALF}"'})),
+        lambda llm: llm.generate("a", SamplingParams(structured={"choice": ["b", HALF]})),
+        lambda llm: llm.generate("a", SamplingParams(structured={"json_schema": {"const": HALF}})),
+        lambda llm: llm.generate("a", SamplingParams(structured={"json_schema": {HALF: 1}})),
+        lambda llm: llm.generate("a", SamplingParams(structured={"json_schema": '{"const": "\\ud800"}'})),
+        lambda llm: llm.generate("a", tenant=HALF),
+        lambda llm: llm.generate("a", task=HALF),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(shared_async: LLM, ask: Any) -> None:
+    with pytest.raises(RequestError, match=r"half of a surrogate pair, U\+D8"):
+        ask(shared_async)
+    assert not shared_async.engine.has_unfinished

@@ -12,7 +12,13 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from slipstream.core import ROOT, Proposal, ProposalKind
 from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import (
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    SamplingParams,
+)
 from slipstream.testing.enumeration import Target
 from slipstream.testing.table_model import (
     CHAIN_3,
@@ -80,6 +86,35 @@ TARGETS: dict[str, Target] = {
         SamplingParams(allowed_token_ids=[0, 1]),
         stop_token_ids=(2,),
         bad_words=((0, 0), (0, 1), (1, 1)),
+    ),
+    "nothing_left_to_end_with": Target(
+        MODEL, SamplingParams(allowed_token_ids=[0, 1]), bad_words=((0, 0), (0, 1), (1, 1))
+    ),
+    "highest": Target(
+        MODEL,
+        SamplingParams(
+            temperature=MAX_TEMPERATURE,
+            repetition_penalty=MAX_REPETITION_PENALTY,
+            presence_penalty=2,
+            frequency_penalty=2,
+            logit_bias={1: 100},
+            allowed_token_ids=[0, 1],
+        ),
+        PROMPT,
+    ),
+    "lowest": Target(
+        MODEL,
+        SamplingParams(
+            temperature=MIN_TEMPERATURE,
+            repetition_penalty=MIN_REPETITION_PENALTY,
+            presence_penalty=-2,
+            frequency_penalty=-2,
+            logit_bias={1: -100},
+            min_p=5e-324,
+            top_p=5e-324,
+            allowed_token_ids=[1, 2],
+        ),
+        PROMPT,
     ),
     "grammar": under_grammar("b?(a|ab)b*a?"),
     "grammar_forced": under_grammar("(ba|ab)(ba)*"),

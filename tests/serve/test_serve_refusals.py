@@ -54,7 +54,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 BAD = [
-    ("chat", {"temperature": -1}, "temperature", "of at least 0"),
+    ("chat", {"temperature": -1}, "temperature", "within [0, 1e+06]"),
     ("chat", {"temperature": "warm"}, "temperature", "valid number"),
     ("chat", {"temperature": "0.5"}, "temperature", "valid number"),
     ("chat", {"temprature": 0.5}, "temprature", "did you mean temperature?"),
@@ -72,7 +72,7 @@ BAD = [
     ("chat", {"min_tokens": 9}, "min_tokens", "at most max_tokens"),
     ("chat", {"presence_penalty": 3}, "presence_penalty", "within [-2, 2]"),
     ("chat", {"frequency_penalty": -3}, "frequency_penalty", "within [-2, 2]"),
-    ("chat", {"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty", "within [0.0001, 10000]"),
     ("chat", {"logit_bias": {"999999": 1}}, "logit_bias", "token id 999999"),
     ("chat", {"logit_bias": {"5": 101}}, "logit_bias", "within [-100, 100]"),
     ("chat", {"logit_bias": {"five": 1}}, "logit_bias", "five"),

@@ -32,6 +32,22 @@ BAD: list[tuple[str, Any]] = [
     *((name, value) for name in ("ignore_eos", "include_stop_str_in_output") for value in (1, None, "yes")),
     ("skip_special_tokens", 0),
     ("temperature", 1e-6),
+    ("temperature", 1.1e6),
+    ("temperature", 1e39),
+    pytest.param("temperature", 10**5000, id="temperature-huge"),
+    pytest.param("n", 10**5000, id="n-huge"),
+    ("n", 16385),
+    ("repetition_penalty", 1e-40),
+    ("repetition_penalty", 9e-5),
+    ("repetition_penalty", 1.1e4),
+    ("repetition_penalty", 1e39),
+    pytest.param("stop", ["a"] * 257, id="stop-many"),
+    pytest.param("stop", ["a" * 8192, "b" * 8193], id="stop-long"),
+    pytest.param("bad_words", ["a"] * 4097, id="bad_words-many"),
+    pytest.param("bad_words", ["a" * 257], id="bad_words-long"),
+    pytest.param("bad_words", ["a" * 256] * 257, id="bad_words-all"),
+    ("stop", "a\ud800"),
+    ("bad_words", ["fine", "\udfff"]),
     ("top_p", 0),
     ("top_p", 1.01),
     ("min_p", 1.01),
@@ -73,6 +89,8 @@ def test_bad_value_is_refused_in_one_line_that_names_it(name: str, value: Any) -
     assert name in message
     assert "\n" not in message
     assert any(word in message for word in ("must", "leave it out"))
+    assert len(message) < 250
+    message.encode()
 
 
 GOOD: list[dict[str, Any]] = [
@@ -80,6 +98,9 @@ GOOD: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1e-5},
     {"top_k": -1, "top_p": 1, "min_p": 1},
+    {"temperature": 1e6, "repetition_penalty": 1e4, "n": 16384},
+    {"stop": ["a" * 8192, "b" * 8192], "bad_words": ["a" * 256] * 256},
+    {"stop": ["👍" * 200], "bad_words": "naïve"},
     {"repetition_penalty": 0.1, "presence_penalty": -2, "frequency_penalty": 2},
     {"seed": 0},
     {"seed": 2**63 - 1},
@@ -117,6 +138,7 @@ def test_values_are_normalised() -> None:
     assert params.stop_token_ids == (1, 2)
     assert isinstance(params.temperature, float)
     assert params.logit_bias == {3: 1.0}
+    assert SamplingParams(stop_token_ids=[7, 1, 7, np.int64(1)]).stop_token_ids == (7, 1)
 
 
 def test_frozen() -> None:

@@ -19,7 +19,13 @@ from transformers import (
 
 from slipstream.errors import RequestError
 from slipstream.sampling import processors
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import (
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    SamplingParams,
+)
 from slipstream.sampling.processors import LogitsProcessor
 
 VOCAB = 31
@@ -261,7 +267,10 @@ def test_a_row_with_nothing_left_becomes_a_stop() -> None:
     )
     assert early.log_probs(logits, (), [(), ()])[0].argmax() == STOP[0]  # stopping early beats saying nothing
     endless = LogitsProcessor(SamplingParams(allowed_token_ids=allowed), (), (), [(5,), (6,)], VOCAB)
-    assert torch.equal(endless.log_probs(logits, (), [(), ()]), logits.log_softmax(-1))
+    rows = endless.log_probs(logits, (), [(), ()]).exp()
+    assert rows.argmax(-1).tolist() == [0, 0]
+    assert rows.sum(-1).tolist() == [1, 1]
+    assert not endless.permits((), 0), "whoever draws it knows that nothing was left"
 
 
 def test_extreme_values_give_no_nan() -> None:
@@ -310,3 +319,79 @@ def test_min_tokens_without_any_stop_token_is_plain() -> None:
 def test_token_ids_past_the_vocabulary_are_refused() -> None:
     with pytest.raises(RequestError, match="logit_bias"):
         make(logit_bias={VOCAB: 1.0})
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": MAX_TEMPERATURE},
+    {"temperature": MIN_TEMPERATURE},
+    {"repetition_penalty": MAX_REPETITION_PENALTY},
+    {"repetition_penalty": MIN_REPETITION_PENALTY},
+    {"repetition_penalty": MAX_REPETITION_PENALTY, "temperature": MIN_TEMPERATURE},
+    {"repetition_penalty": MIN_REPETITION_PENALTY, "temperature": MIN_TEMPERATURE},
+    {"presence_penalty": -2, "frequency_penalty": -2, "temperature": MIN_TEMPERATURE},
+    {"presence_penalty": 2, "frequency_penalty": 2, "temperature": MIN_TEMPERATURE},
+    {"min_p": 5e-324, "top_p": 5e-324},
+    {"min_p": 1, "top_p": 1, "top_k": 10**30},
+    {"logit_bias": {4: 100, 7: -100}, "temperature": MIN_TEMPERATURE},
+]
+
+
+@pytest.mark.parametrize("values", EXTREMES)
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_no_value_within_bounds_makes_a_row_that_is_not_a_number(
+    values: dict[str, Any], scale: float
+) -> None:
+    """In float32, under a mask: all probability is on what is allowed."""
+    allowed = [3, 4, 7, 9]
+    processor = LogitsProcessor(
+        SamplingParams(allowed_token_ids=allowed, **values), PROMPT, (), BAD_WORDS, VOCAB
+    )
+    logits = random_logits(3) * scale
+    probs = processor.log_probs(logits, (3, 4, 4), [(), (4,), (9, 9)]).exp()
+    assert probs.isfinite().all()
+    assert probs.sum(-1).tolist() == pytest.approx([1.0] * 3, abs=1e-5)
+    assert probs[:, allowed].sum(-1).tolist() == pytest.approx([1.0] * 3, abs=1e-5)
+
+
+def test_tokens_beyond_the_logits_are_left_out() -> None:
+    """A tokenizer may have more tokens than the model has logits."""
+    values: dict[str, Any] = {"min_tokens": 5, "allowed_token_ids": [1, 4, 9], "temperature": 0}
+    ours = LogitsProcessor(
+        SamplingParams(**values),
+        PROMPT,
+        (*STOP, VOCAB, VOCAB + 9),
+        [*BAD_WORDS, (VOCAB,), (4, VOCAB + 2), (VOCAB + 2, 4)],
+        VOCAB,
+    )
+    within = LogitsProcessor(SamplingParams(**values), PROMPT, STOP, BAD_WORDS, VOCAB)
+    logits = random_logits(2)
+    for paths in ([(), (4,)], [(9,), (4, 4, 4, 4, 4)]):
+        assert torch.equal(ours.log_probs(logits, (), paths), within.log_probs(logits, (), paths))
+    silent = LogitsProcessor(SamplingParams(min_tokens=5, temperature=0), PROMPT, (VOCAB,), (), VOCAB)
+    assert silent.is_plain_greedy
+
+
+def test_a_vocabulary_of_stop_tokens_and_many_bad_words_cost_one_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step makes a list of the vocabulary, or goes through all bad words."""
+    vocab = 50_000
+    words = [(number, number + 1, number + 2) for number in range(4000)]
+    processor = LogitsProcessor(
+        SamplingParams(min_tokens=9), PROMPT, list(range(10, vocab)), [*words, (7, 8)], vocab
+    )
+    logits = random_logits(2, vocab)
+    first = processor.log_probs(logits, (7,), [(), (8,)])
+    made: list[int] = []
+    tensor = torch.tensor
+
+    def counted(values: Any, **options: Any) -> torch.Tensor:
+        made.append(len(values))
+        return tensor(values, **options)
+
+    monkeypatch.setattr(torch, "tensor", counted)
+    assert torch.equal(processor.log_probs(logits, (7,), [(), (8,)]), first)
+    assert max(made) <= 4
+    assert (first.exp() > 0).sum(-1).tolist() == [9, 9]  # not 8 after 7; not 9 after 7, 8, but that is a stop
+    assert len(processor._phrases) == 4001
+    assert len(processor._beginnings) == 2

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
-from slipstream.engine.inputs import Prompt, encode_chat
+from slipstream.engine.inputs import EncodedPrompt, Prompt, encode_chat
 from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import ConfigError, EngineStoppedError
@@ -30,6 +30,9 @@ from slipstream.sampling.structured import StructuredOutput
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+SHORT_CHARACTERS = 4096
+"""Up to so much text is tokenised within some milliseconds, and so in the engine's thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,26 +54,28 @@ class _Call:
 
 
 class _Waiting:
-    """A request whose grammar is being compiled, so that the engine does not know it yet."""
+    """A request that the engine does not know yet: its grammar is being compiled, or its text tokenised."""
 
-    def __init__(self, request_id: str, compiling: Future[Grammar]) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.grammar: Future[Grammar | None] = Future()
-        """None once the request was aborted. To cancel it, or to abort, saves the work if that has not begun."""
-        self.grammar.add_done_callback(lambda grammar: compiling.cancel())
-        compiling.add_done_callback(self._take)
+        self.was_aborted = False
+        self._aborted: Future[None] = Future()
 
     def abort(self) -> None:
-        """Wait no longer. May be called from any thread, and again."""
+        """May be called from any thread, and again."""
+        self.was_aborted = True
         with contextlib.suppress(InvalidStateError):
-            self.grammar.set_result(None)
+            self._aborted.set_result(None)
 
-    def _take(self, compiled: Future[Grammar]) -> None:
-        with contextlib.suppress(InvalidStateError, CancelledError):
-            if (error := compiled.exception()) is not None:
-                self.grammar.set_exception(_as_exception(error))
-            else:
-                self.grammar.set_result(compiled.result())
+    async def grammar(self, compiling: Future[Grammar]) -> Grammar | None:
+        """What is compiled, None where the request is aborted first. Work that has not begun is then saved."""
+        aborted, compiled = asyncio.wrap_future(self._aborted), asyncio.wrap_future(compiling)
+        try:
+            await asyncio.wait((aborted, compiled), return_when=asyncio.FIRST_COMPLETED)
+            return await compiled if compiled.done() else None
+        finally:
+            aborted.cancel()
+            compiled.cancel()
 
 
 @dataclass(slots=True)
@@ -176,30 +181,23 @@ class AsyncEngine:
     ) -> Callable[[], None]:
         """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
 
-        Returns what aborts the request. Raises `RequestError` for a constraint that cannot be followed, and
-        `EngineStoppedError`.
+        Returns what aborts the request. Raises `RequestError` for a constraint that cannot be followed or a long text
+        that cannot be served, and `EngineStoppedError`.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
+        waiting = _Waiting(name)
+        params = SamplingParams() if params is None else params
         grammar: Grammar | None = None
-        was_aborted = False
-        compiling = self.engine.compile_grammar(params) if isinstance(params, SamplingParams) else None
-        if compiling is not None:  # not in the engine's thread, where all others would wait for it
-            waiting = _Waiting(name, compiling)
-            self._waiting.add(waiting)
-            try:
-                grammar = await asyncio.wrap_future(waiting.grammar)
-            finally:
-                self._waiting.discard(waiting)
-            was_aborted = grammar is None
+        encoded: Prompt | EncodedPrompt = prompt
 
         def add() -> None:
             try:
                 self.engine.add_request(
                     name,
-                    prompt,
+                    encoded,
                     # An aborted request is added for its last updates only, which need no grammar.
-                    replace(params, structured=None) if params is not None and was_aborted else params,
+                    replace(params, structured=None) if waiting.was_aborted else params,
                     tenant=tenant,
                     task=task,
                     max_draft_tokens=max_draft_tokens,
@@ -207,16 +205,28 @@ class AsyncEngine:
                     grammar=grammar,
                 )
                 self._callers[name] = caller
-                if was_aborted:
+                if waiting.was_aborted:
                     self._abort(name, caller)
             except BaseException as error:
                 self._hold(caller, _as_exception(error))
+
+        self._waiting.add(waiting)
+        try:
+            if isinstance(
+                params, SamplingParams
+            ):  # in other threads than the engine's, where all would wait for it
+                compiling = self.engine.compile_grammar(params)
+                grammar = None if compiling is None else await waiting.grammar(compiling)
+                if _takes_long_to_encode(prompt, params):
+                    encoded = await asyncio.to_thread(self.engine.encode, prompt, params)
+            self._post(add, fail=lambda error: self._hold(caller, error))
+        finally:
+            self._waiting.discard(waiting)
 
         def leave() -> None:
             with contextlib.suppress(EngineStoppedError):
                 self._post(lambda: self._abort(name, caller))
 
-        self._post(add, fail=lambda error: self._hold(caller, error))
         return leave
 
     async def generate(
@@ -386,6 +396,12 @@ class AsyncEngine:
                 self.engine.abort(request_id)
         self._callers.clear()
         self._give_out()
+
+
+def _takes_long_to_encode(prompt: Prompt, params: SamplingParams) -> bool:
+    """True for texts that would keep the engine's thread from its steps, or the caller's loop from other callers."""
+    num_characters = len(prompt) if isinstance(prompt, str) else 0
+    return num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -35,7 +35,13 @@ from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.control import create_controller
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.grammars import GrammarCompiler
-from slipstream.engine.inputs import Prompt, encode_bad_words, encode_prompt, end_token_ids
+from slipstream.engine.inputs import (
+    EncodedPrompt,
+    Prompt,
+    encode_bad_words,
+    encode_prompt,
+    end_token_ids,
+)
 from slipstream.engine.logprobs import record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
@@ -152,7 +158,7 @@ class Engine:
             num_tokens_limit=self.max_model_len,
             max_draft_tokens=self.drafter.max_nodes(),
         )
-        self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model)
+        self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model, self.model.vocab_size)
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self._eos_token_ids)
         self._request_seeds = request_seeds(config.seed)
         self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
@@ -190,7 +196,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
         tenant: str = "",
@@ -205,7 +211,8 @@ class Engine:
         Nothing is shared between `tenant`s. `task` names the kind of request for drafters that go by it.
         `max_draft_tokens` bounds the speculation of this request, 0 turns it off; `draft_method` is the only one of
         `draft_methods` that may draft for it. `on_update` is called from `step` with each of the request's updates.
-        `grammar` is what `compile_grammar` has made of `params`; without it that is done here, and waited for.
+        `prompt` may be what `encode` has made of it, and `grammar` what `compile_grammar` has made of `params`; without
+        them that is done here, and waited for.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
@@ -214,14 +221,14 @@ class Engine:
         if draft_method not in (None, *self.draft_methods):
             choice = " or ".join(map(repr, self.draft_methods))
             raise RequestError(f"draft_method must be {choice} on this engine, got {draft_method!r}")
-        params.check_vocabulary(self.model.vocab_size)
-        token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
+        if not isinstance(prompt, EncodedPrompt):
+            prompt = self.encode(prompt, params)
         if grammar is None and (compiling := self.compile_grammar(params)) is not None:
             grammar = compiling.result()
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
         sequences = make_sequences(
-            request_id, token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
+            request_id, prompt.token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
         )
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
@@ -229,12 +236,23 @@ class Engine:
             if self.drafter.remembers() or self.drafting.controller is not None:
                 # What is drafted may hang on what coins of this seed decided for an earlier request.
                 sequence.nonce = next(self._nonces)
-        answers = {sequence.id: self._new_answer(sequence) for sequence in sequences}
-        text = prompt if isinstance(prompt, str) else None
-        self._requests[request_id] = Request(request_id, text, sequences, time.perf_counter(), on_update)
+        answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}
+        self._requests[request_id] = Request(
+            request_id, prompt.text, sequences, time.perf_counter(), on_update
+        )
         self._answers.update(answers)
         for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        """What tokenizing there is to do for a request, which may take long; may be called from any thread.
+
+        Raises `RequestError` where the prompt cannot be served.
+        """
+        params.check_vocabulary(self.model.vocab_size)
+        token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
+        text = prompt if isinstance(prompt, str) else None
+        return EncodedPrompt(text, token_ids, encode_bad_words(self.tokenizer, params.bad_words))
 
     def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
@@ -361,16 +379,9 @@ class Engine:
             self.runner.commit(item, kept)
             _record_acceptance(sequence, proposal, kept, emitted)
             decoded.append((answer, emitted))
-            observations.append(
-                Observation(
-                    sequence,
-                    proposal,
-                    len(kept),
-                    rows[-1 - len(proposal) :],
-                    length,
-                    self.drafting.method_of(sequence),
-                )
-            )
+            tail = rows[-1 - len(proposal) :]
+            method = self.drafting.method_of(sequence)
+            observations.append(Observation(sequence, proposal, len(kept), tail, length, method))
         self.drafting.observe(observations)
         if self.on_observe is not None:
             self.on_observe(observations)
@@ -380,11 +391,11 @@ class Engine:
         """Append the verdict's tokens until a stop rule ends the answer; returns how many were appended."""
         sequence = answer.sequence
         token_ids = verdict.token_ids(proposal)
-        emitted = 0
-        for token_id in token_ids:
-            emitted += 1
-            if answer.stop.append(token_id, from_draft=emitted <= len(verdict.accepted)):
+        length = len(sequence.token_ids)
+        for number, token_id in enumerate(token_ids):
+            if answer.stop.append(token_id, from_draft=number < len(verdict.accepted)):
                 break
+        emitted = len(sequence.token_ids) - length
         if sequence.params.logprobs is not None:
             # Row 0 of the last 1 + n precedes the first token, row i + 1 what follows node i.
             tail = rows[-1 - len(proposal) :]
@@ -460,7 +471,7 @@ class Engine:
             ]
         return faults
 
-    def _new_answer(self, sequence: Sequence) -> Answer:
+    def _new_answer(self, sequence: Sequence, bad_words: list[list[int]]) -> Answer:
         params = sequence.params
         prompt = sequence.token_ids
         text = TextStream(
@@ -473,13 +484,12 @@ class Engine:
             params,
             list(prompt),
             stop_token_ids,
-            encode_bad_words(self.tokenizer, params.bad_words),
+            bad_words,
             self.model.vocab_size,
             sequence.grammar,
         )
-        return Answer(
-            sequence, processor, text, StopRules(sequence, text, self._eos_token_ids, self.max_model_len)
-        )
+        stop = StopRules(sequence, text, processor, self._eos_token_ids, self.max_model_len)
+        return Answer(sequence, processor, text, stop)
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """All tokens that end an answer."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.errors import RequestError
-from slipstream.sampling.grammar import Grammar, is_dead_end
+from slipstream.sampling.grammar import Grammar, bits, is_dead_end
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class GrammarCompiler:
         self, structured: StructuredOutput, compiled: _Compiled, stop_token_ids: frozenset[int]
     ) -> Grammar:
         ends = stop_token_ids.union(self._end_token_ids)
-        if not compiled.first & (1 << self._vocab_size) - 1 & ~sum(1 << token for token in ends):
+        if not compiled.first & (1 << self._vocab_size) - 1 & ~bits(ends):
             raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
         # A matcher of its own: none may be used by two threads at once.
         return Grammar(compiled.matcher.deep_copy(), self._end_token_ids, stop_token_ids, self._vocab_size)

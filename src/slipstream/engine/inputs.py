@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.sampling.characters import check_characters
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Seq[int]
 """Text, or token ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What a request says in words, as the engine's step needs it."""
+
+    text: str | None
+    token_ids: list[int]
+    bad_words: list[list[int]]
+
+
 def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len: int) -> list[int]:
     """Token ids of `prompt`; raises `RequestError` when it is empty, too long or not of this vocabulary."""
     if isinstance(prompt, str):
+        check_characters("the prompt", prompt)
         token_ids = list(tokenizer(prompt, verbose=False).input_ids)  # it would warn of what is refused below
     elif (
         isinstance(prompt, Seq)
@@ -27,16 +42,16 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, vocab_size: int, max_model_len
         raise RequestError("a prompt is a string or a list of token ids")
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token")
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"token id {token} in the prompt is outside the vocabulary; use 0 to {vocab_size - 1}"
-            )
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have {max_model_len}; "
             "shorten it"
         )
+    for token in (min(token_ids), max(token_ids)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} in the prompt is outside the vocabulary; use 0 to {vocab_size - 1}"
+            )
     return token_ids
 
 
@@ -64,6 +79,12 @@ def encode_chat(
             got = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else repr(message)
             raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {got}')
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
+    for what, said in (
+        ("the conversation", messages),
+        ("tools", tools),
+        ("the chat template's variables", template_options),
+    ):
+        check_characters(what, said)
     if reserved:  # else a request could bring a template of its own, which is a program
         raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
     try:
@@ -83,19 +104,29 @@ def encode_chat(
 
 def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
     """Each word as it is tokenised at the start of a text and after a space."""
-    sequences: list[list[int]] = []
-    for word in words:
-        for text in (word, " " + word.lstrip(" ")):
-            token_ids = tokenizer(text, add_special_tokens=False).input_ids
-            if token_ids and token_ids not in sequences:
-                sequences.append(list(token_ids))
-    return sequences
+    texts = [text for word in words for text in (word, " " + word.lstrip(" "))]
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False).input_ids
+    return [list(token_ids) for token_ids in dict.fromkeys(map(tuple, encoded)) if token_ids]
 
 
-def end_token_ids(tokenizer: Any, model: Any) -> frozenset[int]:
-    """The model's own end tokens: generation config first, then model config, then tokenizer."""
+def end_token_ids(tokenizer: Any, model: Any, vocab_size: int) -> frozenset[int]:
+    """The model's own end tokens: generation config first, then model config, then tokenizer.
+
+    Those beyond `vocab_size`, the width of the logits, are left out: the model cannot say them.
+    """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            named = frozenset([ids] if isinstance(ids, int) else ids)
+            sayable = frozenset(token for token in named if 0 <= token < vocab_size)
+            if sayable != named:
+                logger.warning(
+                    "the model cannot say its end token %s: it has logits for %d tokens only%s",
+                    ", ".join(map(str, sorted(named - sayable))),
+                    vocab_size,
+                    "" if sayable else "; answers end at stop strings, stop_token_ids or max_tokens",
+                )
+            return sayable
     return frozenset()

@@ -12,6 +12,7 @@ from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.text import TextStream
 from slipstream.errors import RequestError
+from slipstream.sampling.characters import check_characters
 from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -52,6 +53,8 @@ def check_arguments(params: SamplingParams, tenant: str, task: str, max_draft_to
         raise RequestError(f"tenant must be a string, got {tenant!r}")
     if not isinstance(task, str):
         raise RequestError(f"task must be a string, got {task!r}")
+    check_characters("tenant", tenant)
+    check_characters("task", task)
     whole = isinstance(max_draft_tokens, int) and not isinstance(max_draft_tokens, bool)
     if max_draft_tokens is not None and (not whole or max_draft_tokens < 0):
         raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {max_draft_tokens!r}")

@@ -5,31 +5,43 @@ from __future__ import annotations
 from slipstream.core import FinishReason, Sequence
 from slipstream.engine.text import TextStream
 from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.processors import LogitsProcessor
 
 
 class StopRules:
     """End tokens, stop tokens, stop strings, the grammar's end, `max_tokens` and the context limit of one sequence."""
 
     def __init__(
-        self, sequence: Sequence, text: TextStream, eos_token_ids: frozenset[int], num_tokens_limit: int
+        self,
+        sequence: Sequence,
+        text: TextStream,
+        processor: LogitsProcessor,
+        eos_token_ids: frozenset[int],
+        num_tokens_limit: int,
     ) -> None:
         params = sequence.params
         self._sequence = sequence
         self._text = text
+        self._processor = processor
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
         self._num_tokens_limit = num_tokens_limit
 
     def append(self, token_id: int, from_draft: bool) -> bool:
-        """Commit one token to the sequence and its text; True when the answer ends with it."""
+        """Commit one token to the sequence and its text; True when the answer ends with it, or before it.
+
+        It ends before a token that may not come: nothing else was left of the distribution.
+        """
         sequence, params, grammar = self._sequence, self._sequence.params, self._sequence.grammar
-        before = sequence.output_token_ids if grammar is not None else []
+        ends = token_id in self._eos_token_ids or token_id in self._stop_token_ids
+        output = sequence.output_token_ids if self._processor.masks else []
+        if not ends and self._processor.masks and not self._processor.permits(output, token_id):
+            return self._finish_form(grammar, output)
         sequence.token_ids.append(token_id)
         sequence.from_draft.append(from_draft)
-        if grammar is not None and not grammar.mask(before) >> token_id & 1:
-            # Nothing that may follow was left to say, so something else was said: it is no text.
-            return self._finish_form(grammar, before)
-        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+        if ends and grammar is not None and not grammar.mask(output) >> token_id & 1:
+            return self._finish_form(grammar, output)  # to end was all that was left
+        if ends:
             if params.include_stop_str_in_output:
                 self._text.push(token_id, from_draft, check_stop=False)
             is_eos = token_id in self._eos_token_ids
@@ -46,9 +58,10 @@ class StopRules:
             return self._finish(FinishReason.LENGTH)
         return False
 
-    def _finish_form(self, grammar: Grammar, output: list[int]) -> bool:
+    def _finish_form(self, grammar: Grammar | None, output: list[int]) -> bool:
         """The answer cannot go on: well where it is whole."""
-        return self._finish(FinishReason.STOP if grammar.accepts(output) else FinishReason.ERROR)
+        is_whole = grammar is not None and grammar.accepts(output)
+        return self._finish(FinishReason.STOP if is_whole else FinishReason.ERROR)
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         self._sequence.finish_reason = reason

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from slipstream.engine.stop_strings import StopStrings
+
 CONTEXT_TOKENS = range(6, 12)
 """How many prompt tokens the decoder sees first, so that a leading space is decoded as in running text. More are
 taken where fewer would begin inside a character."""
@@ -41,7 +43,7 @@ class TextStream:
         self._stream = DecodeStream(
             ids=self._context(prompt_token_ids), skip_special_tokens=skip_special_tokens
         )
-        self._stop = tuple(stop)
+        self._stop = StopStrings(stop)
         self._include_stop = include_stop
         self._undecoded: list[int] = []
         self._boundaries: list[tuple[int, bool]] = []  # (end of a token's text, from_draft)
@@ -76,7 +78,7 @@ class TextStream:
 
     def take(self, finished: bool) -> list[Piece]:
         """The text released since the last call, token by token; everything that is left when `finished`."""
-        end = len(self.text) if finished else len(self.text) - self._held_back()
+        end = len(self.text) if finished else len(self.text) - self._stop.pending
         pieces: list[Piece] = []
         for boundary, from_draft in self._boundaries:
             stop = min(boundary, end)
@@ -101,27 +103,14 @@ class TextStream:
 
     def _append(self, text: str, from_draft: bool) -> None:
         self.text += text
+        self._stop.follow(text)
         self._boundaries.append((len(self.text), from_draft))
 
     def _find_stop(self, searched: int) -> str | None:
         """The stop string that begins earliest in the text behind `searched`, less what may reach back."""
-        found: tuple[int, str] | None = None
-        for stop in self._stop:
-            at = self.text.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
+        found = self._stop.find(self.text, searched) if self._stop else None
         if found is None:
             return None
         at, stop = found
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -36,10 +36,10 @@ class Grammar:
         the target's logits."""
         self._start = start
         self._vocab_size = vocab_size
-        self._stop = frozenset(stop_token_ids)
+        self._stop = frozenset(token for token in stop_token_ids if token < vocab_size)
         self._ends = self._stop | frozenset(end_token_ids)
-        self._stop_bits = _bits(self._stop)
-        self._text_bits = (1 << vocab_size) - 1 & ~_bits(self._ends)
+        self._stop_bits = bits(self._stop)
+        self._text_bits = (1 << vocab_size) - 1 & ~bits(self._ends)
         self._output: list[int] = []
         self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): start}
         """The matcher behind `_output` and each path; None where the grammar refuses it."""
@@ -151,5 +151,9 @@ def _below(taken: tuple[int, ...], nodes: dict[tuple[int, ...], T]) -> dict[tupl
     return {path[len(taken) :]: value for path, value in nodes.items() if path[: len(taken)] == taken}
 
 
-def _bits(token_ids: Iterable[int]) -> int:
-    return sum(1 << token for token in set(token_ids))
+def bits(token_ids: Iterable[int]) -> int:
+    """Some tokens, each once, token i as bit i."""
+    tokens = np.fromiter(token_ids, dtype=np.int64)
+    flags = np.zeros(tokens.max(initial=-1) + 1, dtype=bool)
+    flags[tokens] = True
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")

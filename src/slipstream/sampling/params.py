@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -10,12 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.sampling.characters import check_characters
 from slipstream.sampling.keywords import strict_keywords
 from slipstream.sampling.structured import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-5
 """Below this a temperature other than 0 would overflow float32 logits; nobody means it."""
+MAX_TEMPERATURE = 1e6
+"""At which all tokens are about equally probable. Beyond it float32 cannot tell their logits apart, and overflows."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
+"""Logits that are multiplied and divided by it stay finite in float32, also behind the lowest temperature."""
+MAX_N = 16384
+"""As in vLLM: every answer takes memory before its first step."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 256, 16384
+"""Stop strings, and their characters in all: each step looks for all of them."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS_CHARACTERS = 4096, 256, 65536
+"""Bad words, the characters of one, and of all: they are tokenised, and each step looks for what begins one."""
+MAX_SHOWN = 80
+"""Characters of a bad value that a message shows."""
 
 
 @strict_keywords("sampling parameter")
@@ -28,9 +40,9 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Answers a prompt."""
+    """Answers a prompt, at most 16,384."""
     temperature: float = 1.0
-    """0 is greedy: always the most probable token, the lowest id among equals."""
+    """0 is greedy: always the most probable token, the lowest id among equals. Else within [1e-5, 1e6]."""
     top_k: int = 0
     """Keep the k most probable tokens, and those that tie with the last of them; 0 or -1 keeps all."""
     top_p: float = 1.0
@@ -38,7 +50,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less probable than `min_p` times the most probable one."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or answer are divided by it, the others multiplied; 1 is off."""
+    """Positive logits of tokens in prompt or answer are divided by it, the others multiplied; 1 is off.
+    Within [1e-4, 1e4]."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token that the answer already holds."""
     frequency_penalty: float = 0.0
@@ -49,12 +62,13 @@ class SamplingParams:
     """No stop token before the answer holds this many tokens."""
     max_tokens: int = 256
     bad_words: Seq[str] = ()
+    """Texts that may not come; at most 4,096, of 256 characters each and 65,536 in all."""
     allowed_token_ids: Seq[int] | None = None
     """Only these tokens may come; None allows all."""
     seed: int | None = None
     """0 to 2**63 - 1; None draws a fresh one, which the answer reports."""
     stop: Seq[str] = ()
-    """A string, or several, at which the answer ends."""
+    """A string, or several, at which the answer ends; at most 256, of 16,384 characters in all."""
     stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -66,18 +80,23 @@ class SamplingParams:
     """What the answer must look like: a `StructuredOutput`, or its fields as an object. None leaves it free."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("n", 1), ("top_k", -1), ("min_tokens", 0), ("max_tokens", 1)):
-            self._set(name, _whole(name, getattr(self, name), minimum))
+        for name, minimum, maximum in (
+            ("n", 1, MAX_N),
+            ("top_k", -1, None),
+            ("min_tokens", 0, None),
+            ("max_tokens", 1, None),
+        ):
+            self._set(name, _whole(name, getattr(self, name), minimum, maximum))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, _whole(name, getattr(self, name), 0))
         if self.seed is not None:
             self._set("seed", _whole("seed", self.seed, 0, MAX_SEED))
         for name, low, high in (
-            ("temperature", 0.0, math.inf),
+            ("temperature", 0.0, MAX_TEMPERATURE),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, math.inf),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
             ("presence_penalty", -2.0, 2.0),
             ("frequency_penalty", -2.0, 2.0),
         ):
@@ -85,8 +104,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("stop", "bad_words"):
-            self._set(name, _strings(name, getattr(self, name)))
+        self._set("stop", _strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARACTERS))
+        self._set("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             self._set("structured", StructuredOutput.from_mapping(self.structured))
@@ -97,9 +116,13 @@ class SamplingParams:
             raise RequestError(
                 f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature!r}"
             )
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise RequestError(f"{name} must be above 0, got 0; 1 turns it off")
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0, got 0; 1 turns it off")
+        longest = max(map(len, self.bad_words), default=0)
+        if longest > MAX_BAD_WORD_CHARACTERS:
+            raise RequestError(
+                f"each of bad_words must have at most {MAX_BAD_WORD_CHARACTERS} characters, got one of {longest:,}"
+            )
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}"
@@ -140,10 +163,10 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `RequestError` for token ids past `vocab_size`, the width of the model's logits."""
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-            beyond = [token for token in getattr(self, name) or () if token >= vocab_size]
-            if beyond:
+            highest = max(getattr(self, name) or (), default=0)
+            if highest >= vocab_size:
                 raise RequestError(
-                    f"{name} has token id {beyond[0]}; this model's ids are 0 to {vocab_size - 1}"
+                    f"{name} has token id {highest}; this model's ids are 0 to {vocab_size - 1}"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
@@ -156,30 +179,51 @@ def _whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> i
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < minimum or (maximum is not None and value > maximum):
         most = "" if maximum is None else f" and at most {maximum}"
-        raise RequestError(f"{name} must be a whole number of at least {minimum}{most}, got {value!r}")
+        raise RequestError(f"{name} must be a whole number of at least {minimum}{most}, got {_shown(value)}")
     return int(value)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
-        limits = f"within [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
-        raise RequestError(f"{name} must be a finite number {limits}, got {value!r}")
+    if not is_number or not low <= value <= high:  # not a number is not within either
+        raise RequestError(f"{name} must be a finite number within [{low:g}, {high:g}], got {_shown(value)}")
     return float(value)
 
 
-def _strings(name: str, values: Any) -> tuple[str, ...]:
+def _shown(value: Any) -> str:
+    """A bad value in one line of a message, however large it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return f"one of {value.bit_length():,} bits"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def _strings(name: str, values: Any, most: int, most_characters: int) -> tuple[str, ...]:
     values = (values,) if isinstance(values, str) else () if values is None else values
     if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
-        raise RequestError(f"{name} must be a string or a list of strings, got {values!r}")
+        raise RequestError(f"{name} must be a string or a list of strings, got {_shown(values)}")
     strings = tuple(values)
     for value in strings:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} must hold strings that are not empty, got {value!r}")
+            raise RequestError(f"{name} must hold strings that are not empty, got {_shown(value)}")
+        check_characters(name, value)
+    num_characters = sum(map(len, strings))
+    if len(strings) > most:
+        raise RequestError(f"{name} must hold at most {most:,} strings, got {len(strings):,}")
+    if num_characters > most_characters:
+        raise RequestError(
+            f"{name} must have at most {most_characters:,} characters in all, got {num_characters:,}"
+        )
     return strings
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    """Each once, in the order in which they come."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
-        raise RequestError(f"{name} must be a list of token ids, got {values!r}")
-    return tuple(_whole(f"each of {name}", value, 0) for value in values)
+        raise RequestError(f"{name} must be a list of token ids, got {_shown(values)}")
+    checked = (
+        value if type(value) is int and value >= 0 else _whole(f"each of {name}", value, 0)
+        for value in values
+    )
+    return tuple(dict.fromkeys(checked))

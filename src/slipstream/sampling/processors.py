@@ -18,22 +18,22 @@ Ties have one rule: a filter draws its line at a value, and all tokens on the li
 neither on a sort's stability nor on the order of the vocabulary. Greedy takes the lowest id among equals.
 
 A row in which the masks leave nothing becomes a stop: only the stop tokens remain, with equal logits. Where
-there is no stop token either, the masks give way and the row keeps the logits that came in, for a model must
-say something.
+there is no stop token either, the row is token 0 for certain, which `permits` does not: the answer ends there, without
+it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import MIN_TEMPERATURE, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.sampling.grammar import Grammar
@@ -46,9 +46,9 @@ class LogitsProcessor:
     """Everything that `SamplingParams` does to the logits of one request. Stateless after it is built.
 
     `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored; `bad_words` are
-    the tokenised bad words; `vocab_size` is the width of the logits; `grammar` is what `structured` came to for
-    this answer. Works on any device without a host synchronisation, except that on a CPU top-p decides by the data how
-    much to sort.
+    the tokenised bad words; `vocab_size` is the width of the logits, and what only tokens beyond it could say is left
+    out; `grammar` is what `structured` came to for this answer. Works on any device without a host synchronisation,
+    except that on a CPU top-p decides by the data how much to sort.
     """
 
     def __init__(
@@ -61,28 +61,39 @@ class LogitsProcessor:
         grammar: Grammar | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
-        words = {tuple(word) for word in bad_words if len(word)}
+        sayable = range(vocab_size)
+        words = {tuple(word) for word in bad_words if len(word) and all(token in sayable for token in word)}
         self._params = params
         self._vocab_size = vocab_size
         self._grammar = grammar
-        self._stop = sorted(set(stop_token_ids))
-        self._bad_tokens = sorted(word[0] for word in words if len(word) == 1)
-        self._bad_phrases = sorted(word for word in words if len(word) > 1)
-        self._phrase_reach = max((len(word) - 1 for word in self._bad_phrases), default=0)
-        self._prompt_tail = list(prompt_token_ids[-self._phrase_reach :]) if self._phrase_reach else []
+        self._stop = sorted({token for token in stop_token_ids if token in sayable})
+        self._bad_tokens = frozenset(word[0] for word in words if len(word) == 1)
+        self._phrases: dict[tuple[int, ...], list[int]] = {}
+        """What begins a bad phrase, to the tokens that would complete one."""
+        for word in sorted(words):
+            if len(word) > 1:
+                self._phrases.setdefault(word[:-1], []).append(word[-1])
+        self._beginnings = sorted({len(beginning) for beginning in self._phrases})
+        reach = self._beginnings[-1] if self._phrases else 0
+        self._prompt_tail = list(prompt_token_ids[-reach:]) if reach else []
         self._prompt_tokens = frozenset(prompt_token_ids) if params.repetition_penalty != 1 else frozenset()
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @cached_property
     def is_plain_greedy(self) -> bool:
         """True when the token is simply the argmax of the raw logits, so that nothing here need run."""
-        return self._params.greedy and not (self._masks or self._biases or self._penalises)
+        return self._params.greedy and not (self.masks or self._biases or self._penalises)
 
     @cached_property
-    def _masks(self) -> bool:
+    def masks(self) -> bool:
+        """True when some tokens may not come, or not yet."""
         waits = self._params.min_tokens > 0 and bool(self._stop)
         chosen = self._params.allowed_token_ids is not None or self._grammar is not None
-        return chosen or bool(self._bad_tokens or self._bad_phrases) or waits
+        return chosen or bool(self._bad_tokens or self._phrases) or waits
+
+    @cached_property
+    def _allowed(self) -> frozenset[int] | None:
+        return None if self._params.allowed_token_ids is None else frozenset(self._params.allowed_token_ids)
 
     @cached_property
     def _biases(self) -> bool:
@@ -102,13 +113,13 @@ class LogitsProcessor:
         everything else is computed in float32. Temperature 0 gives one-hot rows. `logits` is not changed.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if self._masks or self._biases or self._penalises:
+        if self.masks or self._biases or self._penalises:
             scores = scores.clone()
         if self._biases:
             self._add_bias(scores)
-        if self._masks:
+        if self.masks:
             self._mask(scores, output_token_ids, paths)
-            scores = self._revive(scores, logits)
+            scores = self._revive(scores)
         if self._penalises:
             self._penalise(scores, output_token_ids, paths)
         if self._params.greedy:
@@ -117,50 +128,70 @@ class LogitsProcessor:
             scores = scores / self._params.temperature
         return self._filter(scores).log_softmax(-1)
 
+    def permits(self, output_token_ids: Seq[int], token_id: int) -> bool:
+        """Whether `token_id`, which is no stop token, may follow the text. A token that was drawn may, unless nothing
+        was left of its row."""
+        if token_id in self._bad_tokens or (self._allowed is not None and token_id not in self._allowed):
+            return False
+        if any(token_id in completing for completing in self._completing(output_token_ids, ())):
+            return False
+        return self._grammar is None or bool(self._grammar.mask(output_token_ids) >> token_id & 1)
+
     def _add_bias(self, scores: torch.Tensor) -> None:
         bias = self._params.logit_bias or {}
-        tokens = self._tensor("bias tokens", list(bias), scores.device)
-        scores[:, tokens] += self._tensor("bias", list(bias.values()), scores.device).to(scores.dtype)
+        tokens = self._tensor("bias tokens", lambda: torch.tensor(list(bias)), scores.device)
+        values = self._tensor(
+            "bias", lambda: torch.tensor(list(bias.values()), dtype=torch.float64), scores.device
+        )
+        scores[:, tokens] += values.to(scores.dtype)
 
     def _mask(self, scores: torch.Tensor, output: Seq[int], paths: Seq[Seq[int]]) -> None:
-        allowed = self._params.allowed_token_ids
-        if allowed is not None:
-            forbidden = self._tensors.get(("forbidden", scores.device))
-            if forbidden is None:
-                forbidden = torch.ones(self._vocab_size, dtype=torch.bool, device=scores.device)  # [V]
-                forbidden[self._tensor("allowed", list(allowed), scores.device)] = False
-                self._tensors["forbidden", scores.device] = forbidden
-            scores.masked_fill_(forbidden, -math.inf)
+        forbidden = self._tensor("forbidden", self._never, scores.device)  # [V]
+        early = [len(output) + len(path) < self._params.min_tokens for path in paths]
+        if self._stop and any(early):
+            unfinished = self._tensor("forbidden early", self._never_early, scores.device)  # [V]
+            rows = torch.tensor(early, device=scores.device).unsqueeze(-1)
+            forbidden = torch.where(rows, unfinished, forbidden)  # [R, V]
+        scores.masked_fill_(forbidden, -math.inf)
         if self._grammar is not None:
             follows = self._grammar.allowed(output, paths, scores.shape[-1]).to(scores.device)  # [R, V]
             scores.masked_fill_(~follows, -math.inf)
-        if self._bad_tokens:
-            scores[:, self._tensor("bad tokens", self._bad_tokens, scores.device)] = -math.inf
-        cells = [
-            (row, token) for row, path in enumerate(paths) for token in self._forbidden_after(output, path)
-        ]
-        if cells:
-            rows, tokens = torch.tensor(cells, device=scores.device).unbind(-1)
-            scores[rows, tokens] = -math.inf
+        if self._phrases:
+            for row, path in enumerate(paths):
+                for completing in self._completing(output, path):
+                    scores[row, torch.tensor(completing, device=scores.device)] = -math.inf
 
-    def _forbidden_after(self, output: Seq[int], path: Seq[int]) -> list[int]:
-        """Tokens that one row's text forbids: last tokens of bad phrases, stop tokens that come too early."""
-        early = len(output) + len(path) < self._params.min_tokens
-        forbidden = list(self._stop) if early else []
-        if self._bad_phrases:
-            tail = [*self._prompt_tail, *output[-self._phrase_reach :], *path]
-            forbidden += [word[-1] for word in self._bad_phrases if tail[1 - len(word) :] == list(word[:-1])]
+    def _never(self) -> torch.Tensor:
+        """The tokens that no row may say, [V]."""
+        forbidden = torch.zeros(self._vocab_size, dtype=torch.bool)
+        if self._params.allowed_token_ids is not None:
+            forbidden[:] = True
+            forbidden[torch.tensor(self._params.allowed_token_ids)] = False
+        forbidden[torch.tensor(sorted(self._bad_tokens), dtype=torch.int64)] = True
         return forbidden
 
-    def _revive(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Give rows in which nothing stayed allowed something to say; see the module's docstring."""
-        dead = scores.amax(-1, keepdim=True) == -math.inf  # [R, 1]
-        if self._stop:
-            last_words = torch.full_like(scores[0], -math.inf)  # [V]
-            last_words[self._tensor("stop", self._stop, scores.device)] = 0.0
-        else:
-            last_words = logits.to(scores.dtype)  # [R, V]
-        return torch.where(dead, last_words, scores)
+    def _never_early(self) -> torch.Tensor:
+        """The same before `min_tokens`, [V]."""
+        return self._never().index_fill_(0, torch.tensor(self._stop), True)
+
+    def _completing(self, output: Seq[int], path: Seq[int]) -> list[list[int]]:
+        """The last tokens of bad phrases whose other tokens end one row's text."""
+        if not self._phrases:
+            return []
+        reach = self._beginnings[-1]
+        tail = [*self._prompt_tail, *output[-reach:], *path][-reach:]
+        beginnings = (tuple(tail[-length:]) for length in self._beginnings if length <= len(tail))
+        return [self._phrases[beginning] for beginning in beginnings if beginning in self._phrases]
+
+    def _revive(self, scores: torch.Tensor) -> torch.Tensor:
+        """Give rows in which nothing stayed allowed a token that ends the answer; see the module's docstring."""
+        dead = ~(scores.amax(-1, keepdim=True) > -math.inf)  # [R, 1]
+        return torch.where(dead, self._tensor("last words", self._last_words, scores.device), scores)
+
+    def _last_words(self) -> torch.Tensor:
+        logits = torch.full((self._vocab_size,), -math.inf)
+        logits[torch.tensor(self._stop or [0])] = 0.0
+        return logits
 
     def _penalise(self, scores: torch.Tensor, output: Seq[int], paths: Seq[Seq[int]]) -> None:
         """Repetition, frequency and presence, for the few columns whose tokens occur in any row's text."""
@@ -184,6 +215,10 @@ class LogitsProcessor:
             in_prompt = torch.tensor([token in self._prompt_tokens for token in tokens], device=scores.device)
             penalty = params.repetition_penalty
             repeated = torch.where(picked > 0, picked / penalty, picked * penalty)
+            most = (
+                torch.finfo(picked.dtype).max * MIN_TEMPERATURE / 2
+            )  # infinite logits would make the row NaN
+            repeated = repeated.clamp(-most, most).masked_fill(picked == -math.inf, -math.inf)
             picked = torch.where(in_prompt | (occurrences > 0), repeated, picked)
         picked = picked - params.frequency_penalty * occurrences
         scores[:, columns] = picked - params.presence_penalty * occurrences.clamp(max=1)
@@ -202,11 +237,10 @@ class LogitsProcessor:
             scores = scores.masked_fill(probs < _nucleus_cut(probs, top_p), -math.inf)
         return scores
 
-    def _tensor(self, name: str, values: Seq[int] | Seq[float], device: torch.device) -> torch.Tensor:
-        """`values` as a tensor, made once a device; floats are float64, to be cast where they are used."""
+    def _tensor(self, name: str, make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+        """What `make` makes, made once a device."""
         if (name, device) not in self._tensors:
-            dtype = torch.float64 if isinstance(values[0], float) else torch.int64
-            self._tensors[name, device] = torch.tensor(values, dtype=dtype, device=device)
+            self._tensors[name, device] = make().to(device)
         return self._tensors[name, device]
 
 

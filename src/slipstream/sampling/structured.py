@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.sampling.characters import check_characters
 from slipstream.sampling.keywords import strict_keywords
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -57,6 +58,7 @@ class StructuredOutput:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(f"{name} must be a string that is not empty, got {value!r}")
+            check_characters(name, value)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
@@ -80,6 +82,7 @@ def _schema_text(schema: Mapping[str, Any] | bool | str) -> str:
         text = json.dumps(decoded)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json_schema is not valid JSON: {error}") from None
+    check_characters("json_schema", decoded)
     if not isinstance(decoded, (Mapping, bool)):
         raise RequestError(f"json_schema must be an object or true, got {decoded!r}")
     return text
@@ -91,4 +94,5 @@ def _texts(choice: Seq[str]) -> tuple[str, ...]:
     texts = tuple(choice)
     if not texts or any(not isinstance(text, str) or not text for text in texts):
         raise RequestError(f"choice must hold strings that are not empty, got {list(texts)!r}")
+    check_characters("choice", texts)
     return texts

@@ -204,7 +204,10 @@ class Target:
         return Judgement(self.log_probs(output, ((), *paths)), proposal, noise)
 
     def ends(self, output: Text, num_tokens: int) -> bool:
-        return len(output) >= num_tokens or (bool(output) and output[-1] in self.stop_token_ids)
+        """At a stop token, or with one that may not come: nothing else was left."""
+        if len(output) >= num_tokens or not output:
+            return len(output) >= num_tokens
+        return output[-1] in self.stop_token_ids or not self._processor.permits(output[:-1], output[-1])
 
     def cut(self, output: Text, committed: Seq[int], num_tokens: int) -> Text:
         """`output` with the committed tokens up to the first stop token, or up to `num_tokens` in all."""

@@ -1,0 +1,28 @@
+"""What a text may consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import RequestError
+
+
+def check_characters(what: str, value: Any) -> None:
+    """Raise `RequestError` where a text in `value`, a string or whatever JSON may hold, has half of a surrogate pair.
+
+    Python's strings may hold one; UTF-8, and so tokenizers and grammars, cannot. `what` is what the message calls it.
+    """
+    parts, seen = [value], set[int]()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            try:
+                part.encode()
+            except UnicodeEncodeError as error:
+                found = f"U+{ord(part[error.start]):04X} at character {error.start}"
+                message = f"{what} must hold whole characters, got half of a surrogate pair, {found}"
+                raise RequestError(message) from None
+        elif isinstance(part, (Mapping, list, tuple)) and id(part) not in seen:
+            seen.add(id(part))  # it may hold itself
+            parts += [*part, *part.values()] if isinstance(part, Mapping) else part
