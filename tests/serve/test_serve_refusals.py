@@ -91,7 +91,6 @@ BAD = [
         "stream_options.include_usag",
         "did you mean include_usage?",
     ),
-    ("text", {"echo": True}, "echo", "not supported"),
     ("text", {"suffix": "end"}, "suffix", "not supported"),
     ("text", {"prompt": []}, "prompt", "empty"),
     ("text", {"prompt": [4096]}, "prompt", "0 to 4095"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.core import FinishReason, Sequence, StepPlan
 from slipstream.kv.accounting import CHUNK, KVAccounting
 from slipstream.sampling.params import SamplingParams
-from slipstream.schedule.scheduler import Scheduler
+from slipstream.schedule.scheduler import MAX_SCORED_ROWS, Scheduler
 
 ids = itertools.count()
 
@@ -182,3 +182,28 @@ def test_random_traffic_always_progresses_and_leaks_nothing(seed: int) -> None:
             break
     assert not live, "every request ended"
     assert accounting.num_held == 0
+
+
+def test_prompts_whose_log_probabilities_are_wanted_share_a_bounded_part_of_a_step() -> None:
+    """Each of their rows has logits as wide as the vocabulary."""
+    scheduler, accounting = make(max_num_batched_tokens=4096)
+    scored = [sequence(900), sequence(40), sequence(500)]
+    for one in scored:
+        one.params = SamplingParams(prompt_logprobs=1, max_tokens=50)
+    free = sequence(900)
+    for one in (*scored, free):
+        scheduler.add(one)
+    plan = scheduler.plan()
+    rows = {item.sequence.id: item.num_rows for item in plan.scheduled}
+    assert rows[free.id] == 900
+    assert sum(rows[one.id] for one in scored) == MAX_SCORED_ROWS
+    assert [rows[one.id] for one in scored] == [108, 40, 108]
+    run(plan, accounting)
+    for _ in range(20):
+        plan = scheduler.plan()
+        waiting = [
+            item for item in plan.scheduled if item.sequence in scored and item.sequence.num_pending > 1
+        ]
+        assert sum(item.num_rows for item in waiting) <= MAX_SCORED_ROWS
+        run(plan, accounting)
+    assert all(one.num_output_tokens for one in scored)

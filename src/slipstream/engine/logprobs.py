@@ -9,9 +9,20 @@ from torch import Tensor
 
 from slipstream.core import ScheduledSequence, TokenLogprob
 
+BLOCK_ROWS = 64
+"""Rows that are normalised at once: what it takes beside the logits does not grow with a prompt's chunk."""
+
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
     """One entry a row of `logits` [rows, vocab]; `token_ids[i]` is the token that followed row i."""
+    entries: list[TokenLogprob] = []
+    for first in range(0, len(token_ids), BLOCK_ROWS):
+        end = first + BLOCK_ROWS
+        entries += _block_logprobs(logits[first:end], token_ids[first:end], num_top)
+    return entries
+
+
+def _block_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     chosen = log_probs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])  # [rows, 1]
     ranks = (log_probs > chosen).sum(dim=1) + 1

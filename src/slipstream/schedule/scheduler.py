@@ -13,6 +13,10 @@ from collections import deque
 from slipstream.core import ScheduledSequence, Sequence, StepPlan
 from slipstream.kv.accounting import KVAccounting
 
+MAX_SCORED_ROWS = 256
+"""Rows of prompts whose log-probabilities are wanted that a step computes: each of them has logits as wide as the
+vocabulary."""
+
 
 class Scheduler:
     """The queue and the running set.
@@ -91,9 +95,14 @@ class Scheduler:
         rows = {sequence.id: 1 for sequence in self.running if sequence.num_pending == 1}
         prompts = sorted((s for s in self.running if s.num_pending > 1), key=lambda s: s.num_pending)
         left = self._max_rows - len(rows)
+        scored, left_scored = sum(s.wants_prompt_logprobs for s in prompts), MAX_SCORED_ROWS
         for number, sequence in enumerate(prompts):
             share = left // (len(prompts) - number)
             rows[sequence.id] = min(sequence.num_pending, max(share, 1)) if left else 0
+            if sequence.wants_prompt_logprobs:
+                rows[sequence.id] = min(rows[sequence.id], max(left_scored // scored, 1))
+                left_scored -= rows[sequence.id]
+                scored -= 1
             left -= rows[sequence.id]
         return rows
 

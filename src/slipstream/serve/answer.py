@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from slipstream.core import TokenLogprob
@@ -130,12 +131,20 @@ def finite(logprob: float) -> float:
 
 
 def prompt_logprobs(
-    tokens: Tokens, entries: Seq[TokenLogprob | None] | None
+    tokens: Tokens, entries: Seq[TokenLogprob | None] | None, num_top: int | None
 ) -> list[dict[str, Any] | None] | None:
-    """A prompt's log-probabilities in vLLM's shape: token id to log-probability, rank and text."""
-    if entries is None:
+    """A prompt's log-probabilities in vLLM's shape: token id to log-probability, rank and text.
+
+    `num_top` alternatives are told, of however many `entries` hold; None where none were asked for.
+    """
+    if entries is None or num_top is None:
         return None
-    return [None if entry is None else _by_token(tokens, entry) for entry in entries]
+    return [None if entry is None else _by_token(tokens, entry) for entry in first_top(entries, num_top)]
+
+
+def first_top(entries: Seq[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+    """The entries with no more than `num_top` alternatives each."""
+    return [None if entry is None else replace(entry, top=entry.top[:num_top]) for entry in entries]
 
 
 def _by_token(tokens: Tokens, entry: TokenLogprob) -> dict[str, Any]:

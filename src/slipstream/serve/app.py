@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -22,7 +23,7 @@ from slipstream.errors import EngineStoppedError
 from slipstream.serve import dashboard, errors, openapi
 from slipstream.serve.auth import KeyGuard, tenant_of
 from slipstream.serve.chat import ChatAnswer
-from slipstream.serve.completions import CompletionAnswer
+from slipstream.serve.completions import CompletionAnswer, echo_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.constraints import Constraint, constraint_of
 from slipstream.serve.errors import FACTS, ApiError
@@ -156,7 +157,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         async def prepare() -> CompletionAnswer:
             constraint = await constraint_of(body, service.tokens, check_grammar)
             prompts = await service.tokens.prompts(body.prompt)
-            return CompletionAnswer(_job(service, request, body, prompts, "cmpl-", constraint), service)
+            job = _job(service, request, body, prompts, "cmpl-", constraint)
+            if body.echo:
+                job = replace(job, echo=await echo_of(body, prompts, service.tokens))
+            return CompletionAnswer(job, service)
 
         several = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
         return Reply(service, (len(body.prompt) if several else 1) * _num_each(body), prepare)
@@ -211,6 +215,7 @@ def _job(
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
         facts=facts,
     )
 

@@ -84,8 +84,9 @@ class ChatAnswer(Choices):
     def whole(self) -> dict[str, Any]:
         whole = super().whole()
         [output] = self.outputs
-        if output.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(self.tokens, output.prompt_logprobs)
+        shown = prompt_logprobs(self.tokens, output.prompt_logprobs, self.job.prompt_logprobs)
+        if shown is not None:
+            whole["prompt_logprobs"] = shown
         if self.job.return_token_ids:
             whole["prompt_token_ids"] = output.prompt_token_ids
         return whole

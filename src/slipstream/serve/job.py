@@ -11,6 +11,18 @@ from slipstream.serve.constraints import Constraint
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """Prompts that are given back."""
+
+    texts: tuple[str, ...]
+    """One a prompt."""
+    logprobs: int | None
+    """Alternatives to report for each of their tokens; None reports nothing of them."""
+    with_answers: bool
+    """False where `max_tokens` is 0: the token that the engine yields anyway is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One request: every prompt gets `params.n` answers."""
 
@@ -30,6 +42,10 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives a token under the response's `prompt_logprobs`; None leaves it out. The engine may tell more."""
+    echo: Echo | None = None
+    """The prompts come back before the answers."""
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
     """What the log will say about the request."""

@@ -59,7 +59,6 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"minItems": 1},
     "messages": {"minItems": 1},
     "best_of": {"minimum": 1},
-    "echo": {"enum": [False, None]},
     "suffix": {"enum": ["", None]},
 }
 """What `SamplingParams` checks and a schema can say. What goes together it cannot: some requests that it allows are
@@ -250,6 +249,9 @@ def _body_schema(cls: type[Body], model_name: str, strict: bool, schemas: dict[s
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds
+    if cls is CompletionBody:  # nothing but the prompt, with echo
+        for name in ("max_tokens", "max_completion_tokens"):
+            schema["properties"][name]["minimum"] = 0
     for name in sorted(cls.ignored):
         values: Schema = {"enum": [*cls.harmless[name], None]} if name in cls.harmless else {}
         schema["properties"][name] = {"description": "Without effect."} | values

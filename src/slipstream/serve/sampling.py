@@ -47,10 +47,12 @@ def check_unsupported(body: GenerationBody) -> None:
         message = "prompt_logprobs cannot be streamed; set stream to false"
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if isinstance(body, CompletionBody):
-        for name in ("echo", "suffix"):
-            if getattr(body, name):
-                message = f"{name} is not supported by this server"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if body.suffix:
+            message = "suffix is not supported by this server"
+            raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        if body.echo and body.logprobs is not None and body.stream:
+            message = "the log-probabilities of an echo cannot be streamed; set stream to false"
+            raise ApiError(400, message, param="echo", code="invalid_value")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         message = "top_logprobs needs logprobs to be true"
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
@@ -72,6 +74,8 @@ def sampling_params(
     }
     values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
     values["logprobs"] = _logprobs(body)
+    if (echoed := echoed_logprobs(body)) is not None:
+        values["prompt_logprobs"] = max(echoed, body.prompt_logprobs or 0)
     values |= constraint.sampling if constraint is not None else {}
     values["seed"] = seed
     for name in ("logprobs", "prompt_logprobs"):
@@ -120,6 +124,25 @@ def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | 
     return speculation.max_tokens, speculation.method
 
 
+def scores_only(body: GenerationBody) -> bool:
+    """Whether the prompt is to be given back, and no answer."""
+    return (
+        isinstance(body, CompletionBody)
+        and bool(body.echo)
+        and (body.max_tokens, body.max_completion_tokens)
+        in (
+            (0, None),
+            (None, 0),
+            (0, 0),
+        )
+    )
+
+
+def echoed_logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to report for each token of a prompt that is given back; None reports nothing."""
+    return body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+
+
 def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:
     """How long an answer may be: as asked, if that fits, else what is left of the context."""
     asked = body.max_tokens
@@ -135,8 +158,11 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
         default = room if isinstance(body, ChatBody) else COMPLETION_TOKENS
         default = max(default, body.min_tokens or 0)
         return max(1, min(default, room, most or room))
+    if scores_only(body):
+        return 1  # the engine's step yields a token in any case; it is not shown
     if asked < 1:
-        raise ApiError(400, f"{name} must be at least 1, got {asked}", param=name, code="invalid_value")
+        also = "; only with echo it may be 0" if asked == 0 and isinstance(body, CompletionBody) else ""
+        raise ApiError(400, f"{name} must be at least 1, got {asked}{also}", param=name, code="invalid_value")
     if most is not None and asked > most:
         message = f"{name} must be at most {most} on this server, got {asked}"
         raise ApiError(400, message, param=name, code="invalid_value")

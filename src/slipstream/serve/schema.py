@@ -220,6 +220,7 @@ class CompletionBody(GenerationBody):
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    """The prompt's text before the answer's, and with `logprobs` its tokens too. Then `max_tokens` may be 0."""
     suffix: str | None = None
 
 
