@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serve_cases import MESSAGES, MakeApp
+from serve_cases import MESSAGES, MakeApp, counters
 from starlette.testclient import TestClient
 
-from slipstream import LLM
+from slipstream import LLM, AsyncEngine
+from slipstream.control.alarms import Kind
+from slipstream.serve.app import create_app
+from slipstream.serve.auth import digest
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.service import Service
 
 KEYS = ("key-a", "key-b")
 PROMPT = [7, 8, 9] * 40
@@ -63,3 +68,68 @@ def test_drafters_are_told_the_key_first_and_never_the_key_itself(
     assert len(set(told)) == 6
     assert not any(tenant.startswith(name) for tenant in told for name in KEYS)
     assert [tenant.partition("/")[2] for tenant in told] == ["", "ann", "key-a"] * 2
+
+
+def asked(client: TestClient, name: str, task: str, max_tokens: int = 8) -> None:
+    body = {"messages": MESSAGES, "max_tokens": max_tokens, "task": task, "ignore_eos": True}
+    assert client.post("/v1/chat/completions", json=body, headers=key(name)).status_code == 200
+
+
+def test_the_dashboard_shows_a_key_its_own_tasks_and_answers(make_app: MakeApp) -> None:
+    with TestClient(make_app(api_key=KEYS, dashboard_texts=True)) as client:
+        asked(client, "key-a", "merger", 20)
+        for _ in range(9):  # more than are kept of a key
+            asked(client, "key-b", "sql")
+        asked(client, "key-b", "")
+        mine, theirs = (client.get("/dashboard/data", headers=key(name)).json() for name in KEYS)
+        text = client.get("/metrics").text
+    assert [answer["task"] for answer in mine["recent"]] == ["merger"]
+    assert [answer["task"] for answer in theirs["recent"]] == ["", *["sql"] * 7]
+    assert {task["task"]: task["num_tokens"] for task in mine["tasks"]} == {"merger": 20}
+    assert {task["task"]: task["num_tokens"] for task in theirs["tasks"]} == {"none": 8, "sql": 72}
+    assert mine["num_steps"] == theirs["num_steps"], "the engine is one for all"
+    assert "merger" not in text
+    assert not any(name in text or digest(name) in text for name in KEYS)
+
+
+def test_equal_tasks_of_two_keys_are_learned_apart_and_shown_once() -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "probe_share": 0.02}
+    llm = LLM(speculative_config=speculation, kv_cache_bytes=32 * 2**20, max_num_seqs=2)
+    app = create_app(AsyncEngine(engine=llm.engine), ServeConfig(api_key=KEYS, task_labels=["sql"]), "pair")
+    service: Service = app.state.service
+    with TestClient(app) as client:
+        for name in KEYS:
+            asked(client, name, "sql", 20)
+        client.get("/dashboard/data", headers=key("key-a"))
+        report = service.watching.report
+        assert report is not None
+        told = [task.task for task in report.tasks if task.task.endswith("/sql")]
+        assert set(told) == {f"{digest(name)}/sql" for name in KEYS}
+        shown = counters(client)
+    assert [v for n, v in shown.items() if "task_generation" in n and "sql" in n] == [40]
+    assert sum("task_draft_depth" in n for n in shown) == 1
+
+
+def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(api_key=KEYS)
+    watching = app.state.service.watching
+    name = f"{digest('key-a')}/merger"
+    with TestClient(app) as client:
+        watching.alarms._set(Kind.TRUNCATION, name, None, "many were cut off", 0.9, "")
+        watching.alarms._set(Kind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
+        which = {"kind": "truncation", "task": "merger", "drafter": None}
+
+        def alarms(name: str, of: str = "alarms") -> list[tuple[str, str | None]]:
+            told = client.get("/dashboard/data", headers=key(name)).json()[of]
+            return [(alarm["kind"], alarm["task"]) for alarm in told]
+
+        assert alarms("key-a") == [("truncation", "merger"), ("token_mismatch", None)]
+        assert alarms("key-b") == [("token_mismatch", None)]
+        for key_name, status in (("key-b", 404), ("key-a", 200)):
+            answer = client.post("/dashboard/acknowledge", json=which, headers=key(key_name))
+            assert answer.status_code == status
+        assert alarms("key-a", "cleared") == [("truncation", "merger")]
+        assert alarms("key-b", "cleared") == []
+    raised = next(record for record in caplog.records if record.name == "slipstream.serve.alarms")
+    facts = raised.facts  # type: ignore[attr-defined]
+    assert (facts["task"], facts["account"]) == ("merger", digest("key-a"))

@@ -94,7 +94,10 @@ class Alarms:
         on_raise: Callable[[Alarm], None] = lambda alarm: None,
         on_clear: Callable[[Alarm, str], None] = lambda alarm, why: None,
         clock: Callable[[], float] = time.time,
+        told: Callable[[str], str] = str,
     ) -> None:
+        """`told` is what messages call a task."""
+        self._told = told
         self._on_raise, self._on_clear, self._clock = on_raise, on_clear, clock
         self._raised: dict[tuple[Kind, str | None, str | None], Alarm] = {}
         self._tasks: OrderedDict[str, _Task] = OrderedDict()
@@ -119,13 +122,13 @@ class Alarms:
             Kind.ACCEPTANCE_DRIFT,
             facts.task,
             watched.acceptance.shift,
-            lambda shift: _drift_message(facts.task, shift, watched),
+            lambda shift: _drift_message(self._told(facts.task), shift, watched),
         )
         self._sync(
             Kind.TRUNCATION,
             facts.task,
             watched.truncation.shift,
-            lambda shift: _truncation_message(facts.task, shift, watched),
+            lambda shift: _truncation_message(self._told(facts.task), shift, watched),
         )
         self._check_pay(facts.task, watched.pay)
         self._check_count(facts)
@@ -193,7 +196,7 @@ class Alarms:
         if pay.is_under and pay.break_even is not None:
             level = pay.level
             message = (
-                f"α of the first draft token of {_named(task)} is {level:.2f}, "
+                f"α of the first draft token of {_named(self._told(task))} is {level:.2f}, "
                 f"under the {pay.break_even:.2f} from which on drafting pays"
             )
         self._set(Kind.UNDER_BREAK_EVEN, task, None, message, level, "drafting pays again, or is off")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 
 from slipstream.control.choice import NOTHING, Asked, Choice
 from slipstream.control.controller import Controller
@@ -68,6 +69,8 @@ class Drafting(Guard):
         """Without a controller everybody is drafted for as far as the scheduler allows."""
         super().__init__(drafter, vocab_size, kinds, timeout_s)
         self.controller = controller
+        self.task_of: Callable[[Sequence], str] = attrgetter("task")
+        """What the controller keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
         self._method = method
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
         drafters = [drafter] if self._group is None else [member.drafter for member in self._group.members]
@@ -143,7 +146,7 @@ class Drafting(Guard):
         anyone = self._group is not None or not (self.retired or self.num_retired)
         for item in decoding:
             sequence, limit = item.sequence, item.max_draft_tokens
-            choice = controller.standing(sequence.id, sequence.task)
+            choice = controller.standing(sequence.id, self.task_of(sequence))
             if sequence.draft_method is not None or not anyone:
                 choice = controller.bounded(choice, self._asked(item))
                 if choice == NOTHING and sequence.draft_method is not None:
@@ -170,7 +173,7 @@ class Drafting(Guard):
                 continue
             length = sequence.num_computed + item.num_rows
             member = controller.announce(
-                sequence.id, sequence.task, item.num_rows, length, sequence.params.max_tokens
+                sequence.id, self.task_of(sequence), item.num_rows, length, sequence.params.max_tokens
             )
             if member != NOBODY and self._allows(sequence, member):
                 yield sequence, 0, Selection(member)
@@ -217,7 +220,8 @@ class Drafting(Guard):
         if self._group is not None and (sequence.draft_method is not None or self._group.num_failures):
             members = frozenset(m for m in range(len(self._group.members)) if self._allows(sequence, m))
         length = len(sequence.token_ids)
-        return Asked(sequence.id, sequence.task, limit, length, length - sequence.num_prompt_tokens, members)
+        num_output = length - sequence.num_prompt_tokens
+        return Asked(sequence.id, self.task_of(sequence), limit, length, num_output, members)
 
     def _allows(self, sequence: Sequence, member: int) -> bool:
         """Whether a drafter may be asked for a sequence: its caller wants no other, and it has not failed it."""
@@ -260,7 +264,7 @@ class Drafting(Guard):
         own = [self._own(seen) for seen in observations] if self._changed else observations
         if self.controller is not None and self._step is not None:
             self._step.gains = [
-                Gain(seen.sequence.task, len(seen.sequence.token_ids) - seen.length_before)
+                Gain(self.task_of(seen.sequence), len(seen.sequence.token_ids) - seen.length_before)
                 for seen in observations
             ]
             self._prepare(self.controller, self._step, own)
@@ -326,7 +330,7 @@ class Drafting(Guard):
         super().release(sequence)
         if self.controller is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
-            self.controller.release(sequence.id, sequence.task, num_tokens)
+            self.controller.release(sequence.id, self.task_of(sequence), num_tokens)
 
     def report(self) -> ControlReport:
         """What is known of the drafter's worth."""
@@ -372,9 +376,8 @@ class Drafting(Guard):
         if lookup not in (NOBODY, member) and len(found := self._found(sequence)):
             lookup = NOBODY  # its guess was too short to be taken: time will tell
             self._unchecked.append(_Unchecked(sequence, choice.lookup, found, own.length_before))
-        return Outcome(
-            sequence.id, sequence.task, member, choice.depth, checked, reached, accepted, emitted, lookup
-        )
+        task = self.task_of(sequence)
+        return Outcome(sequence.id, task, member, choice.depth, checked, reached, accepted, emitted, lookup)
 
     def _found(self, sequence: Sequence) -> Proposal:
         """What the lookup that was asked first guessed."""
@@ -392,7 +395,7 @@ class Drafting(Guard):
             if accepted == len(grown) < depth and not sequence.finished:
                 waiting.append(unchecked)
             else:
-                controller.score(unchecked.member, sequence.task, len(proposal), accepted)
+                controller.score(unchecked.member, self.task_of(sequence), len(proposal), accepted)
         self._unchecked = waiting
 
 

@@ -16,6 +16,7 @@ class ControlMetrics(Collector):
     """Metrics of the last report, and of the acceptance by position. A task or drafter that is gone has none."""
 
     def __init__(self, history: History, task_label: Callable[[str], str]) -> None:
+        """`task_label` makes a label of what reports call a task; of several of one label the latest is shown."""
         self._history = history
         self._task_label = task_label
         self.report: ControlReport | None = None
@@ -29,8 +30,8 @@ class ControlMetrics(Collector):
         if self.report is not None:
             yield from _overall(self.report)
             yield from _methods(self.report.methods)
-            labelled = [(self._task_label(task.task), task) for task in self.report.tasks]
-            yield from _tasks([(label, task) for label, task in labelled if label != OTHER])
+            labelled = {self._task_label(task.task): task for task in self.report.tasks}
+            yield from _tasks([(label, task) for label, task in labelled.items() if label != OTHER])
 
     def _positions(self) -> Iterator[Metric]:
         labels = ("method", "position")

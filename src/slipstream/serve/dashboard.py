@@ -20,6 +20,8 @@ from slipstream.control.alarms import Alarm, Kind
 from slipstream.control.drift import REFERENCE_SIZES, ShiftWatch
 from slipstream.control.report import TaskReport
 from slipstream.errors import EngineStoppedError
+from slipstream.serve.accounts import Accounts
+from slipstream.serve.auth import account_of
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import check_json, read_body
 from slipstream.serve.schema import Body, parse
@@ -63,11 +65,11 @@ def add_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.get("/dashboard/data", include_in_schema=False)
-    async def data() -> Response:
+    async def data(request: Request) -> Response:
         with suppress(EngineStoppedError, TimeoutError):  # what was read last is still worth showing
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await service.watching.read(service.engine)
-        told = {"uptime_s": time.time() - started, **_data(service)}
+        told = {"uptime_s": time.time() - started, **_data(service, account_of(request.scope))}
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
     @app.post("/dashboard/acknowledge", include_in_schema=False)
@@ -77,8 +79,11 @@ def add_routes(app: FastAPI, service: Service) -> None:
         body = parse(
             AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES, service.config.body_timeout_s)
         )
-        if body.kind not in list(Kind) or not service.watching.alarms.acknowledge(
-            Kind(body.kind), body.task, body.drafter
+        watching, task = service.watching, body.task
+        if task is not None:
+            task = watching.accounts.name(account_of(request.scope), task)
+        if body.kind not in list(Kind) or not watching.alarms.acknowledge(
+            Kind(body.kind), task, body.drafter
         ):
             raise ApiError(404, "there is no such alarm", code="not_found")
         return JSONResponse({"acknowledged": True})
@@ -107,9 +112,14 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _data(service: Service) -> dict[str, Any]:
-    """All that the page shows."""
+def _data(service: Service, account: str) -> dict[str, Any]:
+    """All that the page shows to an account: the engine's figures, and its own tasks, alarms and answers."""
     watching, config = service.watching, service.config
+    accounts = watching.accounts
+
+    def is_shown(alarm: Alarm) -> bool:
+        return alarm.task is None or accounts.split(alarm.task)[0] == account
+
     history = watching.snapshot.told()
     report = watching.report
     speculation = None
@@ -133,32 +143,34 @@ def _data(service: Service) -> dict[str, Any]:
         "max_waiting": config.max_waiting,
         "num_under_way": service.admission.num_answers,
         **history,
-        "tasks": _tasks(service, history["tasks"]),
+        "tasks": _tasks(service, account, history["tasks"]),
         "speculation": speculation,
         "methods": [asdict(method) for method in report.methods] if report else [],
-        "alarms": [_alarm(alarm) for alarm in watching.alarms.raised],
+        "alarms": [_alarm(alarm, accounts) for alarm in watching.alarms.raised if is_shown(alarm)],
         "cleared": [
-            {**_alarm(alarm), "cleared": cleared, "why": why} for alarm, cleared, why in watching.cleared
+            {**_alarm(alarm, accounts), "cleared": cleared, "why": why}
+            for alarm, cleared, why in watching.cleared
+            if is_shown(alarm)
         ],
         "with_texts": watching.recent.with_texts,
-        "recent": watching.recent.told(),
+        "recent": watching.recent.told(account),
     }
 
 
-def _tasks(service: Service, counted: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """What was counted by task, beside what the control and the test of drift know of it."""
-    watching = service.watching
-    reports = {
-        watching.task_label(task.task): task for task in (watching.report.tasks if watching.report else ())
-    }
+def _tasks(service: Service, account: str, counted: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """What was counted by an account's tasks, beside what the control and the test of drift know of them."""
+    watching, accounts = service.watching, service.watching.accounts
+    reports = {accounts.label(task.task): task for task in (watching.report.tasks if watching.report else ())}
+    shown = [(accounts.split(name), name, sums) for name, sums in counted.items()]
     return [
         {
-            "task": label,
+            "task": task,
             **dict(zip(_COUNTED, sums, strict=True)),
-            "drift": _drift(watching.alarms.acceptance("" if label == "none" else label)),
-            **_told(reports.get(label)),
+            "drift": _drift(watching.alarms.acceptance(accounts.name(owner, "" if task == "none" else task))),
+            **_told(reports.get(name)),
         }
-        for label, sums in counted.items()
+        for (owner, task), name, sums in shown
+        if owner == account
     ]
 
 
@@ -185,10 +197,10 @@ def _told(task: TaskReport | None) -> dict[str, Any]:
     }
 
 
-def _alarm(alarm: Alarm) -> dict[str, Any]:
+def _alarm(alarm: Alarm, accounts: Accounts) -> dict[str, Any]:
     return {
         "kind": alarm.kind,
-        "task": alarm.task,
+        "task": None if alarm.task is None else accounts.task(alarm.task),
         "drafter": alarm.method,
         "since": alarm.since,
         "message": alarm.message,

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slipstream.core import ROOT
+from slipstream.core import ROOT, Sequence
 from slipstream.draft.base import Observation
 from slipstream.metrics.step import StepReport
 
@@ -89,8 +89,10 @@ class Snapshot:
 class History:
     """Counts in the engine's thread, where `snapshot` is to be called as well."""
 
-    def __init__(self, task_label: Callable[[str], str], clock: Callable[[], float] = time.monotonic) -> None:
-        """`task_label` bounds the names of tasks."""
+    def __init__(
+        self, task_label: Callable[[Sequence], str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`task_label` says under what a sequence is counted, and bounds how many of these there are."""
         self._task_label = task_label
         self._clock = clock
         self._buckets: deque[_Bucket] = deque(maxlen=NUM_BUCKETS)
@@ -115,7 +117,7 @@ class History:
         for seen in observations:
             emitted = seen.num_accepted + (not seen.sequence.from_draft[-1])
             bucket.num_tokens += emitted
-            label = self._task_label(seen.sequence.task)
+            label = self._task_label(seen.sequence)
             task = bucket.tasks.get(label)
             if task is None:
                 task = bucket.tasks[label] = [0] * 5

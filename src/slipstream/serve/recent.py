@@ -1,4 +1,4 @@
-"""The last few answers, token by token: which of them the drafts had right."""
+"""The last few answers of each account, token by token: which of them the drafts had right."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ class Recent:
 
     def __init__(self, with_texts: bool) -> None:
         self.with_texts = with_texts
-        self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
+        self._answers: dict[str, deque[dict[str, Any]]] = {}
+        """By account."""
 
-    def add(self, job: Job, output: RequestOutput, pieces: dict[int, list[tuple[str, bool]]]) -> None:
+    def add(
+        self, account: str, job: Job, output: RequestOutput, pieces: dict[int, list[tuple[str, bool]]]
+    ) -> None:
         """A request that has finished; `pieces` are the texts of its answers, by index, where they are kept."""
+        answers = self._answers.setdefault(account, deque(maxlen=MAX_ANSWERS))
         for answer in output.outputs:
-            self._answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
+            answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
 
-    def told(self) -> list[dict[str, Any]]:
-        """As JSON, the latest first."""
-        return list(self._answers)
+    def told(self, account: str) -> list[dict[str, Any]]:
+        """An account's own as JSON, the latest first."""
+        return list(self._answers.get(account, ()))
 
 
 class Pieces:

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import Update
 from slipstream.errors import ConfigError, RequestError
+from slipstream.serve.accounts import Accounts
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
@@ -57,8 +58,10 @@ class Service:
             self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
         )
         self.metrics.describe_cache(inner)
-        shown = TaskLabels(config.task_labels, config.max_task_labels)
-        self.watching = Watching(inner, self.metrics, self.method, shown, config.dashboard_texts)
+        accounts = Accounts(
+            bool(config.api_key), lambda: TaskLabels(config.task_labels, config.max_task_labels)
+        )
+        self.watching = Watching(inner, self.metrics, self.method, accounts, config.dashboard_texts)
 
     @property
     def is_ready(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from slipstream.control.alarms import TASK_KINDS, Alarm, Alarms, Kind, RequestFacts
@@ -20,12 +21,12 @@ from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
+from slipstream.serve.accounts import Accounts
 from slipstream.serve.control_metrics import ControlMetrics
 from slipstream.serve.history import History, Snapshot
 from slipstream.serve.job import Job
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.recent import Pieces, Recent
-from slipstream.serve.task_labels import TaskLabels
 
 logger = logging.getLogger("slipstream.serve.alarms")
 
@@ -40,25 +41,26 @@ class Watching:
     """
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, method: str, task_label: TaskLabels, with_texts: bool
+        self, engine: Engine, metrics: Metrics, method: str, accounts: Accounts, with_texts: bool
     ) -> None:
-        """`task_label` is for the history, `metrics` have their own."""
+        """`accounts` name tasks for all but `metrics`, which have labels of their own."""
         self._method = method
         self._max_model_len = engine.max_model_len
         self.metrics = metrics
-        self.task_label = task_label
-        self.history = History(task_label)
+        self.accounts = accounts
+        self.history = History(lambda sequence: accounts.label(accounts.name_of(sequence)))
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
         self._read_s = time.monotonic()
         self.recent = Recent(with_texts)
-        self.alarms = Alarms(self._on_raise, self._on_clear)
+        self.alarms = Alarms(self._on_raise, self._on_clear, told=accounts.task)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
         """Alarms that are over, the latest first: when they were cleared, and why."""
-        self._control = ControlMetrics(self.history, metrics.task_label)
+        self._control = ControlMetrics(self.history, lambda name: metrics.task_label(accounts.task(name)))
         metrics.register(self._control)
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
+        engine.drafting.task_of = accounts.name_of
 
     @property
     def report(self) -> ControlReport | None:
@@ -97,7 +99,7 @@ class Watching:
 
     def on_request(self, job: Job, output: RequestOutput, num_streamed: int, pieces: Pieces) -> None:
         """A prompt's last answer has ended."""
-        self.recent.add(job, output, pieces.by_answer)
+        self.recent.add(self.accounts.account(job), job, output, pieces.by_answer)
         for kind in TASK_KINDS:
             self.metrics.expect_alarm(kind, job.task, None)
         self.alarms.on_request(self._facts(job, output, num_streamed))
@@ -112,13 +114,13 @@ class Watching:
             if len(output.prompt_token_ids) + len(answer.token_ids) >= self._max_model_len
         ]
         return RequestFacts(
-            task=job.task,
+            task=self.accounts.name_of(job),
             traits=Traits(
                 num_prompt_tokens=len(output.prompt_token_ids),
                 num_output_tokens=metrics.num_output_tokens // num,
                 temperature=job.params.temperature,
                 structured=job.params.structured is not None,
-                method=self._method_of(job.task),
+                method=self._method_of(self.accounts.name_of(job)),
             ),
             num_reached=sum(metrics.reached_per_position),
             num_accepted=sum(metrics.accepted_per_position),
@@ -130,9 +132,9 @@ class Watching:
             share_out_of_context=len(full) / num,
         )
 
-    def _method_of(self, task: str) -> str:
+    def _method_of(self, name: str) -> str:
         for told in self.report.tasks if self.report else ():
-            if told.task == task:
+            if told.task == name:
                 return told.method or "off"
         return self._method
 
@@ -153,13 +155,29 @@ class Watching:
     # --- alarms -------------------------------------------------------------------------------------------------
 
     def _on_raise(self, alarm: Alarm) -> None:
-        self.metrics.on_alarm(alarm, raised=True)
-        logger.warning("alarm raised: %s", alarm.message, extra={"facts": _alarm_facts(alarm)})
+        self.metrics.on_alarm(self._told(alarm), raised=True)
+        logger.warning("alarm raised: %s", alarm.message, extra={"facts": self._alarm_facts(alarm)})
 
     def _on_clear(self, alarm: Alarm, why: str) -> None:
-        self.metrics.on_alarm(alarm, raised=False)
+        self.metrics.on_alarm(self._told(alarm), raised=False)
         self.cleared.appendleft((alarm, time.time(), why))
-        logger.warning("alarm cleared: %s", why, extra={"facts": _alarm_facts(alarm)})
+        logger.warning("alarm cleared: %s", why, extra={"facts": self._alarm_facts(alarm)})
+
+    def _told(self, alarm: Alarm) -> Alarm:
+        """With the task as its client named it."""
+        return alarm if alarm.task is None else replace(alarm, task=self.accounts.task(alarm.task))
+
+    def _alarm_facts(self, alarm: Alarm) -> dict[str, Any]:
+        account = "" if alarm.task is None else self.accounts.split(alarm.task)[0]
+        told = self._told(alarm)
+        return {
+            "kind": told.kind,
+            "task": told.task,
+            "drafter": told.method,
+            "since": told.since,
+            "value": told.value,
+            **({"account": account} if account else {}),
+        }
 
 
 class Follower:
@@ -185,13 +203,3 @@ class Follower:
 def _counted(metrics: RequestMetrics, from_draft: list[bool]) -> int:
     """Output tokens by the counters of steps: one a step and the accepted ones, unless a stop cut among these."""
     return metrics.num_steps + metrics.num_accepted_tokens - bool(from_draft and from_draft[-1])
-
-
-def _alarm_facts(alarm: Alarm) -> dict[str, Any]:
-    return {
-        "kind": alarm.kind,
-        "task": alarm.task,
-        "drafter": alarm.method,
-        "since": alarm.since,
-        "value": alarm.value,
-    }
