@@ -157,6 +157,8 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    lora: str | None = None
+    """Folder of a LoRA adapter that is merged into the target's weights; None takes one that lies beside them."""
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
@@ -172,7 +174,8 @@ class EngineConfig:
     num_threads: int | None = None
     """CPU threads for the arithmetic; None leaves PyTorch's own choice."""
     max_model_len: int | None = None
-    """Prompt and answer together; None is the model's own context length."""
+    """Prompt and answer together; None is the model's own context length. With LongRoPE (Phi 3) None is the length that
+    the short frequencies are for; a larger one takes the long frequencies for every text."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     """Rows in one target pass: prompt chunks, pending tokens and draft tokens together."""

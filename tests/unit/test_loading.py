@@ -114,9 +114,54 @@ def test_misshapen_weights(checkpoint: Path) -> None:
     assert "has misshapen weights: model.norm.weight" in refusal(checkpoint)
 
 
-def test_quantised_weights_that_cannot_run_here(checkpoint: Path) -> None:
-    edit_config(checkpoint, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
-    assert refusal(checkpoint).startswith("cannot load the weights of")
+@pytest.mark.parametrize(
+    ("quantization", "what"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ weights (4 bits, groups of 128)"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "AWQ weights (4 bits, groups of 64)"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors weights"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights (8 bits)"),
+        ({"load_in_4bit": True}, "bitsandbytes weights (4 bits)"),
+        ({"quant_method": "newest"}, "newest-quantised weights"),
+    ],
+)
+def test_quantised_weights_that_cannot_run_here(
+    quantization: dict[str, Any], what: str, checkpoint: Path
+) -> None:
+    edit_config(checkpoint, quantization_config=quantization)
+    message = refusal(checkpoint)
+    assert (
+        f"holds {what}, which Slipstream cannot read; use the checkpoint that they were made from" in message
+    )
+    assert "pip install" not in message
+
+
+def test_block_wise_fp8_is_widened_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("accelerate")
+    config = LlamaConfig(**{**tiny_config().to_dict(), "hidden_size": 128, "intermediate_size": 128})
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        weights[name] = weight
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().max() / 448
+            weights[name] = (weight / scale).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = scale.reshape(1, 1).float()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    lm = load_model(str(tmp_path), pack=False)
+    assert "holds block-wise FP8 weights, which are widened" in caplog.text
+    ours = lm.model.model.layers[1].mlp.up_proj.weight.detach()
+    theirs = model.model.layers[1].mlp.up_proj.weight.detach()
+    assert 0 < float((ours - theirs).abs().max()) < 0.07 * float(theirs.abs().max())
+
+
+def test_gguf_files_are_named_for_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    assert "is a GGUF file, which Slipstream cannot read; give a folder" in refusal(file)
+    assert "holds GGUF files, which Slipstream cannot read" in refusal(tmp_path)
 
 
 def test_no_context_length(checkpoint: Path) -> None:
@@ -136,11 +181,15 @@ def test_a_context_is_held_to_the_length_at_which_longrope_switches() -> None:
         rope_parameters=rope,
         pad_token_id=0,
     )
-    assert context_length(config) == 128
+    assert context_length(config) == context_length(config, 128) == 128
+    assert context_length(config, 129) == 512
     assert context_length(tiny_config()) == 48
 
 
 def test_tokenizer(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer; pass --tokenizer"):
+        load_tokenizer(str(checkpoint))
+    (checkpoint / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
         load_tokenizer(str(checkpoint))
     assert "\n" not in str(caught.value)

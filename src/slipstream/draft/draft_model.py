@@ -26,6 +26,8 @@ class DraftModelOptions(GrowthOptions):
     """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
     device: str = "auto"
     revision: str | None = None
+    lora: str | None = None
+    """Folder of a LoRA adapter that is merged into the draft's weights; None takes one that lies beside them."""
 
     def __post_init__(self) -> None:
         self.check_draft("draft_model")
@@ -56,6 +58,8 @@ class DraftModelDrafter(CachedDrafter):
             trust_remote_code=trust,
             quantization=options.quantization or context.engine_config.quantization,
             cpu_kernels=context.engine_config.cpu_kernels,
+            lora=options.lora,
+            max_model_len=context.engine_config.max_model_len,
         )
         super().__init__(
             options,

@@ -209,6 +209,8 @@ def _model(quantization: str | None, context: DraftContext, target: CausalLM) ->
         trust_remote_code=config.trust_remote_code,
         quantization=quantization,
         cpu_kernels=config.cpu_kernels,
+        lora=config.lora,
+        max_model_len=config.max_model_len,
     )
     if copy.shapes != target.shapes or copy.dtype != target.dtype:
         raise ConfigError(f"{config.model!r} in {quantization} does not fit into the target's cache")

@@ -42,6 +42,7 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
     return DraftModelOptions(
         model=config.model,
         revision=config.revision,
+        lora=config.lora,
         quantization=quantization,
         **{field.name: getattr(shape, field.name) for field in fields(GrowthOptions)},
     )

@@ -540,6 +540,8 @@ def _load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
         trust_remote_code=config.trust_remote_code,
         quantization=config.quantization,
         cpu_kernels=config.cpu_kernels,
+        lora=config.lora,
+        max_model_len=config.max_model_len,
     )
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,

@@ -20,9 +20,20 @@ from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
 from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.decoder import fuse
+from slipstream.models.folder import (
+    chat_template_beside,
+    check_folder,
+    check_tokenizer_files,
+    check_weight_files,
+    without_adapter,
+)
 from slipstream.models.linears import check_quantization, pack_linears
+from slipstream.models.longrope import settle_frequencies
+from slipstream.models.lora import adapter_beside, check_adapter, merge_adapter
 from slipstream.models.native import unavailable
+from slipstream.models.quantized_files import check_quantized
 from slipstream.models.support import check_config, context_length, unsupported
+from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
 
 log = logging.getLogger(__name__)
 
@@ -75,20 +86,24 @@ def _warn_once(reason: str) -> None:
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's Transformers configuration."""
-    _check_folder(path)
+    check_folder(path)
     with _one_line(f"cannot read the configuration of {path!r}"), _quiet():
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's tokenizer; a fast one, since text is streamed through its decoder."""
-    _check_folder(path)
+    if not _is_tokenizer_folder(path):
+        check_folder(path)
+    check_tokenizer_files(path)
     with _one_line(f"cannot load the tokenizer of {path!r}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path!r} has no fast (tokenizers) form; convert it first")
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = chat_template_beside(path)
     return tokenizer
 
 
@@ -103,6 +118,8 @@ def load_model(
     pack: bool = True,
     quantization: str | None = None,
     cpu_kernels: str = "auto",
+    lora: str | None = None,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """Load a decoder-only Transformers model from a folder or the hub.
 
@@ -110,20 +127,31 @@ def load_model(
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
     with the model's own attention (about two passes of a dozen rows); `pack=False` keeps the Transformers model as
-    it is, for code that reads its weights. See `EngineConfig` for `quantization` and `cpu_kernels`.
+    it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `lora` and
+    `max_model_len`, which matters to LongRoPE alone. A checkpoint that reads images gives its language model.
     """
     where = resolve_device(device)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    adapter = lora or adapter_beside(path)
+    if adapter is not None:
+        check_adapter(adapter)
     try:
+        tower = text_tower(config)
+        config = config if tower is None else tower.config
         check_config(config)
-        _check_weight_files(path)
+        check_quantized(path, config)
+        check_weight_files(path)
         kind = resolve_dtype(dtype, where, config)
         check_quantization(quantization, where, kind)
         kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
-        model = _load_weights(path, config, kind, revision, trust_remote_code)
+        model = _load_weights(path, config, kind, revision, trust_remote_code, tower)
+        if adapter is not None:
+            with _one_line(f"cannot merge the LoRA adapter {adapter!r} into {path!r}"), _quiet():
+                model = merge_adapter(model, adapter)
         return adapt(
             model.to(where).eval(),
             path,
+            max_model_len=max_model_len,
             canary=canary,
             pack=pack,
             quantization=quantization,
@@ -141,13 +169,15 @@ def adapt(
     pack: bool = True,
     quantization: str | None = None,
     native: bool = True,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out.
 
     With `pack` the model's own weights are gone afterwards, those that somebody else holds a view of included.
     """
     check_config(model.config)
-    length = context_length(model.config)
+    length = context_length(model.config, max_model_len)
+    settle_frequencies(model, length)
     route = _route(model.config)
     probed = probe_layers(model, route)
     lm = CausalLM(model, path, route, probed.shapes, probed.vocab_size, length, quantization)
@@ -166,14 +196,20 @@ def adapt(
 
 
 def _load_weights(
-    path: str, config: Any, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+    path: str,
+    config: Any,
+    dtype: torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    tower: TextTower | None,
 ) -> Any:
     """The Transformers model, with each of its weights from the checkpoint."""
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
-    with _one_line(f"cannot load the weights of {path!r}"), _quiet():
+    options = {} if tower is None else {"key_mapping": KEY_MAPPING}
+    with _one_line(f"cannot load the weights of {path!r}"), _quiet(), without_adapter(path) as folder:
         try:
             model, loaded = from_pretrained(
-                path,
+                folder,
                 config=config,
                 dtype=dtype,
                 revision=revision,
@@ -181,12 +217,16 @@ def _load_weights(
                 attn_implementation=_route(config).attn_implementation,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `_check_complete` names them
+                **options,
             )
         except KeyError as error:
             if error.args != (ATTENTION_NAME,):
                 raise
             # Older models look their attention class up by name.
             raise unsupported(config, "its attention does not go through the attention interface") from None
+    if tower is not None:
+        loaded = {**loaded, "unexpected_keys": tower.without_image_weights(loaded["unexpected_keys"])}
+        log.info("%s reads images; its language model alone was loaded", tower.family)
     _check_complete(path, loaded)
     return model
 
@@ -196,19 +236,13 @@ def _route(config: Any) -> HookRoute | CacheRoute:
     return make(config) if make else HookRoute()
 
 
-def _check_folder(path: str) -> None:
-    folder = Path(path)
-    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if folder.is_file() or (looks_local and not folder.is_dir()):
-        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"{path!r} has no config.json; give a folder in Hugging Face format")
-
-
-def _check_weight_files(path: str) -> None:
-    folder = Path(path)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
+def _is_tokenizer_folder(path: str) -> bool:
+    """A folder that was given for its tokenizer alone needs no model in it."""
+    return (
+        Path(path).is_dir()
+        and not (Path(path) / "config.json").is_file()
+        and (Path(path) / "tokenizer.json").is_file()
+    )
 
 
 def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:

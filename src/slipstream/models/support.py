@@ -46,21 +46,34 @@ def unsupported(config: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{config.model_type} cannot be decoded: {reason}")
 
 
-def context_length(config: Any) -> int:
+def context_length(config: Any, wanted: int | None = None) -> int:
     """Positions that the model can tell apart and that mean the same whatever else is in the batch.
 
-    LongRoPE switches to other frequencies for *all* rows of a pass as soon as one row lies beyond the
-    original length. One sequence would then change another's text, so such a model is held to its original
-    length.
+    LongRoPE has two sets of frequencies, and Transformers takes the second for *all* rows of a pass as soon as one lies
+    beyond the original length: one sequence would change another's text. So the choice is made once: for texts of at
+    most the original length the first set, and the second for all texts where a longer context is `wanted`.
     """
-    config = text_config(config)
-    length = getattr(config, "max_position_embeddings", None)
+    length = full_context_length(config)
+    original = original_context_length(config)
+    return length if original is None or (wanted or 0) > original else original
+
+
+def full_context_length(config: Any) -> int:
+    """Positions that the configuration says there are."""
+    length = getattr(text_config(config), "max_position_embeddings", None)
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")
-    for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            length = min(length, rope.get("original_max_position_embeddings") or length)
     return int(length)
+
+
+def original_context_length(config: Any) -> int | None:
+    """Where LongRoPE's second set of frequencies begins; None for a model without them."""
+    full = full_context_length(config)
+    for rope in _rope_parameters(text_config(config)):
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and original and original < full:
+            return int(original)
+    return None
 
 
 def text_config(config: Any) -> Any:

@@ -1,0 +1,75 @@
+"""The language model inside a checkpoint that reads images too: its configuration, and where its weights are.
+
+Slipstream decodes text. Given text alone, these models compute what their language model computes, so only that is
+loaded; the weights that look at images are left in the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Qwen2Config, Qwen3Config
+
+_AS_IT_IS = frozenset({"gemma3", "mistral3", "llava", "llava_next", "internvl", "idefics3", "smolvlm"})
+"""Families whose text configuration is that of a causal language model."""
+
+_ROTATED_IN_THREE: dict[str, type] = {
+    "qwen2_vl": Qwen2Config,
+    "qwen2_5_vl": Qwen2Config,
+    "qwen3_vl": Qwen3Config,
+}
+"""Families that rotate by time, height and width. For text the three are one position: the plain family's rotation."""
+
+KEY_MAPPING = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+    r"^model\.text_model\.": "model.",
+}
+"""Names of the language model's weights in such checkpoints, old and new, to its names when it is alone."""
+
+_IMAGE_WEIGHTS = re.compile(
+    r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b"
+)
+
+_INHERITED = ("dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+"""What the outer configuration says for all of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTower:
+    """What `AutoModelForCausalLM` needs to load the language model alone."""
+
+    config: Any
+    family: str
+    """Of the whole checkpoint."""
+
+    @staticmethod
+    def without_image_weights(names: Iterable[str]) -> set[str]:
+        """Those of `names` that do not belong to the part that looks at images."""
+        return {name for name in names if not _IMAGE_WEIGHTS.match(name)}
+
+
+def text_tower(config: Any) -> TextTower | None:
+    """The language model of `config`; None where the checkpoint is one already, or of a family that is not known."""
+    family = config.model_type
+    if family not in _AS_IT_IS and family not in _ROTATED_IN_THREE:
+        return None
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    if family in _ROTATED_IN_THREE:
+        text = _plain(text, _ROTATED_IN_THREE[family])
+    for name in _INHERITED:
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    return TextTower(text, family)
+
+
+def _plain(text: Any, plain: type) -> Any:
+    """The same sizes as a configuration of the plain family."""
+    own = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures")}
+    rope = {key: value for key, value in own.pop("rope_parameters").items() if not key.startswith("mrope")}
+    return plain(**own, rope_parameters=rope)

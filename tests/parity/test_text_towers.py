@@ -1,0 +1,189 @@
+"""The language models of checkpoints that read images: the same logits for text as the whole model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, randomise
+
+from slipstream.errors import ModelError, UnsupportedModelError
+from slipstream.kv.pool import KVPool
+from slipstream.models import RowGroup, load_model, load_tokenizer
+
+TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(24)]
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_EYES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma3": lambda: tf.Gemma3ForConditionalGeneration(
+        tf.Gemma3Config(
+            text_config={
+                **_TEXT,
+                "head_dim": 8,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            vision_config=_EYES,
+            mm_tokens_per_image=1,
+        )
+    ),
+    "mistral3": lambda: tf.Mistral3ForConditionalGeneration(
+        tf.Mistral3Config(
+            text_config={**_TEXT, "model_type": "mistral", "head_dim": 8},
+            vision_config={**_EYES, "model_type": "pixtral", "head_dim": 16},
+        )
+    ),
+    "qwen2_vl": lambda: tf.Qwen2VLForConditionalGeneration(
+        tf.Qwen2VLConfig(
+            text_config={**_TEXT, "rope_parameters": _rope(1, 1, 2)},
+            vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
+        )
+    ),
+    "qwen2_5_vl": lambda: tf.Qwen2_5_VLForConditionalGeneration(
+        tf.Qwen2_5_VLConfig(
+            text_config={**_TEXT, "rope_parameters": _rope(1, 1, 2)},
+            vision_config={**_QWEN_EYES, "fullatt_block_indexes": [0]},
+        )
+    ),
+    "qwen3_vl": lambda: tf.Qwen3VLForConditionalGeneration(
+        tf.Qwen3VLConfig(
+            text_config={**_TEXT, "head_dim": 8, "rope_parameters": _rope(2, 1, 1)},
+            vision_config={**_QWEN_EYES, "deepstack_visual_indexes": [0]},
+        )
+    ),
+    "llava": lambda: tf.LlavaForConditionalGeneration(
+        tf.LlavaConfig(
+            text_config={**_TEXT, "model_type": "llama"},
+            vision_config={**_EYES, "model_type": "clip_vision_model"},
+        )
+    ),
+    "llava_next": lambda: tf.LlavaNextForConditionalGeneration(
+        tf.LlavaNextConfig(
+            text_config={**_TEXT, "model_type": "mistral"},
+            vision_config={**_EYES, "model_type": "clip_vision_model"},
+        )
+    ),
+    "internvl": lambda: tf.InternVLForConditionalGeneration(
+        tf.InternVLConfig(
+            text_config={**_TEXT, "model_type": "qwen2"},
+            vision_config={**_EYES, "image_size": [16, 16], "patch_size": [8, 8]},
+        )
+    ),
+    "idefics3": lambda: tf.Idefics3ForConditionalGeneration(
+        tf.Idefics3Config(text_config={**_TEXT, "model_type": "llama"}, vision_config=_EYES)
+    ),
+    "smolvlm": lambda: tf.SmolVLMForConditionalGeneration(
+        tf.SmolVLMConfig(text_config={**_TEXT, "model_type": "llama"}, vision_config=_EYES)
+    ),
+}
+
+
+def saved(family: str, folder: Path) -> Any:
+    model = FAMILIES[family]().eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_has_the_whole_models_logits(family: str, tmp_path: Path) -> None:
+    whole = saved(family, tmp_path)
+    with torch.inference_mode():
+        expected = whole(input_ids=torch.tensor([TEXT])).logits[0]
+    lm = load_model(str(tmp_path))
+    pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
+    chunks = [RowGroup(0, begin, TEXT[begin : begin + 8], range(8)) for begin in range(0, len(TEXT), 8)]
+    ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks])
+    assert (ours - expected).abs().max() < 1e-4 * expected.std()
+    assert lm.num_parameters < sum(parameter.numel() for parameter in whole.parameters())
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_old_and_new_names_of_weights(prefix: str, tmp_path: Path) -> None:
+    saved("llava", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("language_model.model.", prefix): weight for name, weight in weights.items()}
+    if prefix.startswith("model."):
+        renamed = {
+            name.replace("language_model.lm_head", "lm_head"): weight for name, weight in renamed.items()
+        }
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(tmp_path)).family == "llama"
+
+
+def test_weights_of_the_language_model_are_all_there_and_no_others(tmp_path: Path) -> None:
+    saved("qwen2_5_vl", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    odd = {**weights, "model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}
+    save_file(odd, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has unknown weights: model\.layers\.7"):
+        load_model(str(tmp_path))
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(tmp_path))
+
+
+def test_llama_4_is_refused_as_a_whole_too(tmp_path: Path) -> None:
+    text = {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8}
+    tf.Llama4Config(text_config=text, vision_config=_EYES).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention layers are not plain attention"):
+        load_model(str(tmp_path))
+
+
+def test_a_template_in_a_file_of_its_own_is_found(
+    tmp_path: Path, byte_tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    byte_tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages[0].content }}"
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"cannot read '.*chat_template.json'"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.fixture
+def byte_tokenizer() -> tf.PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    )

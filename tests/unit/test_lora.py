@@ -1,0 +1,108 @@
+"""LoRA adapters: merged where they are given or lie beside the model, and never left out without a word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slipstream.errors import ModelError
+from slipstream.kv.pool import KVPool
+from slipstream.models import RowGroup, load_model
+
+peft = pytest.importorskip("peft")
+TEXT = list(range(2, 14))
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_rslora=True
+    )
+    peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def expected(base: Path, adapter: Path) -> torch.Tensor:
+    """What the package that wrote the adapter computes, without merging."""
+    model = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([TEXT])).logits[0]
+    return logits
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    lm = load_model(str(folder), **options)
+    pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
+    return lm.forward([RowGroup(0, 0, TEXT, range(len(TEXT)))], pool).logits
+
+
+def test_an_adapter_is_merged(base: Path, adapter: Path, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits(base, lora=str(adapter)), expected, atol=1e-5, rtol=1e-4)
+    assert (logits(base) - expected).abs().max() > 1e-3
+
+
+def test_an_adapter_beside_the_weights_is_merged(base: Path, adapter: Path, expected: torch.Tensor) -> None:
+    for file in adapter.glob("adapter_*"):
+        shutil.copy(file, base)
+    torch.testing.assert_close(logits(base), expected, atol=1e-5, rtol=1e-4)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        load_model(str(base))
+
+
+def test_an_adapters_folder_is_no_model(adapter: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"is an adapter, not a model; give the model .*base.* and --lora"
+    ) as caught:
+        load_model(str(adapter))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+    weights = load_file(adapter / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+    odd = {**weights, name.replace("layers.1", "layers.5"): weights[name].clone()}
+    save_file(odd, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not fit the model: it has unknown weights: .*layers\.5"):
+        load_model(str(base), lora=str(adapter))
+    del weights[name]
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not fit the model: it lacks weights: .*layers\.1"):
+        load_model(str(base), lora=str(adapter))
+
+
+def test_what_is_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is no LoRA adapter: it has no adapter_config\.json"):
+        load_model(str(base), lora=str(tmp_path / "nothing"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
+    with pytest.raises(ModelError, match="adapter of type IA3; only LORA"):
+        load_model(str(base), lora=str(adapter))
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match="it must be a JSON object"):
+        load_model(str(base), lora=str(adapter))
