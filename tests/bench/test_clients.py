@@ -28,7 +28,7 @@ run(("pip",), drive)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "client",
     [
