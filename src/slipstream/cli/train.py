@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.console import notes
+from slipstream.cli.faults import Faults
 from slipstream.cli.flags import FlagSet, Values, with_flags
 from slipstream.cli.help import PlainHelp
 from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
@@ -50,11 +51,12 @@ TargetArgument = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
 ]
 Data = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Option(help="JSON lines of conversations, as `regenerate` writes them; may be repeated."),
 ]
 Output = Annotated[
-    Path, typer.Option(help="A folder for checkpoint, log, picture and the result; run again to go on.")
+    Path | None,
+    typer.Option(help="A folder for checkpoint, log, picture and the result; run again to go on."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one unless given.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
@@ -65,12 +67,14 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 def regenerate(
     model: TargetArgument = None,
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="JSON lines with `prompt`, `messages` or `turns`, and `task`; answers are dropped."
         ),
-    ] = ...,  # type: ignore[assignment]
-    output: Annotated[Path, typer.Option(help="Where the conversations go; run again to go on.")] = ...,  # type: ignore[assignment]
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the conversations go; run again to go on.")
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(
@@ -102,9 +106,17 @@ def regenerate(
 
     Each conversation is written as it is done. The same command goes on with a run that was stopped.
     """
+    from slipstream.train.regenerate import check_data
     from slipstream.train.regenerate import regenerate as run
 
-    asked = RegenerateOptions(**options)
+    with Faults() as faults:
+        faults.check_paths(None if data is None else [data], None if output is None else output.parent, None)
+        asked = faults.made(lambda: RegenerateOptions(**options))
+        if data is not None and not faults.found:
+            file = data
+            faults.made(lambda: check_data(file, asked))
+    assert data is not None
+    assert output is not None
     if url is None:
         for name, value in (("--served-model", served_model), ("--api-key-env", api_key_env)):
             if value is not None:
@@ -142,8 +154,8 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
 
         def command(
             model: TargetArgument = None,
-            data: Data = ...,  # type: ignore[assignment]
-            output: Output = ...,  # type: ignore[assignment]
+            data: Data = None,
+            output: Output = None,
             device: Device = None,
             threads: Threads = None,
             *,
@@ -151,12 +163,20 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
             options: Values,
             evaluation: Values,
         ) -> None:
-            wanted = flags.cls(**_with_embedded(method, own))
+            with Faults() as faults:
+                faults.check_paths(data, output, own.get("init"))
+                wanted = faults.made(lambda: flags.cls(**_with_embedded(method, own)))
+                training = faults.made(lambda: TrainOptions(**options))
+                measured = faults.made(lambda: EvaluationOptions(**evaluation))
+                if measured is not None:
+                    faults.made(lambda: _workload(measured))
+            assert data is not None
+            assert output is not None
             _train(
                 method,
                 lambda *made_of: make(wanted, *made_of),
                 asdict(wanted),
-                (model, data, output, TrainOptions(**options), EvaluationOptions(**evaluation)),
+                (model, data, output, training, measured),
                 (device, threads),
             )
 
@@ -167,6 +187,13 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
         return make
 
     return register
+
+
+def _workload(measured: EvaluationOptions) -> None:
+    """Raises `RequestError` where there is nothing to ask."""
+    from slipstream.bench.workload import read_workload
+
+    read_workload(measured.eval_workload)
 
 
 def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:

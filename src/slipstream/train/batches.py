@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,8 +81,10 @@ class Batch:
         return self.target.project(self.hidden_states[self.target.num_layers][where])
 
 
-def read_documents(files: Seq[Path], tokenizer: Any, length: int) -> list[Document]:
-    """The conversations of JSONL files, cut to `length` tokens.
+def read_documents(
+    files: Seq[Path], tokenizer: Any, length: int, left_out: Set[str] = frozenset()
+) -> list[Document]:
+    """The conversations of JSONL files, cut to `length` tokens, but those of `left_out`, named as `read_rows` does.
 
     A line has `token_ids` and `answer_spans`, as `slipstream train regenerate` writes them, or else `messages`, which
     the tokenizer's chat template joins. Lines without an answer are left out. Raises `RequestError` for a line that is
@@ -92,6 +94,8 @@ def read_documents(files: Seq[Path], tokenizer: Any, length: int) -> list[Docume
     vocab_size = len(tokenizer)
     for file in files:
         for where, row in read_rows(file):
+            if where in left_out:
+                continue
             tokens, is_answer = _tokens(row, where, tokenizer, vocab_size)
             task = row.get("task", "all")
             for start in range(0, len(tokens), length):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -61,8 +61,10 @@ class Evaluator:
         prompts_per_task: int = 4,
         max_tokens: int = 64,
         engine_options: Mapping[str, Any] | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> None:
-        """`model` None is the embedded target; `workload` is one of `slipstream bench`'s, its first turns are asked.
+        """`model` None is the embedded target; `workload` is one of `slipstream bench`'s, its first turns are asked,
+        those of the questions that stand where `left_out` says excepted.
 
         Raises what loading raises, and `RequestError` for a workload that cannot be read.
         """
@@ -73,7 +75,7 @@ class Evaluator:
         self._tasks: list[str] = []
         asked: dict[str, int] = {}
         for question in read_workload(workload).questions:
-            if asked.setdefault(question.task, 0) >= prompts_per_task:
+            if question.where in left_out or asked.setdefault(question.task, 0) >= prompts_per_task:
                 continue
             messages = list(question.messages) or [{"role": "user", "content": question.text}]
             prompt = encode_chat(self._engine.tokenizer, messages)

@@ -11,6 +11,7 @@ from slipstream.sampling.params import SamplingParams
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 EAGLE_LAYOUTS = ("eagle", "eagle3", "speculators")
+OVERLAPS = ("refuse", "drop_training", "drop_evaluation", "report")
 LOSSES = ("forward_kl", "reverse_kl", "total_variation", "hard")
 
 
@@ -129,9 +130,13 @@ class EvaluationOptions:
     """The first so many prompts of each task."""
     eval_max_tokens: int = 64
     """The most tokens in an answer."""
+    overlap: str = "refuse"
+    """Where evaluation prompts are in the training data, word for word or nearly so: refuse, drop_training
+    (conversations that hold them are left out), drop_evaluation (others of the workload are asked) or report."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluation")
+        reject_unknown([self.overlap], OVERLAPS, "overlap")
         check_at_least(
             "evaluation",
             1,

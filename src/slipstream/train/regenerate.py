@@ -22,6 +22,11 @@ from slipstream.train.options import RegenerateOptions, parse_weights
 from slipstream.train.prompts import Script, choose, read_scripts
 
 
+def check_data(data: Path, options: RegenerateOptions) -> None:
+    """Raise what `regenerate` would of the data, before any model is loaded for them."""
+    choose(read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed)
+
+
 @dataclass
 class Tally:
     """How far a run is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
@@ -13,12 +14,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.bench.workload import Question, read_workload
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.train.allocator import keep_freed_memory
 from slipstream.train.batches import Document, read_documents
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
+from slipstream.train.overlap import Overlap, find_overlap
 from slipstream.train.processes import Processes
 from slipstream.train.target import FeatureCache, Target
 from slipstream.train.trainer import Progress, Student, Trainer
@@ -60,7 +63,16 @@ def run(
     device = _device(asked.device)
     path = asked.model or EMBEDDED_TARGET
     tokenizer = load_tokenizer(path)
-    documents = read_documents(asked.data, tokenizer, options.row_length)
+    measured = asked.evaluation
+    overlap = _overlap(asked, tokenizer)
+    say(str(overlap))
+    drops = overlap.conversations if measured.overlap == "drop_training" else frozenset()
+    documents = read_documents(asked.data, tokenizer, options.row_length, drops)
+    if len(documents) < options.batch_rows:
+        raise ConfigError(
+            f"the data have {len(documents)} conversations, too few for a batch of {options.batch_rows} rows; "
+            "lower --batch-rows"
+        )
     target = Target(path, device, getattr(torch, options.dtype))
     student = make_student(target, tokenizer, documents)
     num_tokens, num_answer = (
@@ -76,9 +88,12 @@ def run(
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")
         target.keep(_cache(asked.output, target, student, [d.tokens for d in documents], say))
-    measured = asked.evaluation
     evaluator = Evaluator(
-        asked.model, measured.eval_workload, measured.eval_prompts_per_task, measured.eval_max_tokens
+        asked.model,
+        measured.eval_workload,
+        measured.eval_prompts_per_task,
+        measured.eval_max_tokens,
+        left_out=overlap.prompts if measured.overlap == "drop_evaluation" else frozenset(),
     )
     pad = tokenizer.pad_token_id
     trainer = Trainer(
@@ -94,6 +109,7 @@ def run(
             "target": asked.model or "embedded pair",
             "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in asked.data},
             "evaluation": asdict(measured),
+            "overlap": overlap.as_json(),
         },
         evaluator.evaluate,
         say,
@@ -101,6 +117,32 @@ def run(
         processes,
     )
     return trainer.run()
+
+
+def _overlap(asked: Run, tokenizer: Any) -> Overlap:
+    """Evaluation prompts in the training data; raises `ConfigError` where that is not to be."""
+    measured = asked.evaluation
+    questions = read_workload(measured.eval_workload).questions
+    if measured.overlap != "drop_evaluation":
+        questions = _first(questions, measured.eval_prompts_per_task)
+    overlap = find_overlap(questions, asked.data, tokenizer)
+    if overlap and measured.overlap == "refuse":
+        raise ConfigError(
+            f"{overlap}: what is measured with them is learned by heart; give another --eval-workload, or "
+            "--overlap drop_training, drop_evaluation (other prompts of the workload are asked) or report"
+        )
+    return overlap
+
+
+def _first(questions: Seq[Question], per_task: int) -> list[Question]:
+    """The first of each task, those that are asked."""
+    number: Counter[str] = Counter()
+    chosen = []
+    for question in questions:
+        number[question.task] += 1
+        if number[question.task] <= per_task:
+            chosen.append(question)
+    return chosen
 
 
 def _device(name: str | None) -> torch.device:
