@@ -137,20 +137,22 @@ def test_either_side_may_be_dropped(
     done = train(leaked[0], tmp_path / "out", "--overlap", overlap, model=[tiny])
     assert done.exit_code == 0, done.output
     told = seen["made_with"]["overlap"]
-    assert (told["num_exact"], told["num_near"], told["num_conversations"]) == (1, 0, 1)
+    number = told["num_exact"]  # of all prompts of the sample, some are in it several times
+    assert (told["num_near"], told["num_conversations"]) == (0, 1)
+    assert number == 1 or overlap == "drop_evaluation"
     asked = told["num_evaluation_prompts"]
     assert asked == (350 if overlap == "drop_evaluation" else 7)
-    assert f"1 of {asked} evaluation prompts are in the training data" in done.stderr
+    assert f"{number} of {asked} evaluation prompts are in the training data" in done.stderr
     assert (seen["num_documents"] == 40) == (overlap == "drop_training")
-    assert len(seen["left_out"]) == (overlap == "drop_evaluation")
+    assert len(seen["left_out"]) == (number if overlap == "drop_evaluation" else 0)
 
 
 def test_the_evaluator_asks_others_for_what_is_left_out(shared_engines: None) -> None:
     questions = [q for q in read_workload("sample").questions if q.task == "chat"]
     plain = Evaluator(None, prompts_per_task=1, max_tokens=4)
     other = Evaluator(None, prompts_per_task=1, max_tokens=4, left_out={questions[0].where})
-    same = [a.token_ids == b.token_ids for a, b in zip(plain._jobs, other._jobs, strict=True)]
-    assert same.count(False) == 1
+    first, second = ({tuple(job.token_ids) for job in each._jobs} for each in (plain, other))
+    assert len(first - second) == len(second - first) == 1
 
 
 FAULTS = {
