@@ -16,7 +16,7 @@ _COLUMNS = (
     "statuses",
     "survived",
 )
-_EXTRA = ("header_mib_taken", "still_open_after_40_s", "cached_tokens_of_another_key")
+_EXTRA = ("header_mib_taken", "num_connections", "still_open_after_40_s", "cached_tokens_of_another_key")
 
 
 def table(after: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.attack.__main__ import main
 from benchmarks.attack.run import Bounds, attack, count_forged
 from benchmarks.attack.scenarios import FORGED, SCENARIOS
 from benchmarks.attack.table import table
@@ -47,17 +47,19 @@ def test_forged_lines_are_found_behind_every_line_end() -> None:
     assert count_forged(f"2026-01-01 INFO path=/v1/x\\n{FORGED} status=404\n{{}}") == 0
 
 
-def test_wrong_arguments_are_said_before_anything_starts(tmp_path: Path) -> None:
+def test_wrong_arguments_are_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"checks": {}}))
     for arguments, words in (
         (["--server-python-path", str(tmp_path)], "no package slipstream"),
         (["--before", str(other)], "not a result of this benchmark"),
     ):
-        command = [sys.executable, "-m", "benchmarks.attack", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert words in done.stderr
+        monkeypatch.setattr(sys, "argv", ["attack", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.long
