@@ -87,7 +87,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._others.add(self, transport.get_extra_info("socket").fileno()):
+        if self._others.add(self):
             self._others.is_idle(self)
             self._arm(self._limits.head_timeout_s)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.serve.config import ServeConfig
@@ -19,7 +21,9 @@ LOG_EVERY_S = 5.0
 """Between two lines for one reason: a flood of connections must not become a flood of lines."""
 MAX_BACKLOG = 2048
 _MIN_BACKLOG = 16
-_OWN_DESCRIPTORS = 32
+_COUNT_EVERY_S = 1.0
+"""How often the descriptors that are not connections are counted again."""
+_SPARE_DESCRIPTORS = 32
 """What the process may open meanwhile: files, pipes of a worker, sockets of an exporter."""
 
 
@@ -64,28 +68,27 @@ class Connections:
         self._num_descriptors = descriptor_limit()
         self.backlog = MAX_BACKLOG
         """Connections that the system may hold for us: so many can be accepted before the first one is looked at."""
-        self._first_spare: int | None = None
         if self._num_descriptors is not None:
             self.backlog = max(_MIN_BACKLOG, min(MAX_BACKLOG, self._num_descriptors // 4))
-            # A new descriptor is the lowest free one, so its number says how many are in use.
-            self._first_spare = max(1, self._num_descriptors - self.backlog - _OWN_DESCRIPTORS)
+        self._num_own = num_descriptors()
+        self._counted_s = time.monotonic()
         self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the longest idle first
         self._sending: dict[Connection, None] = {}  # the same for those whose request is not complete
         self._untold: dict[Closed, int] = {}
         self._timers: dict[Closed, asyncio.TimerHandle] = {}
 
-    def add(self, connection: Connection, descriptor: int) -> bool:
-        """Take in a new connection; False where there is no room, even without the one that was idle for longest."""
+    def add(self, connection: Connection) -> bool:
+        """Take in a new connection; False where there is no room, even without those that were idle for longest."""
         self._open.add(connection)
         self._metrics.set_connections(len(self._open))
-        if not self._is_short(descriptor):
-            return True
-        oldest = next(iter(self._idle), None) or next(iter(self._sending), None)
-        if oldest is None:
-            return False
-        self.remove(oldest)
-        oldest.give_way()
+        room = self._room()
+        while room is not None and len(self._open) > room:
+            oldest = next(iter(self._idle), None) or next(iter(self._sending), None)
+            if oldest is None:
+                return False
+            self.remove(oldest)
+            oldest.give_way()
         return True
 
     def remove(self, connection: Connection) -> None:
@@ -129,10 +132,16 @@ class Connections:
         what = "a connection was" if num == 1 else f"{num} connections were"
         logger.warning("%s closed: %s", what, _WORDS[reason], extra={"facts": facts})
 
-    def _is_short(self, descriptor: int) -> bool:
-        if self._max is not None and len(self._open) > self._max:
-            return True
-        return self._first_spare is not None and descriptor >= self._first_spare
+    def _room(self) -> int | None:
+        """How many connections there may be now; None where nothing bounds them."""
+        if self._num_descriptors is None or self._num_own is None:
+            return self._max
+        now_s = time.monotonic()
+        if len(self._open) > self._num_descriptors // 4 and now_s - self._counted_s > _COUNT_EVERY_S:
+            self._counted_s = now_s
+            self._num_own = max(0, (num_descriptors() or 0) - len(self._open))
+        room = max(1, self._num_descriptors - self._num_own - self.backlog - _SPARE_DESCRIPTORS)
+        return room if self._max is None else min(room, self._max)
 
 
 def descriptor_limit() -> int | None:
@@ -143,3 +152,11 @@ def descriptor_limit() -> int | None:
         return None
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def num_descriptors() -> int | None:
+    """How many of them are open; None where the system does not say."""
+    try:
+        return len(list(Path("/dev/fd").iterdir()))
+    except OSError:
+        return None
