@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
@@ -147,6 +148,59 @@ class ForgetsNobody(Trees):
         return len(self.seen)
 
 
+class HidesWhatItKeeps(ForgetsNobody):
+    """As before, and untrue about it."""
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+class KeepsSequences(Trees):
+    def release(self, sequence: Sequence) -> None:
+        self.seen.pop(sequence.id, None)
+        self.released = sequence
+
+
+class KeepsTheirNames(Trees):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[tuple[str, int]] = set()
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        self.names.update((seen.sequence.request_id, len(seen.proposal)) for seen in observations)
+
+
+class KeepsTexts(Trees):
+    """Neither by id nor in the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[int, ...]] = []
+
+    def release(self, sequence: Sequence) -> None:
+        self.seen.pop(sequence.id, None)
+        self.texts.append(tuple(sequence.token_ids))
+
+
+class KeepsTextsInItsClass(Trees):
+    texts: ClassVar[list[tuple[int, ...]]] = []
+
+    def release(self, sequence: Sequence) -> None:
+        self.seen.pop(sequence.id, None)
+        self.texts.append(tuple(sequence.token_ids))
+
+
+class KeepsTextsInAClosure(Trees):
+    def __init__(self) -> None:
+        super().__init__()
+        texts: list[torch.Tensor] = []
+        self.keep = lambda sequence: texts.append(torch.tensor(sequence.token_ids))
+
+    def release(self, sequence: Sequence) -> None:
+        self.seen.pop(sequence.id, None)
+        self.keep(sequence)
+
+
 class CannotForgetAStranger(Trees):
     def release(self, sequence: Sequence) -> None:
         del self.seen[sequence.id]
@@ -234,6 +288,12 @@ class MisstatesItsDraws(Trees):
         (CountsItsCalls, "asked again|drafts otherwise"),
         (LooksAtItsCompany, "other sequences of the batch"),
         (ForgetsNobody, "memory grows"),
+        (HidesWhatItKeeps, "is not forgotten: the drafter still holds the id .* in seen"),
+        (KeepsSequences, "is not forgotten: the drafter still holds sequence .* itself, in released"),
+        (KeepsTheirNames, "is not forgotten: the drafter still holds the request id .* in names"),
+        (KeepsTexts, "keeps more and more"),
+        (KeepsTextsInItsClass, "keeps more and more"),
+        (KeepsTextsInAClosure, "keeps more and more"),
         (CannotForgetAStranger, "release raised KeyError"),
         (RemembersWhatCameBefore, "than a new one"),
         (AnswersOnlyOnce, "asked again"),

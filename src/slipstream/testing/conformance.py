@@ -17,7 +17,11 @@ from collections.abc import Sequence as Seq
 from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
+from slipstream.testing.leftovers import remembered, size
 from slipstream.testing.rehearsal import Scene, Stage, Step, improvise, repeat, require, same_proposal
+
+_FIRST_ID = 7_000_000_000
+"""Ids from here on are no tokens, lengths or counts, so whoever holds one holds it of a sequence."""
 
 
 def check_drafter(
@@ -38,7 +42,8 @@ def check_drafter(
     Every call of `make` must return an equal, unused drafter. `params` and `tasks` are dealt out to the
     sequences in turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a
     drafter may learn from one request for another *of the same tenant* and must forget it at `reset`; without, a
-    sequence's proposals must not depend on its company. `depends_on_text_only` demands more than the contract
+    sequence's proposals must not depend on its company. Of a sequence that was released nothing may be reachable
+    from the drafter, whatever it says of its memory. `depends_on_text_only` demands more than the contract
     does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
     followed it all along.
     """
@@ -52,7 +57,7 @@ def check_drafter(
     used.call("release", Sequence(-1, "never seen", 0, [0], 1, scene.params[0], 0))
     steps = improvise(used, random.Random(seed), first_id=0)
     level = _memory_when_idle(used, shares_across_requests)
-    improvise(used, random.Random(seed + 1), first_id=num_sequences)
+    others = improvise(used, random.Random(seed + 1), first_id=_FIRST_ID)
     later = _memory_when_idle(used, shares_across_requests)
     require(
         later <= level,
@@ -64,6 +69,7 @@ def check_drafter(
     _compare(
         again, repeat(fresh(), again), "a drafter that released everything drafts otherwise than a new one"
     )
+    _check_forgotten(used, others)
     arrivals = {i: arrival for step in steps for i, arrival in step.arrivals.items()}
     if shares_across_requests:
         for tenant in {arrival.tenant for arrival in arrivals.values()}:
@@ -77,6 +83,25 @@ def check_drafter(
     if depends_on_text_only:
         first_met = repeat(fresh(), steps, cold=fresh())
         _compare(steps, first_met, "proposals depend on more than the committed text")
+
+
+def _check_forgotten(stage: Stage, steps: list[Step]) -> None:
+    """Nothing may be left of the sequences of `steps`, which are all released, nor more when they come once more."""
+    drafter, apart = stage.drafter, stage.belongings()
+    released = {i for step in steps for i in step.arrivals}
+    found = remembered(drafter, released, apart)
+    require(not found, f"a released sequence is not forgotten: the drafter still holds {found}")
+    sizes: list[int] = []
+    for _ in range(2):
+        stage.call("reset")
+        repeat(stage, steps)
+        stage.call("reset")
+        sizes.append(size(drafter, apart))
+    require(
+        sizes[1] <= sizes[0],
+        f"the drafter keeps more and more: {sizes[0]} entries and bytes once all sequences were released, and "
+        f"{sizes[1]} after the same requests again",
+    )
 
 
 def _memory_when_idle(stage: Stage, shares_across_requests: bool) -> int:

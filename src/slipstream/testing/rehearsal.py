@@ -224,6 +224,10 @@ class Stage:
         if self._target is not None and i in self._target.accounting:
             self._target.accounting.close(i)
 
+    def belongings(self) -> list[Any]:
+        """What the drafter was given and does not hold itself."""
+        return [] if self._target is None else [self._target]
+
     def memory_bytes(self) -> int:
         """What the drafter says it holds."""
         memory_bytes = self.call("memory_bytes")
