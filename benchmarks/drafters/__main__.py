@@ -80,7 +80,7 @@ def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, A
             None,
             prompts_per_task=options.timed_prompts,
             repeats=options.repeats,
-            kv_cache_bytes=32 << 20,
+            kv_cache_bytes=64 << 20,
             **asked,
         )
     ]

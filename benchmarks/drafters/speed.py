@@ -25,6 +25,10 @@ from slipstream.testing.expand_head import expand_head
 HEADS = ("eagle", "eagle3", "medusa", "hydra")
 
 
+MAX_MODEL_LEN = 1024
+"""For every drafter alike, whatever it needs of the cache."""
+
+
 def measure(
     entries: Seq[Entry],
     model: str | None,
@@ -45,7 +49,7 @@ def measure(
     )
     off = Configuration(OFF_NAME, SpeculativeConfig())
     configurations = [off, *(Configuration(entry.name, entry.config) for entry in entries)]
-    options = {"num_threads": threads, "kv_cache_bytes": kv_cache_bytes}
+    options = {"num_threads": threads, "kv_cache_bytes": kv_cache_bytes, "max_model_len": MAX_MODEL_LEN}
     result = run(Plan(asked, configurations, model, options))
     return {
         "model": Path(model).name if model is not None else result.model,

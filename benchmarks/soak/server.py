@@ -70,6 +70,10 @@ def malloc_bytes() -> int | None:
     return int(info.uordblks + info.hblkhd)
 
 
+MAX_MODEL_LEN = 400
+"""What the small cache holds beside any drafter."""
+
+
 def with_small_cache(speculation: SpeculativeConfig) -> SpeculativeConfig:
     """Suffix decoding remembers few enough answers to be full before half of the requests are over: what grows then is
     a leak."""
@@ -94,7 +98,11 @@ def main() -> None:
     logs.configure(config)
     bound = bind(config.host, config.port)
     speculation = with_small_cache(speculative_config(SpeculationFlags(spec=options.spec), None))
-    sizes = {"kv_cache_bytes": options.kv_cache_bytes, "max_num_seqs": options.max_num_seqs}
+    sizes = {
+        "kv_cache_bytes": options.kv_cache_bytes,
+        "max_num_seqs": options.max_num_seqs,
+        "max_model_len": MAX_MODEL_LEN,
+    }
     engine = AsyncEngine(
         engine=make_engine(None, speculation, sizes), stream_interval_s=config.stream_interval_s
     )

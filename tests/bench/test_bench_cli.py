@@ -94,7 +94,7 @@ def test_results_are_printed_and_written(tmp_path: Path) -> None:
         "1",
         "--raw",
         "--kv-cache-bytes",
-        "32MiB",
+        "40MiB",
     ]
     done = run(*args, "--num-speculative-tokens", "1,2", "--html", str(tmp_path / "page.html"))
     assert done.exit_code == 0, done.output

@@ -28,7 +28,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
 
-KV = 32 * 2**20
+KV = 40 * 2**20
 ROOT = Path(__file__).parents[2]
 DRAFT = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, "num_speculative_tokens": 2})
 NGRAM = SpeculativeConfig("ngram")
@@ -127,7 +127,7 @@ def test_engines_share_the_target() -> None:
 
 
 def test_where_memory_is_short_one_engine_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_module, "available_bytes", lambda device: 2 * KV - 1)
+    monkeypatch.setattr(engines_module, "available_bytes", lambda device: KV)
     result = run(plan(DRAFT, repeats=2, questions=QUESTIONS[:2]))
     assert result.interleaved_by == "round"
     order = [(t.repeat, t.configuration, t.batch) for t in result.timings]

@@ -72,7 +72,7 @@ def test_a_drafter_that_forgets_nobody_is_named(
     prompts: list[list[int]], name: str, options: dict[str, Any], way: str
 ) -> None:
     engine = LLM(
-        speculative_config={"method": f"{__name__}:{name}", **options}, kv_cache_bytes=32 * 2**20
+        speculative_config={"method": f"{__name__}:{name}", **options}, kv_cache_bytes=40 * 2**20
     ).engine
     for number in range(2):
         engine.add_request(str(number), prompts[number], SamplingParams(max_tokens=16, ignore_eos=True))
@@ -94,7 +94,8 @@ def test_every_drafter_forgets_who_finished_was_aborted_or_preempted(
 ) -> None:
     chosen = sorted(prompts, key=len)[:6]
     per_token = plain.engine.model.kv_bytes_per_token
-    engine = LLM(speculative_config=SPECS[name], kv_cache_bytes=int(500 * 1.2) * per_token).engine
+    bounds = {"kv_cache_bytes": int(500 * 1.2) * per_token, "max_model_len": 220}
+    engine = LLM(speculative_config=SPECS[name], **bounds).engine
     held: list[int] = []
     preempted: set[int] = set()
     for number, prompt in enumerate(chosen):

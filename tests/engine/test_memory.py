@@ -22,7 +22,7 @@ DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 def test_all_keys_and_values_stay_within_the_bound(
     make_llm: MakeLLM, spec: dict[str, Any] | None, kv_cache_bytes: int
 ) -> None:
-    engine = make_llm(spec, kv_cache_bytes=kv_cache_bytes).engine
+    engine = make_llm(spec, kv_cache_bytes=kv_cache_bytes, max_model_len=400).engine
     plan = engine.memory_plan
     held = engine.runner.cache.memory_bytes()
     if spec:
@@ -49,12 +49,16 @@ def test_too_little_memory_says_how_much_is_needed(
 ) -> None:
     """The advice, taken literally, is enough for a request of the length that was asked for."""
     options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 3}
-    with pytest.raises(CapacityError, match="set kv_cache_bytes to at least") as caught:
+    with pytest.raises(CapacityError, match="kv_cache_bytes to at least") as caught:
         LLM(speculative_config=spec, kv_cache_bytes=100_000, **options)
     assert "\n" not in str(caught.value)
-    advised = re.search(r"at least (\d+) MiB$", str(caught.value))
+    advised = re.search(
+        r"set (?:max_model_len to (\d+) and )?kv_cache_bytes to at least (\d+) MiB$", str(caught.value)
+    )
     assert advised is not None
-    kv_cache_bytes = int(advised[1]) * 2**20
+    kv_cache_bytes = int(advised[2]) * 2**20
+    if advised[1]:
+        options["max_model_len"] = int(advised[1])
     llm = LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes, **options)
     limit = llm.engine.max_model_len
     assert limit >= min(max_model_len or 64, 2048)
@@ -66,6 +70,48 @@ def test_too_little_memory_says_how_much_is_needed(
     if max_model_len:  # and the advice is not a wild guess
         with pytest.raises(CapacityError):
             LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes - 2**20, **options)
+
+
+@pytest.mark.parametrize(
+    "spec", [{"method": "ngram"}, DRAFT, {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12}]
+)
+def test_no_drafter_shortens_the_context_in_silence(make_llm: MakeLLM, spec: dict[str, Any]) -> None:
+    """Else the same request would end earlier with it than without."""
+    kv_cache_bytes = 4 * 2**20
+    alone = make_llm(kv_cache_bytes=kv_cache_bytes).engine.max_model_len
+    assert 100 < alone < 2048
+    if (
+        spec["method"] == "ngram"
+    ):  # it keeps no entries: where there is no room for its draft tokens it goes without
+        assert make_llm(spec, kv_cache_bytes=kv_cache_bytes).engine.max_model_len == alone
+        return
+    with pytest.raises(CapacityError, match="without the drafter") as caught:
+        LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes)
+    assert "\n" not in str(caught.value)
+    advised = re.search(
+        r"max_model_len to (\d+) or less.*kv_cache_bytes to at least (\d+) MiB", str(caught.value)
+    )
+    assert advised is not None
+    limit, enough = int(advised[1]), int(advised[2]) * 2**20
+    assert limit < alone
+    assert make_llm(spec, kv_cache_bytes=enough).engine.max_model_len == 2048
+    params = SamplingParams(temperature=0, max_tokens=2048, ignore_eos=True)
+    with_and_without = [
+        make_llm(each, kv_cache_bytes=kv_cache_bytes, max_model_len=limit).generate([[5, 6]], params)[0]
+        for each in (None, spec)
+    ]
+    texts = [output.outputs[0].token_ids for output in with_and_without]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == limit - 2
+
+
+def test_a_share_of_free_memory_that_a_drafter_shortens_is_said(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slipstream.engine.memory.available_bytes", lambda device: 10 * 2**20)
+    plan = plan_memory(EngineConfig("x"), plain.engine.model, 0, 4000, max_draft_tokens=4)
+    assert plan.max_model_len < 204 - 64
+    assert f"with it; for texts that end alike set max_model_len to {plan.max_model_len}" in caplog.text
 
 
 def test_bytes_are_written_as_people_read_them() -> None:

@@ -189,7 +189,7 @@ def test_counters_are_what_the_log_says(
     if "accuracy" in spec:
         spec["texts"] = [prompt + future for prompt, future in zip(chosen, futures, strict=True)]
     slots = 400 * plain.engine.model.kv_bytes_per_token
-    llm = make_llm(spec, kv_cache_bytes=slots) if scarce else make_llm(spec)
+    llm = make_llm(spec, kv_cache_bytes=slots, max_model_len=270) if scarce else make_llm(spec)
     if name == "suffix-tree":
         llm.generate(chosen[:5], free)
     log = logged(llm, monkeypatch)

@@ -166,7 +166,8 @@ def test_preemption_changes_no_text(make_llm: MakeLLM, plain: LLM, prompts: list
     reference = [plain.generate(prompt, params)[0].outputs[0].token_ids for prompt in chosen]
     per_token = plain.engine.model.kv_bytes_per_token
     for spec in (None, DRAFT):
-        llm = make_llm(spec, kv_cache_bytes=700 * (per_token if spec is None else int(per_token * 1.2)))
+        room = 700 * (per_token if spec is None else int(per_token * 1.2))
+        llm = make_llm(spec, kv_cache_bytes=room, max_model_len=600)
         outputs = llm.generate(chosen, params)
         assert [output.outputs[0].token_ids for output in outputs] == reference
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -185,7 +186,8 @@ def test_preemption_of_trees_with_several_answers_and_prompt_logprobs(
         for number in range(len(chosen))
     ]
     per_token = plain.engine.model.kv_bytes_per_token
-    llm = make_llm(TREE, kv_cache_bytes=int(330 * 1.2) * per_token, max_num_batched_tokens=rows)
+    room = int(330 * 1.2) * per_token
+    llm = make_llm(TREE, kv_cache_bytes=room, max_model_len=256, max_num_batched_tokens=rows)
     outputs = llm.generate(chosen, params)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0

@@ -30,7 +30,7 @@ def chat_prompt(plain: LLM) -> list[int]:
 @pytest.fixture(scope="session")
 def drafting() -> LLM:
     """The engine behind the servers. Nothing may be left in it."""
-    return LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    return LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def client(make_app: MakeApp) -> Iterator[TestClient]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[TestClient]:
     """A server with an engine of its own, for tests that leave it as it was."""
-    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
     engine = AsyncEngine(engine=llm.engine, stream_interval_s=ServeConfig().stream_interval_s)
     with TestClient(create_app(engine, ServeConfig(), MODEL)) as client:
         yield client

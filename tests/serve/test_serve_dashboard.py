@@ -309,7 +309,7 @@ def test_a_stopped_engine_still_shows_what_was(make_app: MakeApp) -> None:
 
 @pytest.mark.parametrize("tree", [{}, {"tree_top_k": 3}], ids=["chain", "tree"])
 def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
-    llm = LLM(speculative_config={**DRAFT, **tree}, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    llm = LLM(speculative_config={**DRAFT, **tree}, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
     history = History(lambda sequence: sequence.task or "none")
     llm.engine.on_step, llm.engine.on_observe = history.on_step, history.on_observe
     prompts = [prompt["messages"][:1] for prompt in sample_prompts()[:14]]

@@ -20,7 +20,7 @@ KEY = "test-key"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20)
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20)
     config = ServeConfig(api_key=[KEY], per_request_metrics=True)
     with running(create_app(AsyncEngine(engine=llm.engine), config, MODEL)) as (address, _):
         yield f"{address}/v1"

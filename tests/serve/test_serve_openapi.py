@@ -38,7 +38,7 @@ UNTRUE = "positive_data_acceptance"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
     config = ServeConfig(api_key=[KEY], max_output_tokens=16)
     with running(create_app(AsyncEngine(engine=llm.engine), config, MODEL)) as (address, _):
         yield address

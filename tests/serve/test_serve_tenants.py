@@ -94,7 +94,7 @@ def test_the_dashboard_shows_a_key_its_own_tasks_and_answers(make_app: MakeApp) 
 
 def test_equal_tasks_of_two_keys_are_learned_apart_and_shown_once() -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "probe_share": 0.02}
-    llm = LLM(speculative_config=speculation, kv_cache_bytes=32 * 2**20, max_num_seqs=2)
+    llm = LLM(speculative_config=speculation, kv_cache_bytes=40 * 2**20, max_num_seqs=2)
     app = create_app(AsyncEngine(engine=llm.engine), ServeConfig(api_key=KEYS, task_labels=["sql"]), "pair")
     service: Service = app.state.service
     with TestClient(app) as client:

@@ -28,7 +28,7 @@ NUM_TOKENS = 12
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
 def test_its_benchmark_counts_what_was_asked(backend: str, endpoint: str, tmp_path: Path) -> None:
-    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=32 * 2**20, max_num_seqs=4)
+    llm = LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
     with running(create_app(AsyncEngine(engine=llm.engine), ServeConfig(), MODEL)) as (url, _):
         command = [
             *(str(COMMAND), "bench", "serve", "--backend", backend, "--base-url", url),

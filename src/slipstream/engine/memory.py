@@ -54,7 +54,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes` or by a fraction of what is free, and by what can ever be used.
 
-    Raises `CapacityError` when not even a short request would fit.
+    Raises `CapacityError` when not even a short request would fit, and where nobody has set `max_model_len` and the
+    drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Of a
+    fraction of what happens to be free that is only warned of.
     """
     max_model_len = config.max_model_len or model.context_length
     if max_model_len > model.context_length:
@@ -63,21 +65,38 @@ def plan_memory(
         )
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     allowed = config.kv_cache_bytes or int(available_bytes(model.device) * config.kv_memory_fraction)
-    margin = max_draft_tokens + CHUNK  # draft nodes, and the rounding of segments
-    useful = config.max_num_seqs * (max_model_len + margin)
+    useful = config.max_num_seqs * (
+        max_model_len + max_draft_tokens + CHUNK
+    )  # segments are rounded to chunks
     num_slots = min(useful, allowed // per_token)
-    longest = num_slots - margin
-    needed = config.max_model_len or CHUNK
-    if longest < min(needed, max_model_len):
+    longest = min(num_slots - CHUNK, max_model_len)  # where there is no more room, drafts are given up
+    alone = min(allowed // model.kv_bytes_per_token - CHUNK, max_model_len)
+    needed = min(config.max_model_len or CHUNK, max_model_len)
+    if longest < needed:
+        limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
             f"{format_bytes(allowed)} hold the keys and values of {allowed // per_token} tokens, too few for a request "
-            f"of {needed}; set kv_cache_bytes to at least {math.ceil((needed + margin) * per_token / 2**20)} MiB"
+            f"of {needed}; set {limit}kv_cache_bytes to at least {_mebibytes(needed, per_token)} MiB"
         )
-    if longest < max_model_len:
+    if longest < alone:
+        what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
+        advice = f"set max_model_len to {longest} or less, with and without it"
+        if config.kv_cache_bytes:
+            raise CapacityError(
+                f"{what}, so texts would end earlier with it; {advice}, or kv_cache_bytes to at least "
+                f"{_mebibytes(max_model_len, per_token)} MiB"
+            )
+        logger.warning("%s; for texts that end alike %s", what, advice)
+    elif longest < max_model_len:
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
         )
-    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, min(max_model_len, longest))
+    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest)
+
+
+def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
+    """What a request of so many tokens needs."""
+    return math.ceil((num_tokens + CHUNK) * bytes_per_token / 2**20)
 
 
 def available_bytes(device: torch.device) -> int:
