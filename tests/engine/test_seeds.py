@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import pytest
 from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
@@ -54,3 +56,26 @@ def test_a_requests_own_seed_is_kept_and_costs_nobody_theirs(make_llm: MakeLLM) 
     before = drawn(first, 2)
     assert first.generate([5], own)[0].outputs[0].seed == 11
     assert before + drawn(first, 2) == drawn(second, 4)
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection", "block"])
+def test_an_answer_says_whether_its_seed_gives_it_again(verifier: str, make_llm: MakeLLM) -> None:
+    """Under the classical verifiers the coins hang on how steps were cut: no seed repeats what was sampled there."""
+    prompt = list(range(5, 40))
+    drafted = make_llm({"method": "ngram", "verifier": verifier})
+    plain = make_llm({"method": "off", "verifier": verifier})
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    sampled = SamplingParams(temperature=1.2, max_tokens=16, n=2)
+    [first] = drafted.generate(prompt, sampled)
+    assert [answer.reproducible for answer in first.outputs] == [verifier == "coupled"] * 2
+    assert first.metrics.reproducible is (verifier == "coupled")
+    for llm, params in ((drafted, greedy), (plain, greedy), (plain, sampled)):
+        [output] = llm.generate(prompt, params)
+        for answer in output.outputs:
+            assert answer.reproducible
+            wanted = replace(params, n=1, seed=answer.seed)
+            others = [[5]] * 3  # in other company
+            again = llm.generate([*others, prompt], wanted)[-1].outputs[0]
+            assert again.token_ids == answer.token_ids
+    [undrafted] = drafted.generate(prompt, sampled, max_draft_tokens=0)
+    assert undrafted.outputs[0].reproducible

@@ -68,6 +68,24 @@ def test_the_seed_that_was_drawn_gives_the_answer_again(client: TestClient) -> N
     assert client.post("/v1/completions", json=body).headers["x-slipstream-seed"] != str(seed)
 
 
+def test_no_seed_is_named_where_none_gives_the_answer_again(
+    make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled, and drafted for under a verifier that is not reproducible."""
+    monkeypatch.setattr(type(drafting.engine.verifier), "reproducible", False)
+    body = {"prompt": "SELECT name FROM", "max_tokens": 4, "temperature": 1}
+    with TestClient(make_app(per_request_metrics=True)) as client:
+        cases = {
+            "sampled": body,
+            "greedy": {**body, "temperature": 0},
+            "not drafted for": {**body, "speculation": {"enabled": False}},
+        }
+        for name, case in cases.items():
+            answer = client.post("/v1/completions", json=case)
+            assert answer.json()["metrics"]["reproducible"] is (name != "sampled")
+            assert ("x-slipstream-seed" in answer.headers) is (name != "sampled")
+
+
 def test_prompts_draw_seeds_of_their_own(make_app: MakeApp) -> None:
     body = {"prompt": [QUESTION] * 3, "max_tokens": 20, "temperature": 1.5, "ignore_eos": True}
     with TestClient(make_app(per_request_metrics=True)) as client:

@@ -40,6 +40,7 @@ def summarise(outputs: Seq[RequestOutput], wall_s: float) -> dict[str, Any]:
         "verify_s": statistics.mean(m.verify_s for m in answers),
         "other_s": statistics.mean(m.queue_s + m.other_s for m in answers),
         "seeds": [m.seed for m in answers],
+        "reproducible": counts.reproducible,
     }
 
 
@@ -66,8 +67,11 @@ def print_summary(console: Console, summary: dict[str, Any], speculation: str, t
         ("speed", f"{summary['tokens_per_s']:.1f} tokens/s, {timed}"),
         ("first token", f"{1000 * summary['time_to_first_token_s']:.0f} ms"),
         ("time", parts + mean),
-        ("seed", ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")),
     ]
+    if summary["reproducible"]:
+        rows.append(("seed", ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")))
+    else:
+        rows.append(("seed", "none gives these answers again: they were sampled under rejection or block"))
     print_rows(console, rows)
 
 

@@ -80,7 +80,7 @@ class Fit:
 class Drafter(ABC):
     """Guesses ahead for many sequences at once.
 
-    The engine calls `propose` once a step for the sequences that decode, then `observe` when their verdicts have
+    In a step the engine calls `propose` for the sequences that decode, then `observe` when their verdicts have
     been committed to `sequence.token_ids`, and `release` once for each sequence that has finished, was aborted or
     was preempted (it may come back later under the same id). A drafter keeps whatever state it needs by
     `sequence.id`; a sequence that it has not seen before may already be long. Nothing that a drafter proposes can
@@ -132,8 +132,9 @@ class Drafter(ABC):
         the prompt too does well to begin.
 
         Must not change the sequences (drafters that are not Slipstream's own get copies of them), and may be called
-        twice in a step: if it raises for a batch, the engine asks again for each sequence alone, and retires it for
-        those for which it raises again.
+        several times in a step: if it raises for a batch, the engine asks again for each sequence alone, and retires it
+        for those for which it raises again; `auto` asks for some of the sequences at a time; and a `cascade` asks its
+        inner drafter before each of its passes. What is proposed need not be checked: other tokens may be.
         """
 
     def kinds_made(self) -> frozenset[ProposalKind]:

@@ -179,6 +179,11 @@ class Engine:
             return [self.speculative.method]
         return list(dict.fromkeys([*self.drafter.names, *self.drafter.methods]))
 
+    def reproduces(self, params: SamplingParams, max_draft_tokens: int | None = None) -> bool:
+        """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
+        undrafted = max_draft_tokens == 0 or self.drafter.max_nodes() == 0
+        return self.verifier.reproducible or params.greedy or undrafted
+
     def control_report(self) -> ControlReport:
         """What is known of speculation's worth on this engine's traffic; call it between two steps."""
         return self.drafting.report()
@@ -233,6 +238,7 @@ class Engine:
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
             sequence.draft_method = draft_method
+            sequence.metrics.reproducible = self.reproduces(params, max_draft_tokens)
             if self.drafter.remembers() or self.drafting.controller is not None:
                 # What is drafted may hang on what coins of this seed decided for an earlier request.
                 sequence.nonce = next(self._nonces)

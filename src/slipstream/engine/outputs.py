@@ -22,9 +22,14 @@ class CompletionOutput:
     stop_reason: int | str | None
     """The stop token id or stop string that ended the answer; None at the model's own end token."""
     seed: int
-    """With this seed and n = 1 the same answer comes again."""
+    """With this seed and n = 1 the same answer comes again, if it is `reproducible`."""
     logprobs: list[TokenLogprob] | None
     metrics: RequestMetrics
+
+    @property
+    def reproducible(self) -> bool:
+        """False for what was sampled and drafted for under `rejection` or `block`: there no seed repeats an answer."""
+        return self.metrics.reproducible
 
 
 @dataclass(frozen=True, slots=True)

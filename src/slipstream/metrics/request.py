@@ -41,6 +41,8 @@ class RequestMetrics:
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
     seed: int = 0
+    reproducible: bool = True
+    """Whether the seed gives the same answer again."""
 
     def record_step(
         self, proposed_depth: int, num_proposed: int, path_proposed: int, num_accepted: int
@@ -74,6 +76,8 @@ class RequestMetrics:
             values = [getattr(part, field_.name) for part in parts]
             if field_.name in ("num_prompt_tokens", "num_cached_tokens", "seed"):
                 setattr(merged, field_.name, values[0])
+            elif isinstance(values[0], bool):
+                setattr(merged, field_.name, all(values))
             elif field_.name.endswith("_s"):
                 setattr(merged, field_.name, getattr(slowest, field_.name))
             elif isinstance(values[0], list):

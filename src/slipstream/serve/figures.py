@@ -31,6 +31,7 @@ def request_metrics(outputs: Seq[RequestOutput], num_speculative_tokens: int | N
         "num_target_passes": merged.num_steps,
         "num_preemptions": merged.num_preemptions,
         "seeds": [answer.seed for output in outputs for answer in output.outputs],
+        "reproducible": merged.reproducible,
         "queue_s": merged.queue_s,
         "draft_s": merged.draft_s,
         "verify_s": merged.verify_s,

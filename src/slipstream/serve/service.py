@@ -35,6 +35,7 @@ class Service:
         self.model_root = inner.config.model
         self.method = inner.speculative.method
         self.methods = inner.draft_methods
+        self.reproduces = inner.reproduces
         self.num_speculative_tokens: int | None = getattr(
             inner.drafter.options, "num_speculative_tokens", None
         )

@@ -78,7 +78,10 @@ class Reply(Response):
         with self._service.admission.admit(self._num_answers):
             async with self._service.until(deadline_s):
                 answer = scope[ANSWER] = await self._prepare()
-            extra = {SEED_HEADER: ", ".join(map(str, dict.fromkeys(answer.job.seeds)))}
+            job = answer.job
+            extra: dict[str, str] = {}
+            if self._service.reproduces(job.params, job.max_draft_tokens):
+                extra[SEED_HEADER] = ", ".join(map(str, dict.fromkeys(job.seeds)))
             if ignored := scope[FACTS].get(IGNORED_FACT):
                 extra[IGNORED_HEADER] = ", ".join(ignored)
             if answer.job.stream:

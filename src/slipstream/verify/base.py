@@ -35,6 +35,9 @@ class Verifier(ABC):
     kinds: ClassVar[frozenset[ProposalKind]]
     """The proposal kinds for which the verdicts follow the target's distribution exactly."""
 
+    reproducible: ClassVar[bool] = False
+    """True where a seed gives the same text whatever was drafted. Elsewhere the text depends on how steps were cut, and
+    so on the load, on what fits, and on what a drafter has learned or a controller measured."""
     needs_distributions: ClassVar[bool] = True
     """False when only the argmax of a greedy row is looked at."""
 

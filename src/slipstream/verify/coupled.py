@@ -20,6 +20,7 @@ class CoupledVerifier(Verifier):
 
     name: ClassVar[str] = "coupled"
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset(ProposalKind)
+    reproducible: ClassVar[bool] = True
     needs_distributions: ClassVar[bool] = False
 
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
