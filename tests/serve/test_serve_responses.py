@@ -395,7 +395,7 @@ FORM = {"type": "json_schema", "name": "s"}
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "tokens"),
         ({"input": "a " * 5000}, "input", "tokens"),
-        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"temperature": -1}, "temperature", "temperature must be"),
         ({"metadata": {"a": 1}}, "metadata.a", "string"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "stream"),
         ({"max_output_token": 5}, "max_output_token", "did you mean max_output_tokens"),

@@ -14,6 +14,7 @@ import typer
 
 from slipstream.cli.console import Painter, notes
 from slipstream.cli.flags import Values, with_flags
+from slipstream.cli.lines import typed_lines
 from slipstream.cli.options import (
     ENGINE,
     SAMPLING,
@@ -42,6 +43,12 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="The system message that every conversation begins with.")
     ] = None,
+    history: Annotated[
+        bool,
+        typer.Option(
+            help="Keep what is typed on a terminal for the arrow keys of later chats, in the cache folder."
+        ),
+    ] = True,
     *,
     speculation: Values,
     sampling: Values,
@@ -49,7 +56,8 @@ def chat(
 ) -> None:
     """Talk with a model. The keys and values of the conversation so far are reused, not computed again.
 
-    Reads a message a line. /exit leaves, /reset forgets the conversation, /stats sums up.
+    Reads a message a line; on a terminal it can be edited, and the arrow keys bring back earlier ones. /exit leaves,
+    /reset forgets the conversation, /stats sums up.
     """
     params = SamplingParams.from_mapping(sampling)
     if params.n > 1:
@@ -64,7 +72,7 @@ def chat(
     if sys.stdin.isatty():
         Painter().legend()
         console.print(HELP)
-    for line in _lines():
+    for line in typed_lines(history):
         if line == "/exit":
             break
         if line == "/reset":
@@ -143,17 +151,6 @@ class Conversation:
         except BaseException:
             engine.abort(name)
             raise
-
-
-def _lines() -> Iterator[str]:
-    """Messages from standard input, with a prompt sign on a terminal."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        yield line.strip()
 
 
 @contextmanager
