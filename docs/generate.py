@@ -97,8 +97,8 @@ One object:
   log-probability; null where not asked for
 - `metrics`: counts and times of the answer, and what follows from them: `acceptance_rate`, `conditional_acceptance`,
   `acceptance_length`, `tokens_per_s`
-- `summary`: counts of all answers together, rates of the sums, `tokens_per_s` over `wall_s`, `seeds`, `reproducible` (whether they give the
-  answers again)
+- `summary`: counts of all answers together, rates of the sums, `tokens_per_s` over `wall_s`, `seeds`, and
+  `reproducible`, whether they give the answers again
 - `comparison`: null without `--compare`; else `ratio_median`, `ratio_quartiles`, `ratio_interval` (95 % of the
   median; null below six pairs), `conclusion`, `ratio_min`, `ratio_max`,
   `tokens_per_s_off`, `tokens_per_s_on`, `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`,
