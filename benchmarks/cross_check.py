@@ -1,6 +1,6 @@
 """Drafts made here, run by vLLM: is the text the same, and does it accept as much of them as we do?
 
-    python benchmarks/cross_check.py --vllm VENV/bin/python --trained OUT
+    python -m benchmarks.cross_check --vllm VENV/bin/python --trained OUT
 
 `OUT` holds what `python -m recipes.drafters` trained. Greedy chains, the same prompt tokens and lengths. The acceptance
 length is vLLM's own, 1 + accepted / drafts, counted the same way on both sides: over steps that drafted. Texts may part
@@ -14,11 +14,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.bench.provenance import provenance
@@ -45,12 +47,13 @@ def main() -> None:
     prompts = [encode_chat(plain.engine.tokenizer, row["messages"]) for row in sample_prompts()]
     prompts = prompts[: options.prompts]
     rows = []
+    kept = Kept(RESULT, vars(options))
     with tempfile.TemporaryDirectory() as scratch:
         for name, ours, theirs in drafts(options.trained, plain.engine.model, Path(scratch)):
-            rows.append(compare(name, ours, theirs, plain, prompts, options))
+            rows.append(kept.cell(name, partial(compare, name, ours, theirs, plain, prompts, options)))
             print(json.dumps(rows[-1]), flush=True)
     result = {"provenance": provenance(), "prompts": options.prompts, "max_tokens": options.max_tokens}
-    RESULT.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    kept.finish({**result, "rows": rows})
 
 
 def drafts(

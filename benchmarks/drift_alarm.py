@@ -13,14 +13,15 @@ not promise to bear.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.bench.provenance import provenance
@@ -43,10 +44,22 @@ def main() -> None:
     num_falls, num_streams = (20, 2) if quick else (200, 20)
     torch.set_num_threads(1)
     origin = provenance()
-    rng = np.random.default_rng(7)
-    kinds = [kind for task in measured_tasks() for kind in (task, task | {"rho": WIDE_RHO, "wide": True})]
-    falls = [fall_delays(kind, seen, num_falls, rng) for kind in kinds for seen in REFERENCE_SIZES]
-    steady = [false_alarms(kind, num_streams, rng, topics) for kind in kinds for topics in (False, True)]
+    kept = Kept(RESULT.with_name("drift_alarm_quick.json") if quick else RESULT, {})
+    tasks = [
+        {"task": task, "wide": False, **fit(np.array(pairs))}
+        for task, pairs in kept.cell("acceptance of the embedded pair", measured_tasks).items()
+    ]
+    kinds = [kind for task in tasks for kind in (task, task | {"rho": WIDE_RHO, "wide": True})]
+    falls, steady = [], []
+    for number, kind in enumerate(kinds):
+        name = f"{kind['task']}, ρ {kind['rho']:.2f}{', wide' if kind['wide'] else ''}"
+        for seen in REFERENCE_SIZES:  # a generator of its own for each: cells do not depend on those before
+            rng = np.random.default_rng([7, number, seen])
+            falls.append(kept.cell(f"{name}, after {seen}", partial(fall_delays, kind, seen, num_falls, rng)))
+        for topics in (False, True):
+            rng = np.random.default_rng([8, number, topics])
+            cell = partial(false_alarms, kind, num_streams, rng, topics)
+            steady.append(kept.cell(f"{name}, steady{', topics' if topics else ''}", cell))
     result = {
         "provenance": origin,
         "stated_rate": FALSE_ALARM_RATE,
@@ -55,8 +68,10 @@ def main() -> None:
         "delays": falls,
         "steady": steady,
     }
-    if not quick:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    if quick:
+        kept.partial.unlink(missing_ok=True)
+    else:
+        kept.finish(result)
     for row in falls:
         print(
             f"{row['task']:9} ρ {row['rho']:.2f} after {row['seen']:3}: α falls by {FALL}, alarm after "
@@ -71,8 +86,8 @@ def main() -> None:
         )
 
 
-def measured_tasks() -> list[dict[str, Any]]:
-    """Mean, ρ and numbers of checked positions of each task's requests, from the embedded pair."""
+def measured_tasks() -> dict[str, list[tuple[int, int]]]:
+    """By task, accepted and checked positions of each request, from the embedded pair."""
     llm = LLM(speculative_config={"method": "draft_model", "model": EMBEDDED_DRAFT}, max_num_seqs=8)
     prompts = sample_prompts()
     conversations = []
@@ -87,7 +102,7 @@ def measured_tasks() -> list[dict[str, Any]]:
         metrics = output.metrics
         if metrics.reached_per_position:
             pairs[prompt["task"]].append((metrics.num_accepted_tokens, sum(metrics.reached_per_position)))
-    return [{"task": task, "wide": False, **fit(np.array(seen))} for task, seen in pairs.items()]
+    return dict(pairs)
 
 
 def fit(pairs: np.ndarray) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What int8 weights cost in quality: perplexity on held-out text, beside float32's.
 
-    python benchmarks/quantization.py [MODEL ...]
+    python -m benchmarks.quantization [MODEL ...]
 
 Text: the messages of the bundled held-out prompts, as the chat template writes them, each as one sequence.
 """
@@ -8,13 +8,14 @@ Text: the messages of the bundled held-out prompts, as the chat template writes 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.bench.provenance import provenance
 from slipstream.engine.inputs import encode_chat
@@ -32,8 +33,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="checkpoint folders; the embedded target unless given")
     parser.add_argument("--prompts", type=int, default=350)
     options = parser.parse_args()
-    rows = [compare(path, options.prompts) for path in options.models or [EMBEDDED_TARGET]]
-    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    kept = Kept(RESULT, {"prompts": options.prompts})
+    paths = options.models or [EMBEDDED_TARGET]
+    rows = [kept.cell(path, partial(compare, path, options.prompts)) for path in paths]
+    kept.finish({"provenance": provenance(), "rows": rows})
     for row in rows:
         print(
             f"{row['model']}: perplexity {row['perplexity']['float32']:.4f} -> {row['perplexity']['int8']:.4f}, "
@@ -67,7 +70,9 @@ def score(lm: CausalLM, texts: list[list[int]]) -> tuple[float, torch.Tensor]:
     """Negative log-likelihood in nats, summed over all tokens but the first of each text; and every row's argmax."""
     pool = KVPool(lm.shapes, max(len(text) for text in texts), lm.dtype, lm.device)
     total, choices = 0.0, []
-    for text in texts:
+    for number, text in enumerate(texts):
+        if number % 50 == 0:
+            say(f"  text {number} of {len(texts)}")
         logits = lm.forward([RowGroup(0, 0, text, range(len(text) - 1))], pool).logits  # [n - 1, vocab]
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum")
         total += float(loss)

@@ -1,7 +1,7 @@
 """Answers under JSON schemas: all valid, and the same with speculation as without.
 
-    python benchmarks/schemas.py                  # 500 schemas
-    python benchmarks/schemas.py --schemas 20     # a quick look
+    python -m benchmarks.schemas                  # 500 schemas
+    python -m benchmarks.schemas --schemas 20     # a quick look
 
 On the embedded pair, each schema once at temperature 0 and once at 1, speculation off, by suffixes and by the draft
 model. The judge of validity is the package `jsonschema`, which has nothing in common with llguidance. Schemas are
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 
+from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.bench.provenance import provenance
@@ -59,6 +61,7 @@ def main() -> None:
         for number in range(len(schemas))
     ]
     cells: list[dict[str, Any]] = []
+    kept = Kept(RESULT, vars(options))
     for temperature in TEMPERATURES:
         params = [
             SamplingParams(
@@ -71,12 +74,13 @@ def main() -> None:
         ]
         own: list[list[int]] = []
         for name, speculation in SPECULATION.items():
-            llm = off if speculation is None else LLM(speculative_config=speculation, max_num_seqs=16)
-            outputs = llm.generate(prompts, params)
-            own = own or [output.outputs[0].token_ids for output in outputs]
-            cell = {"speculation": name, "temperature": temperature, **judged(schemas, outputs, own)}
-            cells.append(cell)
-            print(json.dumps(cell))
+            answered = kept.cell(
+                f"{name}, temperature {temperature}",
+                partial(answer, speculation, off, prompts, params, schemas, own),
+            )
+            own = own or answered["token_ids"]
+            cells.append({"speculation": name, "temperature": temperature, **answered["judged"]})
+            print(json.dumps(cells[-1]), flush=True)
     result = {
         "provenance": provenance(),
         "num_schemas": len(schemas),
@@ -89,7 +93,22 @@ def main() -> None:
         },
         "results": cells,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    kept.finish(result)
+
+
+def answer(
+    speculation: dict[str, Any] | None,
+    off: LLM,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    schemas: list[dict[str, Any]],
+    own: list[list[int]],
+) -> dict[str, Any]:
+    """The judgement of all answers; and their tokens, where they are speculation off's own."""
+    llm = off if speculation is None else LLM(speculative_config=speculation, max_num_seqs=16)
+    outputs = llm.generate(prompts, params)
+    token_ids = [] if own else [output.outputs[0].token_ids for output in outputs]
+    return {"judged": judged(schemas, outputs, own or token_ids), "token_ids": token_ids}
 
 
 def judged(

@@ -1,6 +1,6 @@
 """What a decoding step costs beside its linear layers: one request, no speculation, median of many steps.
 
-    python benchmarks/step_cost.py [MODEL ...] --threads 2
+    python -m benchmarks.step_cost [MODEL ...] --threads 2
 
 Steps of the engine and runs through the same packed weights alone take turns. *Outside* is the difference: attention,
 norms, rotary, sampling, scheduling and text together, so it bounds what is outside linears and attention from above.
@@ -11,14 +11,15 @@ the step less the pass too.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.bench.provenance import provenance
@@ -38,8 +39,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     models = [EMBEDDED_TARGET, *options.models]
-    rows = [measure(model, quantization) for model in models for quantization in (None, "int8")]
-    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    kept = Kept(RESULT, {"threads": options.threads})
+    rows = [
+        kept.cell(f"{model}, {quantization}", partial(measure, model, quantization))
+        for model in models
+        for quantization in (None, "int8")
+    ]
+    kept.finish({"provenance": provenance(), "rows": rows})
     for row in rows:
         print(
             f"{row['model']} {row['quantization'] or 'float32'}: step {row['step_ms']:.3f} ms, of it the pass "

@@ -1,7 +1,7 @@
 """What a tree gains over a chain of as many nodes, and what shared noise gains over rejection among siblings.
 
-    python benchmarks/trees.py                # 7 tasks x 50 held-out prompts
-    python benchmarks/trees.py --prompts 5    # a quick look
+    python -m benchmarks.trees                # 7 tasks x 50 held-out prompts
+    python -m benchmarks.trees --prompts 5    # a quick look
 
 Both on the embedded pair, and nothing is timed, so the machine may be busy. `shapes` compares τ of a chain, a dynamic
 tree and Sequoia's fixed tree with the same number of nodes; the fixed one is planned from ranks that were measured on
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import Kept, say
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.bench.provenance import provenance
@@ -53,42 +54,74 @@ def main() -> None:
         by_task.setdefault(row["task"], []).append(encode_chat(off.engine.tokenizer, row["messages"]))
     by_task = {task: prompts[: options.prompts] for task, prompts in sorted(by_task.items())}
 
-    shapes: list[dict[str, Any]] = []
+    kept = Kept(RESULT, vars(options))
     ranks: list[dict[str, Any]] = []
+    shapes: list[dict[str, Any]] = []
     for temperature in TEMPERATURES:
-        sample = [prompt for prompts in by_task.values() for prompt in prompts[: options.rank_prompts]]
-        params = sampling(temperature, len(sample), options.max_tokens, OTHER_SEEDS)
-        counts = measure_rank_acceptance(off, SpeculativeConfig.from_mapping(DRAFT), sample, params)
-        plan = best_tree(counts.rates(), NUM_NODES, MAX_DEPTH)
-        ranks.append(
+        cell = kept.cell(
+            f"shapes, temperature {temperature}", partial(measure_shapes, off, by_task, options, temperature)
+        )
+        ranks.append(cell["ranks"])
+        shapes += cell["shapes"]
+    siblings = kept.cell("siblings", partial(measure_siblings, by_task, options.max_tokens))
+    result = {
+        "provenance": provenance(),
+        "prompts_a_task": options.prompts,
+        "max_tokens": options.max_tokens,
+        "num_draft_nodes": NUM_NODES,
+        "chain": CHAIN,
+        "dynamic": DYNAMIC,
+        "siblings_tree": STAR,
+        "siblings_temperature": 0.8,
+        "ranks": ranks,
+        "shapes": shapes,
+        "siblings": siblings,
+    }
+    kept.finish(result)
+    print(json.dumps({"shapes": shapes, "siblings": siblings}, indent=1))
+
+
+def measure_shapes(
+    off: LLM, by_task: dict[str, list[list[int]]], options: argparse.Namespace, temperature: float
+) -> dict[str, Any]:
+    """What was measured of ranks, and τ of the shapes that have as many nodes, by task."""
+    sample = [prompt for prompts in by_task.values() for prompt in prompts[: options.rank_prompts]]
+    params = sampling(temperature, len(sample), options.max_tokens, OTHER_SEEDS)
+    counts = measure_rank_acceptance(off, SpeculativeConfig.from_mapping(DRAFT), sample, params)
+    plan = best_tree(counts.rates(), NUM_NODES, MAX_DEPTH)
+    sequoia = {"tree_choices": plan.tree_choices}
+    measured = {
+        "chain": measure({**DRAFT, **CHAIN}, by_task, options.max_tokens, temperature),
+        "dynamic": measure({**DRAFT, **DYNAMIC}, by_task, options.max_tokens, temperature),
+        "sequoia": measure({**DRAFT, **sequoia}, by_task, options.max_tokens, temperature),
+    }
+    shapes: list[dict[str, Any]] = []
+    for task in [*by_task, "all"]:
+        tau = {name: pooled(cells, task).acceptance_length for name, cells in measured.items()}
+        shapes.append(
             {
                 "temperature": temperature,
-                "num_prompts": len(sample),
-                "reached": counts.reached,
-                "accepted": counts.accepted,
-                "tree_choices": plan.tree_choices,
-                "predicted_tau": round(plan.acceptance_length, 4),
+                "task": task,
+                "tau": {name: round(value, 4) for name, value in tau.items()},
+                "dynamic_over_chain": round(tau["dynamic"] / tau["chain"], 4),
+                "sequoia_over_chain": round(tau["sequoia"] / tau["chain"], 4),
             }
         )
-        sequoia = {"tree_choices": plan.tree_choices}
-        measured = {
-            "chain": measure({**DRAFT, **CHAIN}, by_task, options.max_tokens, temperature),
-            "dynamic": measure({**DRAFT, **DYNAMIC}, by_task, options.max_tokens, temperature),
-            "sequoia": measure({**DRAFT, **sequoia}, by_task, options.max_tokens, temperature),
-        }
-        for task in [*by_task, "all"]:
-            tau = {name: pooled(cells, task).acceptance_length for name, cells in measured.items()}
-            shapes.append(
-                {
-                    "temperature": temperature,
-                    "task": task,
-                    "tau": {name: round(value, 4) for name, value in tau.items()},
-                    "dynamic_over_chain": round(tau["dynamic"] / tau["chain"], 4),
-                    "sequoia_over_chain": round(tau["sequoia"] / tau["chain"], 4),
-                }
-            )
+    ranks = {
+        "temperature": temperature,
+        "num_prompts": len(sample),
+        "reached": counts.reached,
+        "accepted": counts.accepted,
+        "tree_choices": plan.tree_choices,
+        "predicted_tau": round(plan.acceptance_length, 4),
+    }
+    return {"ranks": ranks, "shapes": shapes}
+
+
+def measure_siblings(by_task: dict[str, list[list[int]]], max_tokens: int) -> list[dict[str, Any]]:
+    """How often one of four siblings is accepted, by task and verifier."""
     measured = {
-        verifier: measure({**DRAFT, **STAR, "verifier": verifier}, by_task, options.max_tokens, 0.8)
+        verifier: measure({**DRAFT, **STAR, "verifier": verifier}, by_task, max_tokens, 0.8)
         for verifier in ("coupled", "rejection")
     }
     siblings: list[dict[str, Any]] = []
@@ -105,21 +138,7 @@ def main() -> None:
                 "coupled_over_rejection": round(rate["coupled"] / rate["rejection"], 4),
             }
         )
-    result = {
-        "provenance": provenance(),
-        "prompts_a_task": options.prompts,
-        "max_tokens": options.max_tokens,
-        "num_draft_nodes": NUM_NODES,
-        "chain": CHAIN,
-        "dynamic": DYNAMIC,
-        "siblings_tree": STAR,
-        "siblings_temperature": 0.8,
-        "ranks": ranks,
-        "shapes": shapes,
-        "siblings": siblings,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({"shapes": shapes, "siblings": siblings}, indent=1))
+    return siblings
 
 
 def sampling(temperature: float, num: int, max_tokens: int, first_seed: int = 0) -> list[SamplingParams]:
@@ -141,7 +160,7 @@ def measure(
         outputs = llm.generate(prompts, sampling(temperature, len(prompts), max_tokens))
         found[task] = RequestMetrics.merged([output.metrics for output in outputs])
     shown = {key: value for key, value in spec.items() if key not in ("method", "model")}
-    print(f"{shown} T={temperature}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    say(f"  {shown} T={temperature}: {time.perf_counter() - started:.0f} s")
     return found
 
 

@@ -15,14 +15,15 @@ import argparse
 import json
 import random
 import statistics
-import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.shift import measure_shift
 from benchmarks.control.traffic import SETTINGS, Question, Run, closed_loop, make_engines, questions
+from benchmarks.kept import Kept, say
 from slipstream.bench.provenance import provenance
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
@@ -62,13 +63,8 @@ def main() -> None:
     every = [question for asked in by_task.values() for question in asked]
     rng.shuffle(every)
     result: dict[str, Any] = {"provenance": provenance(), "name": options.name, "settings": names}
-    result["complete"] = False
     result |= {key: getattr(options, key) for key in ("rounds", "requests", "max_tokens", "threads")}
-    path = RESULTS / f"control_{options.name}.json"
-
-    def keep() -> None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
+    kept = Kept(RESULTS / f"control_{options.name}.json", vars(options))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     if "grid" in options.parts:
         tasks = options.tasks.split(",") if options.tasks else [MIXED, *by_task]
@@ -76,22 +72,24 @@ def main() -> None:
         for concurrency in map(int, options.concurrency.split(",")):
             for task in tasks:
                 asked = every if task == MIXED else by_task[task]
-                cell = measure_cell(engines, asked, concurrency, params, options.rounds, options.requests)
+                measure = partial(
+                    measure_cell, engines, asked, concurrency, params, options.rounds, options.requests
+                )
+                cell = kept.cell(f"{task}, {concurrency} at once", measure)
                 result["grid"].append({"task": task, "concurrency": concurrency, **cell})
                 show(result["grid"][-1])
-                keep()
     if "unpaying" in options.parts:
         params_ = SamplingParams(temperature=1.2, max_tokens=options.max_tokens, seed=1)
         pair = {name: engines[name] for name in ("off", "auto")}
-        cell = measure_cell(pair, by_task["creative"], 64, params_, options.rounds, 128)
+        measure = partial(measure_cell, pair, by_task["creative"], 64, params_, options.rounds, 128)
+        cell = kept.cell("traffic that cannot pay", measure)
         result["unpaying"] = {**UNPAYING, **cell}
         show(result["unpaying"])
     if "shift" in options.parts:
-        result["shift"] = measure_shift(options.model, options.threads, by_task)
-        print(json.dumps(result["shift"], indent=1), file=sys.stderr)
-    result["complete"] = True
-    keep()
-    print(f"wrote docs/benchmarks/{path.name}")
+        measure = partial(measure_shift, options.model, options.threads, by_task)
+        result["shift"] = kept.cell("shift", measure)
+        say(json.dumps(result["shift"], indent=1))
+    kept.finish(result)
 
 
 def measure_cell(
@@ -110,6 +108,7 @@ def measure_cell(
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     differ = 0
     for turn in range(WARM_UP + rounds):
+        say(f"  round {turn + 1} of {WARM_UP + rounds}")
         batch = [asked[(turn * number + i) % len(asked)] for i in range(number)]
         order = list(engines)
         order = order[turn % len(order) :] + order[: turn % len(order)]
@@ -162,12 +161,10 @@ def quartiles(values: Seq[float]) -> dict[str, float]:
 def show(cell: dict[str, Any]) -> None:
     over = {name: ratio["median"] for name, ratio in cell["auto_over"].items()}
     best = cell["auto_over_best"]
-    print(
+    say(
         f"{cell['task']:9s} x{cell['concurrency']:<3d} auto/best {best['median']:.3f} "
         f"({best['q1']:.2f} to {best['q3']:.2f}, {cell['best_fixed']})"
-        f"  auto/off {over['off']:.2f}  {over}",
-        file=sys.stderr,
-        flush=True,
+        f"  auto/off {over['off']:.2f}  {over}"
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
+from benchmarks.kept import Kept
 from slipstream.bench.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -53,19 +54,25 @@ def main() -> None:
     if RESULT.exists() and not options.no_page:
         results |= {key: value for key, value in json.loads(RESULT.read_text()).items() if key in results}
     asked = options.parts.split(",")
+    kept = Kept(RESULT, vars(options))
     if "acceptance" in asked:
-        found = acceptance.measure(chosen, options.prompts, options.max_tokens, options.jobs)
-        rows = [row for rows in found for row in rows]
+        left = [entry for entry in chosen if not kept.has(entry.name)]
+        found = acceptance.measure(left, options.prompts, options.max_tokens, options.jobs) if left else ()
+        for entry, rows_of_it in zip(left, found, strict=True):
+            kept.put(entry.name, rows_of_it)
+        rows = [row for entry in chosen for row in kept.get(entry.name)]
         facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
         results["acceptance"] = {"provenance": _provenance(), **facts, "rows": rows}
         results["training"] = training_costs(options.trained)
         results["trained"] = {entry.name: entry.trained for entry in entries if entry.trained}
     if "speed" in asked:
-        results["speed"] = _speeds([entry for entry in chosen if entry.timed], options)
+        timed = [entry for entry in chosen if entry.timed]
+        results["speed"] = kept.cell("speed", lambda: _speeds(timed, options))
     if options.no_page:
         print(page.measured(results))
+        kept.partial.unlink(missing_ok=True)
         return
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    kept.finish(results)
     if "page" in asked:
         before, _, rest = GUIDE.read_text().partition(page.BEGIN)
         GUIDE.write_text(before + page.measured(results) + rest.partition(page.END)[2])

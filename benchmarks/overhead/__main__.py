@@ -12,10 +12,11 @@ Exit code 1 where some text is not the same on both sides.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from functools import partial
 from pathlib import Path
 
+from benchmarks.kept import Kept
 from benchmarks.overhead.rounds import Plan, facts, measure
 from slipstream.bench.provenance import provenance
 
@@ -42,7 +43,8 @@ def main() -> None:
     output: Path = options.pop("output")
     plan = Plan(specs=options.pop("spec").split(","), **options)
     origin = provenance()
-    cells = measure(plan)
+    kept = Kept(output, {**facts(plan), "model": plan.model})
+    cells = [kept.cell(spec, partial(measure, plan, spec)) for spec in plan.specs]
     for cell in cells:
         cell["met"] = cell["overhead"]["median"] <= BAR
         median, interval = cell["overhead"]["median"], cell["overhead"]["interval"]
@@ -52,7 +54,7 @@ def main() -> None:
             f"(together, 95 %: {interval}), CPU µs a token {cell['cpu_us_per_token']}"
         )
     result = {"provenance": origin, "plan": facts(plan), "bar": BAR, "results": cells}
-    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept.finish(result)
     sys.exit(1 if any(cell["texts_that_differ"] for cell in cells) else 0)
 
 

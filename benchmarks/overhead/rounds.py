@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.kept import say
 from slipstream.assets import sample_prompts
 from slipstream.bench.statistics import PairedTimes, speedup_interval
 
@@ -82,13 +83,9 @@ class Worker:
         return cpu_s(self.process.pid)
 
 
-def measure(plan: Plan) -> list[dict[str, Any]]:
-    """One cell a drafter."""
+def measure(plan: Plan, spec: str) -> dict[str, Any]:
+    """The cell of one drafter."""
     rows = sample_prompts()
-    return [_measure_cell(plan, spec, rows) for spec in plan.specs]
-
-
-def _measure_cell(plan: Plan, spec: str, rows: Seq[dict[str, Any]]) -> dict[str, Any]:
     with ExitStack() as stack:
         model = [] if plan.model is None else ["--model", plan.model]
         alone = stack.enter_context(_worker("alone", *model, *_flags(plan, spec)))
@@ -96,6 +93,7 @@ def _measure_cell(plan: Plan, spec: str, rows: Seq[dict[str, Any]]) -> dict[str,
         client = stack.enter_context(_worker("client", str(port)))
         pairs: list[tuple[Side, Side]] = []
         for turn in range(WARM_UP + plan.rounds):
+            say(f"  round {turn + 1} of {WARM_UP + plan.rounds}")
             asked = {"streams": plan.streams, "bodies": _bodies(plan, rows, turn)}
             if turn % 2:
                 served = _serve_round(client, server_pid, asked)

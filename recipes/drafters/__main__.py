@@ -4,7 +4,7 @@
     python -m recipes.drafters --data DATA/train.jsonl --out OUT --minutes 1 --num-prompts 200   # does it run at all?
 
 Each step is one `slipstream train` command, printed before it runs. A stopped run goes on where it was; what is done is
-not done again. What comes out is measured by `python benchmarks/drafters.py --trained OUT`.
+not done again. What comes out is measured by `python -m benchmarks.drafters --trained OUT`.
 """
 
 from __future__ import annotations

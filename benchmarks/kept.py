@@ -1,0 +1,76 @@
+"""Cells of a long measurement: each is said on standard error, kept on disk as it ends, and not measured again.
+
+A run that is stopped leaves `NAME.partial.json` beside its result. The same command goes on from it, with the same
+options and code; any others begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.provenance import commit
+
+
+class Kept:
+    """The cells of one result file."""
+
+    def __init__(self, result: Path, settings: Mapping[str, Any]) -> None:
+        """`settings` are all that the cells depend on; they must be plain values."""
+        self.result = result
+        self.partial = result.with_suffix(".partial.json")
+        self._settings = json.loads(json.dumps({**settings, "commit": commit()}, default=str))
+        self._cells: dict[str, Any] = {}
+        if self.partial.exists():
+            before = json.loads(self.partial.read_text())
+            if before["settings"] == self._settings:
+                self._cells = before["cells"]
+                say(f"goes on from {len(self._cells)} cells in {self.partial.name}")
+
+    def cell(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` returns, as JSON gives it back; or what it returned before the run was stopped."""
+        if name in self._cells:
+            say(f"{name}: kept")
+            return self._cells[name]
+        say(f"{name} …")
+        started_s = time.monotonic()
+        value = self.put(name, measure())
+        say(f"{name}: {time.monotonic() - started_s:.0f} s")
+        return value
+
+    def has(self, name: str) -> bool:
+        """True for a cell that a run before has ended."""
+        return name in self._cells
+
+    def get(self, name: str) -> Any:
+        """A cell that is there."""
+        return self._cells[name]
+
+    def put(self, name: str, value: Any) -> Any:
+        """Keep a cell that was measured elsewhere; returns it as JSON gives it back."""
+        self._cells[name] = json.loads(json.dumps(value))
+        _write(self.partial, {"settings": self._settings, "cells": self._cells})
+        return self._cells[name]
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the whole result; the cells are in it and need not be kept any more."""
+        _write(self.result, result)
+        self.partial.unlink(missing_ok=True)
+        say(f"wrote {self.result.name}")
+
+
+def say(line: str) -> None:
+    """With a terminal and without."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    """In one move: a run that is killed leaves the file before or the file after."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.writing")
+    unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(file)
