@@ -147,15 +147,14 @@ def test_what_cannot_be_compiled_is_refused_before_any_work(
 
 
 class Matchers:
-    """Stands in for llguidance's class: notes what is made, and adds options."""
+    """Stands in for llguidance's class: notes what is made."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self) -> None:
         self.made: list[str] = []
 
     def __call__(self, vocabulary: Any, source: str, **options: Any) -> LLMatcher:
         self.made.append(source)
-        return LLMatcher(vocabulary, source, **options, **self.options)
+        return LLMatcher(vocabulary, source, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(LLMatcher, name)
@@ -175,7 +174,7 @@ def test_a_grammar_that_is_too_complex_is_refused(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = LLParserLimits(max_lexer_states=2, verbose_errors=False)
-    monkeypatch.setattr("llguidance.LLMatcher", Matchers(limits=limits))
+    monkeypatch.setattr(grammars, "parser_limits", lambda: limits)
     for _ in range(2):
         with pytest.raises(RequestError, match="regex cannot be followed: lexer error: too many states"):
             compiler.compile(StructuredOutput(regex="[a-z]+x|y"), [EOS])

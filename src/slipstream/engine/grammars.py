@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slipstream.draft.token_bytes import TokenBytes
+from slipstream.engine.byte_tokens import ByteTokens
+from slipstream.engine.grammar_trial import WORKER_OF_THIS_PROCESS, TooComplexError, Vocabulary
+from slipstream.engine.grammar_worker import STACK_BYTES, parser_limits
 from slipstream.errors import RequestError
+from slipstream.sampling.footprint import Footprint, heap_bytes
 from slipstream.sampling.grammar import Grammar, bits, is_dead_end
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
 
@@ -28,9 +32,10 @@ MAX_COMPILED = 64
 MAX_SOURCE_BYTES = 128 * 2**10
 """The largest schema, expression, grammar or choice. With it grow the compiler's time, partly as the square, and the
 depth to which it calls itself."""
-STACK_BYTES = 256 * 2**20
-"""For the compiling thread; address space, of which no more is used than a grammar needs. llguidance calls itself for
-every rule in a chain of rules: a few thousand of them overflow the usual 8 MiB, which would end the process."""
+MAX_COMPILED_BYTES = 128 * 2**20
+"""What the compiled grammars that are kept may take in all."""
+MAX_FORM_BYTES = 16 * 2**20
+"""What one may take; the largest schemas that were tried take 3 MiB."""
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """What may stand between the tokens of JSON: a space, or a new line and its indentation. Where JSON's own rule holds, a
 model that has begun with blank lines may never come to an end of them."""
@@ -40,14 +45,19 @@ MAX_ERROR_LENGTH = 300
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher that has consumed nothing and never will, and the tokens that may come first, token i as bit i."""
+    """A matcher that has consumed nothing and never will, the tokens that may come first, token i as bit i, and what
+    it takes."""
 
     matcher: LLMatcher
     first: int
+    footprint: Footprint
 
 
 class GrammarCompiler:
     """Compiles constraints with llguidance, in a thread of its own. Costs nothing until the first one comes.
+
+    Each is first tried in another process, which may die of it. Only what comes through is compiled here, under the
+    same limits.
 
     May be used from any thread; llguidance lets the others run while it works. Who asks for what is known already,
     refusals included, waits for nobody.
@@ -59,6 +69,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._vocabulary: LLTokenizer | None = None
+        self._tried_vocabulary: Vocabulary | None = None
         self._compiled: _Results[_Compiled] = _Results()
         self._checked: _Results[bool] = _Results()
         self._lock = threading.Lock()
@@ -85,6 +96,7 @@ class GrammarCompiler:
         """True, or a `RequestError` where llguidance cannot follow a constraint, whatever the model."""
 
         def check(structured: StructuredOutput) -> bool:
+            _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.check(_source(structured)))
             check_followed(structured)
             return True
 
@@ -106,6 +118,8 @@ class GrammarCompiler:
                     result = make(structured)
                 except RequestError as error:
                     result = error
+                except BaseException as error:  # a panic in llguidance
+                    result = RequestError(_refusal(structured, str(error) or type(error).__name__))
                 results.keep(structured, result)
             if isinstance(result, RequestError):
                 raise RequestError(str(result))
@@ -142,19 +156,36 @@ class GrammarCompiler:
         if not compiled.first & (1 << self._vocab_size) - 1 & ~bits(ends):
             raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
         # A matcher of its own: none may be used by two threads at once.
-        return Grammar(compiled.matcher.deep_copy(), self._end_token_ids, stop_token_ids, self._vocab_size)
+        return Grammar(
+            compiled.matcher.deep_copy(),
+            self._end_token_ids,
+            stop_token_ids,
+            self._vocab_size,
+            compiled.footprint,
+        )
 
     def _compile(self, structured: StructuredOutput) -> _Compiled:
         from llguidance import LLMatcher
 
-        vocabulary = self._read_tokenizer()
+        WORKER_OF_THIS_PROCESS.start()
+        vocabulary, tried = self._read_tokenizer()
         try:
-            matcher = LLMatcher(vocabulary, _source(structured), log_level=0)
+            source = _source(structured)
+        except ValueError as error:
+            raise RequestError(_refusal(structured, str(error))) from None
+        trial = _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.try_(tried, source))
+        if trial is not None:
+            _check_form(structured, trial["num_bytes"])
+        before = heap_bytes()
+        try:
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=parser_limits())
             first = int.from_bytes(
                 matcher.compute_bitmask(), "little"
             )  # what is too complex from here on fails
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
+        num_bytes: int = heap_bytes() - before if trial is None else trial["num_bytes"]
+        _check_form(structured, num_bytes)
         if matcher.is_error():
             if not is_dead_end(matcher):
                 raise RequestError(_refusal(structured, matcher.get_error()))
@@ -163,17 +194,20 @@ class GrammarCompiler:
         if messages:  # which quote the client's text: they are for whoever debugs
             logger.warning("%s is followed but for %d of its words", kind(structured), len(messages))
             logger.debug("llguidance says: %s", messages)
-        return _Compiled(matcher, first)
+        refusal = RequestError(_refusal(structured, "it takes ever more memory while an answer follows it"))
+        footprint = Footprint(num_bytes, lambda: self._compiled.keep(structured, refusal))
+        return _Compiled(matcher, first, footprint)
 
-    def _read_tokenizer(self) -> LLTokenizer:
-        if self._vocabulary is None:
+    def _read_tokenizer(self) -> tuple[LLTokenizer, Vocabulary]:
+        if self._vocabulary is None or self._tried_vocabulary is None:
             try:
-                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
+                self._vocabulary, tokens = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
+                self._tried_vocabulary = Vocabulary(tokens)
             except Exception as error:  # a tokenizer that is not known may raise anything
                 raise RequestError(
                     f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
                 ) from None
-        return self._vocabulary
+        return self._vocabulary, self._tried_vocabulary
 
 
 class _Results(Generic[T]):
@@ -193,52 +227,33 @@ class _Results(Generic[T]):
     def keep(self, structured: StructuredOutput, result: T | RequestError) -> None:
         with self._lock:
             self._results[structured] = result
-            if len(self._results) > MAX_COMPILED:
+            self._results.move_to_end(structured)
+            while len(self._results) > 1 and (
+                len(self._results) > MAX_COMPILED
+                or sum(map(_num_bytes, self._results.values())) > MAX_COMPILED_BYTES
+            ):
                 self._results.popitem(last=False)
 
 
-class _ByBytes:
-    """A tokenizer that llguidance does not read rightly, as it wants one: what each token says, how to say a text."""
-
-    bos_token_id = None
-
-    def __init__(self, said: TokenBytes, vocab_size: int, end_token_ids: list[int]) -> None:
-        self.tokens = [said.ordinary.get(token, b"") for token in range(vocab_size)]
-        self.special_token_ids = sorted({*said.special, *end_token_ids})
-        for token in self.special_token_ids:
-            self.tokens[token] = said.special.get(token, f"<|{token}|>").encode()
-        self.eos_token_id = end_token_ids[0]
-        self._token_of = said.by_bytes()
-        self._longest = max(map(len, self._token_of))
-
-    def __call__(self, text: bytes) -> list[int]:
-        """The longest token first. The tokenizer itself would put a space in front, as before every text."""
-        token_ids: list[int] = []
-        while text:
-            lengths = range(min(self._longest, len(text)), 0, -1)
-            length = next((n for n in lengths if text[:n] in self._token_of), None)
-            if length is None:
-                raise ValueError(f"no token says {text[:1]!r}")
-            token_ids.append(self._token_of[text[:length]])
-            text = text[length:]
-        return token_ids
+def _num_bytes(result: object) -> int:
+    return result.footprint.num_bytes if isinstance(result, _Compiled) else 0
 
 
-def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
-    """The tokenizer as llguidance reads it, where that is what its tokens say; else by the bytes that they say."""
+def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> tuple[LLTokenizer, ByteTokens]:
+    """The tokenizer as llguidance reads it, where that is what its tokens say; else by the bytes that they say. And
+    these bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
     said = TokenBytes(tokenizer, "this model")
     num_tokens = max(vocab_size, len(tokenizer))
+    tokens = ByteTokens(said, num_tokens, end_token_ids or [tokenizer.eos_token_id])
     vocabulary = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_token_ids or None)
     # 0xFF, which is in no text, is how llguidance marks special tokens.
     ordinary = {token: text for token, text in said.ordinary.items() if text and b"\xff" not in text}
     if all(vocabulary.decode_bytes([token]) == text for token, text in ordinary.items()):
-        return vocabulary
-    ends = end_token_ids or [tokenizer.eos_token_id]
-    wrapper = TokenizerWrapper(_ByBytes(said, num_tokens, ends))
-    return LLTokenizer(wrapper, n_vocab=num_tokens, eos_token=ends)
+        return vocabulary, tokens
+    return LLTokenizer(TokenizerWrapper(tokens), n_vocab=num_tokens, eos_token=tokens.ends), tokens
 
 
 def check_followed(structured: StructuredOutput) -> None:
@@ -249,11 +264,34 @@ def check_followed(structured: StructuredOutput) -> None:
     from llguidance import LLMatcher
 
     try:
-        failed, messages = LLMatcher.validate_grammar_with_warnings(_source(structured))
+        failed, messages = LLMatcher.validate_grammar_with_warnings(
+            _source(structured), limits=parser_limits()
+        )
     except ValueError as error:
         raise RequestError(_refusal(structured, str(error))) from None
     if failed:
         raise RequestError(_refusal(structured, messages[0]))
+
+
+def _raise_of(
+    structured: StructuredOutput, ask: Callable[[], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    """What the worker says of a constraint; `RequestError` where that is a refusal, or it died of it."""
+    try:
+        answer = ask()
+    except (TooComplexError, ValueError) as error:
+        raise RequestError(_refusal(structured, str(error))) from None
+    if answer is not None and answer.get("error"):
+        raise RequestError(_refusal(structured, answer["error"]))
+    return answer
+
+
+def _check_form(structured: StructuredOutput, num_bytes: int) -> None:
+    """Raise `RequestError` where a compiled form takes too much."""
+    if num_bytes > MAX_FORM_BYTES:
+        raise RequestError(
+            _refusal(structured, f"it takes {num_bytes >> 20} MiB; {MAX_FORM_BYTES >> 20} are allowed")
+        )
 
 
 def check_size(structured: StructuredOutput, max_bytes: int = MAX_SOURCE_BYTES) -> None:

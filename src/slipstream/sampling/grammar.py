@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+
+from slipstream.sampling.footprint import Footprint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -30,11 +33,17 @@ class Grammar:
     """
 
     def __init__(
-        self, start: LLMatcher, end_token_ids: Iterable[int], stop_token_ids: Iterable[int], vocab_size: int
+        self,
+        start: LLMatcher,
+        end_token_ids: Iterable[int],
+        stop_token_ids: Iterable[int],
+        vocab_size: int,
+        footprint: Footprint | None = None,
     ) -> None:
         """`start` is a matcher that has consumed nothing, and never will: it is copied. `vocab_size` is the width of
-        the target's logits."""
+        the target's logits. `footprint` is that of all that `start` was copied to."""
         self._start = start
+        self._footprint = footprint or Footprint()
         self._vocab_size = vocab_size
         self._stop = frozenset(token for token in stop_token_ids if token < vocab_size)
         self._ends = self._stop | frozenset(end_token_ids)
@@ -48,7 +57,7 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """The same constraint for another answer."""
-        return Grammar(self._start, self._ends, self._stop, self._vocab_size)
+        return Grammar(self._start, self._ends, self._stop, self._vocab_size, self._footprint)
 
     def mask(self, output: Seq[int], path: Seq[int] = ()) -> int:
         """The tokens that may follow `output` and `path`, token i as bit i.
@@ -120,21 +129,25 @@ class Grammar:
         if not self._ends.isdisjoint(token_ids):
             return None
         copy = matcher.deep_copy()
-        taken = copy.try_consume_tokens(list(token_ids))
+        taken = self._footprint.during(lambda: copy.try_consume_tokens(list(token_ids)), time.perf_counter)
         return copy if taken == len(token_ids) and not self._failed(copy) else None
 
     def _compute(self, path: tuple[int, ...]) -> int:
         matcher = self._matcher(path)
         if matcher is None:
             return 0
-        mask = int.from_bytes(matcher.compute_bitmask(), "little") & self._text_bits
+        allowed = self._footprint.during(matcher.compute_bitmask, time.perf_counter)
+        mask = int.from_bytes(allowed, "little") & self._text_bits
         accepts = matcher.is_accepting()
         if self._failed(matcher):
             return 0
         return mask | self._stop_bits if accepts else mask
 
     def _failed(self, matcher: LLMatcher) -> bool:
-        """True where nothing follows, or a limit of llguidance is exceeded and nothing more can be told."""
+        """True where nothing follows, or a limit is exceeded and nothing more can be told."""
+        if self._footprint.exceeded:
+            logger.warning("a grammar takes ever more memory, so the answers that follow it end")
+            return True
         if matcher.is_error() and not is_dead_end(matcher):
             first_line = matcher.get_error().partition("\n")[0]
             logger.warning("a grammar cannot be followed further, so its answer ends: %s", first_line)

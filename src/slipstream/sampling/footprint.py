@@ -1,0 +1,90 @@
+"""How much memory a compiled grammar takes while answers follow it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_GROWTH_BYTES = 64 * 2**20
+"""What a form may add while answers follow it; the largest schemas that were tried add 2 MiB."""
+MAX_COUNTED_BYTES = 16 * 2**20
+"""No call of llguidance within its limits adds more: what does is another thread's."""
+SLOW_S = 0.001
+"""A call of llguidance that takes longer may have built much."""
+
+
+class Footprint:
+    """What one compiled grammar takes: once compiled, and since then. All its answers share it.
+
+    llguidance builds the states of its lexer when a text first gets there. Whatever the grammar, a call builds no more
+    than some MiB, but a hostile one may do so at every token.
+    """
+
+    def __init__(self, num_bytes: int = 0, on_exceeded: Callable[[], None] = lambda: None) -> None:
+        """`num_bytes` is what it took to compile; `on_exceeded` is called once it has grown by more than
+        `MAX_GROWTH_BYTES`."""
+        self.num_bytes = num_bytes
+        self._grown = 0
+        self._measures = False
+        self._on_exceeded = on_exceeded
+
+    @property
+    def exceeded(self) -> bool:
+        """True once answers must follow the form no further."""
+        return self._grown > MAX_GROWTH_BYTES
+
+    def during(self, work: Callable[[], T], clock: Callable[[], float]) -> T:
+        """The result of `work`, with what it adds. To measure costs some 20 us: it begins with the first slow call."""
+        before = heap_bytes() if self._measures else 0
+        started_s = clock()
+        result = work()
+        if clock() - started_s > SLOW_S:
+            if self._measures:
+                self._add(heap_bytes() - before)
+            self._measures = True
+        return result
+
+    def _add(self, num_bytes: int) -> None:
+        was_within = not self.exceeded
+        self._grown += min(max(num_bytes, 0), MAX_COUNTED_BYTES)
+        if was_within and self.exceeded:
+            self._on_exceeded()
+
+
+def heap_bytes() -> int:
+    """What the process has allocated, or all its memory where the C library does not say."""
+    info = _mallinfo()
+    if info is not None:
+        now = info()
+        return int(now.uordblks + now.hblkhd)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # pragma: no cover - not Linux
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@cache
+def _mallinfo() -> Callable[[], _Mallinfo] | None:
+    """glibc's, where that is the C library."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo
+    return function

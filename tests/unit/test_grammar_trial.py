@@ -1,0 +1,266 @@
+"""Hostile grammars: they are refused, they leave nothing behind, and what dies of them is another process."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from slipstream import LLM, SamplingParams, StructuredOutput
+from slipstream.engine import grammar_trial, grammars
+from slipstream.engine.byte_tokens import ByteTokens
+from slipstream.engine.grammar_trial import TooComplexError, Vocabulary, Worker
+from slipstream.engine.grammars import GrammarCompiler
+from slipstream.errors import RequestError
+from slipstream.sampling import footprint
+from slipstream.sampling.footprint import Footprint, heap_bytes
+
+EOS = 1
+RECKLESS = """
+from llguidance import LLParserLimits
+from slipstream.engine import grammar_worker
+grammar_worker.parser_limits = lambda: LLParserLimits(
+    initial_lexer_fuel=10**9, step_lexer_fuel=10**9, max_lexer_states=10**8
+)
+grammar_worker.MEMORY_BYTES = {memory}
+grammar_worker.main()
+"""
+"""A worker whose compiler knows no limits."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(kv_cache_bytes=64 * 2**20)
+
+
+@pytest.fixture
+def compiler(plain: LLM) -> GrammarCompiler:
+    return GrammarCompiler(plain.engine.tokenizer, 4096, [EOS])
+
+
+@pytest.fixture(scope="module")
+def vocabulary(plain: LLM) -> Vocabulary:
+    _, vocabulary = GrammarCompiler(plain.engine.tokenizer, 4096, [EOS])._read_tokenizer()
+    return vocabulary
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(command: list[str] | None = None) -> Worker:
+        made.append(Worker(command))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+def regex(text: str) -> str:
+    return str(LLMatcher.grammar_from_regex(text))
+
+
+HOSTILE = [
+    "({}{{1000}}){{1000}}",
+    "({}{{500}}){{500}}",
+    "[xy]{{3}}({}{{1000}}){{1000}}",
+    "({}{{200}}){{200}}",
+    "{}{{100000}}",
+]
+
+
+@pytest.mark.parametrize("expression", HOSTILE)
+def test_small_requests_that_would_take_much_are_refused_and_leave_nothing(
+    compiler: GrammarCompiler, expression: str
+) -> None:
+    """165 MB each, and kept, before; the engine's process does not even compile them now."""
+    compiler.compile(StructuredOutput(regex="a"), [EOS])
+    before, started_s = heap_bytes(), time.perf_counter()
+    for letter in "ab":
+        with pytest.raises(RequestError, match=r"regex cannot be followed: (it takes|lexer error)") as caught:
+            compiler.compile(StructuredOutput(regex=expression.format(letter)), [EOS])
+        assert "\n" not in str(caught.value)
+    assert heap_bytes() - before < 2 * 2**20
+    assert time.perf_counter() - started_s < 30
+
+
+def test_ordinary_forms_come_through(compiler: GrammarCompiler) -> None:
+    names = [f"name{number}" for number in range(200)]
+    for form in (
+        {"json_object": True},
+        {"json_schema": {"type": "object", "properties": {name: {"type": "string"} for name in names}}},
+        {"json_schema": {"enum": [f"word number {number}" for number in range(4000)]}},
+        {"json_schema": {"type": "array", "items": {"type": "string", "format": "date-time"}}},
+        {"regex": r"[\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63}){1,8}"},
+        {"choice": names},
+        {"grammar": 'start: ("(" start ")")* | "x"'},
+    ):
+        compiler.compile(StructuredOutput(**form), [EOS])
+
+
+def test_a_worker_that_dies_of_a_grammar_refuses_it_and_another_takes_its_place(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+) -> None:
+    """What it may take runs out, and the compiler aborts the process."""
+    worker = make_worker([sys.executable, "-c", RECKLESS.format(memory=60 * 2**20)])
+    for _ in range(2):
+        with pytest.raises(TooComplexError, match="takes more than"):
+            worker.try_(vocabulary, regex("(a{1000}){1000}"))
+        answer = worker.try_(vocabulary, regex("[a-z]+"))
+        assert answer is not None
+        assert answer["error"] is None
+
+
+def test_a_worker_that_takes_too_long_is_ended(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker([sys.executable, "-c", RECKLESS.format(memory=4 * 2**30)])
+    assert worker.try_(vocabulary, regex("[a-z]+")) is not None
+    monkeypatch.setattr(grammar_trial, "DEADLINE_S", 0.2)
+    with pytest.raises(TooComplexError, match=r"takes more than 0\.2 s to compile"):
+        worker.try_(vocabulary, regex("(a{1000}){1000}"))
+
+
+def test_a_worker_that_is_killed_between_two_grammars_is_not_missed(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+) -> None:
+    worker = make_worker()
+    assert worker.try_(vocabulary, regex("[a-z]+")) is not None
+    assert worker._process is not None
+    worker._process.kill()
+    worker._process.wait()
+    answer = worker.try_(vocabulary, regex("[a-z]+"))
+    assert answer is not None
+    assert 0 < answer["num_bytes"] < 2**20
+    checked = worker.check(regex("("))
+    assert checked is not None
+    assert "unclosed group" in checked["error"]
+
+
+def test_many_vocabularies_and_threads_share_a_worker(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+) -> None:
+    """It keeps four of them; whoever comes back sends his again."""
+
+    class Said:
+        def __init__(self, letters: str) -> None:
+            self.ordinary = {number: letter.encode() for number, letter in enumerate(letters)}
+            self.special = {len(letters): "<end>"}
+
+        def by_bytes(self) -> dict[bytes, int]:
+            return {text: token for token, text in self.ordinary.items()}
+
+    worker = make_worker()
+    others = [Vocabulary(ByteTokens(Said("ab" + letter), 4, [3])) for letter in "cdefgh"]  # type: ignore[arg-type]
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.extend(worker.try_(each, regex("[ab]{3}")) for each in [*others, vocabulary] * 2)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 28
+    assert all(answer is not None and answer["error"] is None for answer in answers)
+
+
+@pytest.mark.parametrize("command", [["/does/not/exist"], [sys.executable, "-c", "raise SystemExit"]])
+def test_where_no_process_can_be_had_forms_are_compiled_without(
+    compiler: GrammarCompiler,
+    make_worker: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    command: list[str],
+) -> None:
+    monkeypatch.setattr(grammars, "WORKER_OF_THIS_PROCESS", make_worker(command))
+    with caplog.at_level(logging.WARNING):
+        for letter in "ab":
+            compiler.compile(StructuredOutput(regex=letter), [EOS])
+            assert compiler.check(StructuredOutput(regex=letter)).result()
+    said = [
+        record.getMessage() for record in caplog.records if "no process can be had" in record.getMessage()
+    ]
+    assert len(said) == 1
+    with pytest.raises(RequestError, match=r"it takes 1[789] MiB; 16 are allowed"):
+        compiler.compile(StructuredOutput(regex="(a{200}){200}"), [EOS])
+
+
+def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = StructuredOutput(json_schema={"enum": [f"word number {number}" for number in range(1000)]})
+    compiler.compile(form, [EOS])
+    [compiled] = compiler._compiled._results.values()
+    assert isinstance(compiled, grammars._Compiled)
+    taken = compiled.footprint.num_bytes
+    assert 2**17 < taken < 2**22
+    monkeypatch.setattr(grammars, "MAX_COMPILED_BYTES", 2 * taken + 1000)
+    for number in range(4):
+        enum = [f"word {number} number {other}" for other in range(1000)]
+        compiler.compile(StructuredOutput(json_schema={"enum": enum}), [EOS])
+        assert len(compiler._compiled._results) <= 2
+
+
+def test_a_form_that_grows_while_answers_follow_it_ends_them_and_is_refused_from_then_on(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of the lexer are made when a text first gets there, so compiling does not show them all."""
+    params = SamplingParams(structured={"regex": "[a-z]{1,60} !"}, max_tokens=40, logit_bias={EOS: -100})
+    assert plain.generate("text", params)[0].outputs[0].finish_reason != "error"
+    monkeypatch.setattr(footprint, "SLOW_S", -1.0)
+    monkeypatch.setattr(footprint, "MAX_GROWTH_BYTES", 2**12)
+    params = SamplingParams(structured={"regex": "[a-y]{1,60} !"}, max_tokens=40, logit_bias={EOS: -100})
+    output, free = plain.generate(["text", "other"], [params, SamplingParams(max_tokens=5, ignore_eos=True)])
+    assert output.outputs[0].finish_reason == "error"
+    assert len(free.outputs[0].token_ids) == 5
+    with pytest.raises(RequestError, match="regex cannot be followed: it takes ever more memory"):
+        plain.generate("text", params)
+
+
+def test_a_footprint_counts_what_slow_calls_add() -> None:
+    told: list[int] = []
+    mine = Footprint(5, lambda: told.append(1))
+    kept: list[bytearray] = []
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    step = 0.0
+    mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
+    assert not mine._measures, "a quick call is not looked at"
+    step = 1.0
+    for _ in range(9):
+        assert not mine.exceeded
+        mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
+    mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
+    assert mine.exceeded
+    assert told == [1]
+    assert mine.num_bytes == 5
+
+
+@pytest.mark.long
+def test_a_program_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+    """As `multiprocessing` would, where it spawns."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from slipstream import LLM, SamplingParams\n"
+        "print('once')\n"
+        "params = SamplingParams(structured={'choice': ['yes', 'no']}, max_tokens=8)\n"
+        "print(LLM().generate('Is it so?', params)[0].outputs[0].text)\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    first, second = done.stdout.split()
+    assert first == "once"
+    assert second in ("yes", "no")
