@@ -621,7 +621,12 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
         "weight_bytes": 0,
         "kv_bytes_per_token": 0,
         "feature_bytes_per_token": 0,
+        "grows_with": "past answers, at most 10,000",
     }
+    assert costs["auto"]["weight_bytes"] == facts["num_parameters"], "its copy of the target in int8"
+    for about in facts["drafters"].values():
+        assert "guess" not in about
+        assert "`" not in about
     assert costs["ensemble"]["missing"] == "needs members"
     assert costs["self"]["weight_bytes"] == facts["num_parameters"]
     assert facts["drafters"]["self"].startswith("runs, weights 8.3 MiB, keys and values 15.0 KiB a token: ")

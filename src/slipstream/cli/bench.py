@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli.console import notes, wide_results
 from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.options import ENGINE, Json, print_json
+from slipstream.cli.options import ENGINE, Json, ModelArgument, print_json, with_model
 from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.writing import Overwrite, check_file, check_folder, write_text
@@ -28,12 +28,10 @@ _SPECULATION = "Speculation"
 _SERVER = "A server instead of an engine"
 
 
+@with_model
 @with_flags(sampling=TIMED_SAMPLING, engine=ENGINE)
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given."),
-    ] = None,
+    model: ModelArgument = None,
     workload: Annotated[
         str,
         typer.Option(

@@ -19,11 +19,12 @@ from slipstream.cli.options import (
     ENGINE,
     SAMPLING,
     SPECULATION,
-    Model,
+    ModelArgument,
     announce,
     chosen_speculation,
     load,
     short_speculation,
+    with_model,
 )
 from slipstream.cli.report import print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 HELP = "/exit leaves, /reset forgets the conversation, /stats sums up; Ctrl-C stops an answer, twice leaves"
 
 
+@with_model
 @with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
 def chat(
-    model: Model = None,
+    model: ModelArgument = None,
     system: Annotated[
         str | None, typer.Option(help="The system message that every conversation begins with.")
     ] = None,

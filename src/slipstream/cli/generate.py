@@ -40,7 +40,7 @@ from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
-    from slipstream.engine.outputs import RequestOutput, Update
+    from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.engine.text import Piece
 
 
@@ -73,7 +73,8 @@ def generate(
         typer.Option(
             "--json-schema",
             metavar="FILE|JSON",
-            help="The answer is JSON under this schema. For other constraints see --structured.",
+            help="The answer is JSON under this schema, without white space. For other constraints see "
+            "--structured.",
         ),
     ] = None,
     regex: Annotated[
@@ -122,10 +123,11 @@ def generate(
         return
     if streams:
         painter.end()
+        mark_if_cut(outputs[0].outputs[0], params)
         print_logprobs(llm.engine.tokenizer, outputs[0].outputs[0])
         print_prompt_logprobs(llm.engine.tokenizer, outputs[0])
     else:
-        _print_answers(llm, painter, jobs, outputs, transcript)
+        _print_answers(llm, painter, jobs, outputs, transcript, params)
     notes().print()
     print_summary(
         notes(), summarise(outputs, wall_s), short_speculation(llm), _timed(len(prompts) * params.n, compare)
@@ -145,7 +147,8 @@ def _constraint(json_schema: str | None, regex: str | None, sampling: Values) ->
         raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; leave one out")
     if json_schema is not None:
         is_json = json_schema.lstrip().startswith("{") or json_schema.strip() in ("true", "false")
-        return {"structured": {"json_schema": json_schema if is_json else read_text(Path(json_schema))}}
+        schema = json_schema if is_json else read_text(Path(json_schema))
+        return {"structured": {"json_schema": schema, "compact": True}}
     return {} if regex is None else {"structured": {"regex": regex}}
 
 
@@ -211,7 +214,12 @@ def _timed(num_answers: int, compare: bool) -> str:
 
 
 def _print_answers(
-    llm: LLM, painter: Painter, jobs: Seq[Job], outputs: Seq[RequestOutput], transcript: Transcript
+    llm: LLM,
+    painter: Painter,
+    jobs: Seq[Job],
+    outputs: Seq[RequestOutput],
+    transcript: Transcript,
+    params: SamplingParams,
 ) -> None:
     """Every answer in the order of the prompts, with headings where there are several."""
     painter.legend()
@@ -224,8 +232,22 @@ def _print_answers(
                 painter.heading(f"── prompt {number}{label}{which}")
             painter.write(transcript.of(output.request_id, answer.index))
             painter.end()
+            mark_if_cut(answer, params)
             print_logprobs(llm.engine.tokenizer, answer)
         print_prompt_logprobs(llm.engine.tokenizer, output)
+
+
+def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
+    """Say of an answer under a constraint that it ended before its form was whole."""
+    if params.structured is None or answer.finish_reason not in ("length", "error"):
+        return
+    why = (
+        f"after {len(answer.token_ids)} tokens"
+        if answer.finish_reason == "length"
+        else "where nothing was allowed"
+    )
+    more = "; --max-tokens lets it grow" if answer.finish_reason == "length" else ""
+    notes().print(f"note: the answer was cut {why}, before its form was whole{more}", markup=False)
 
 
 def _as_json(

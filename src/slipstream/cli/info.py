@@ -11,7 +11,15 @@ import typer
 from slipstream.cli.console import notes, print_rows, results, wide_results
 from slipstream.cli.flags import Values, with_flags
 from slipstream.cli.measure import Measurement
-from slipstream.cli.options import ENGINE, Json, chosen_speculation, model_name, print_json
+from slipstream.cli.options import (
+    ENGINE,
+    Json,
+    ModelArgument,
+    chosen_speculation,
+    model_name,
+    print_json,
+    with_model,
+)
 from slipstream.cli.profile_plot import check_plot, plot_profiles
 from slipstream.cli.writing import Overwrite
 from slipstream.config import SpeculativeConfig
@@ -23,11 +31,10 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
+@with_model
 @with_flags(engine=ENGINE)
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or hub id; else the embedded target.")
-    ] = None,
+    model: ModelArgument = None,
     draft: Annotated[
         str | None, typer.Option(help="Can this model draft for it? If so, both are planned for.")
     ] = None,
@@ -156,7 +163,7 @@ def _loaded_fit(llm: LLM) -> Fit:
 
 
 def _summary(about: str, fit: Fit) -> str:
-    """'needs model: Drafts with a small causal language model.', or what it costs when it can run."""
+    """'needs model: a smaller model writes ahead', or what it costs when it can run."""
     if fit.missing:
         return f"{fit.missing}: {about}" if about else fit.missing
     return f"runs, {_costs(fit)}: {about}"
@@ -176,6 +183,7 @@ def _costs(fit: Fit) -> str:
     ]
     parts = [f"weights {format_bytes(fit.weight_bytes)}"] if fit.weight_bytes else []
     parts += [f"{' and '.join(a_token)} a token"] if a_token else []
+    parts += [fit.grows_with] if fit.grows_with else []
     return ", ".join(parts) or "holds next to nothing"
 
 

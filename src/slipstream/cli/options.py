@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +16,7 @@ from slipstream.cli.console import notes
 from slipstream.cli.flags import FlagSet, Values
 from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,13 +28,41 @@ SAMPLING = FlagSet(SamplingParams, "Sampling")
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
 """`--model` is an option of its own. `--seed` is the answers' seed, so the engine has none to draw others from."""
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target unless given."
-    ),
+_MODEL_FLAG = typer.Option(
+    "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target unless given."
+)
+Model = Annotated[str | None, _MODEL_FLAG]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
 ]
+"""For commands that are decorated `with_model`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def with_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command's `model` be given as its argument or as `--model`, as `generate` takes it."""
+
+    @functools.wraps(command)
+    def run(*, model: str | None = None, model_flag: str | None = None, **others: Any) -> None:
+        if model is not None and model_flag not in (None, model):
+            raise ConfigError(f"two models are given: {model!r} and --model {model_flag!r}; leave one out")
+        command(model=model if model is not None else model_flag, **others)
+
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+    place = [parameter.name for parameter in parameters].index("model")
+    flag = inspect.Parameter(
+        "model_flag",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, _MODEL_FLAG],
+    )
+    parameters[place + 1 : place + 1] = [flag]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__wrapped__
+    return run
 
 
 def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:

@@ -75,6 +75,10 @@ def _encode(tokenizer: Any, job: Job, chat: bool | None) -> str | list[int]:
         if chat is False:
             raise RequestError("--raw cannot be used with messages: only the chat template can join them")
         return encode_chat(tokenizer, job.messages)
+    if chat and not tokenizer.chat_template:
+        raise RequestError(
+            "this model's tokenizer has no chat template, as --chat needs; give the prompt with --raw"
+        )
     if chat or (chat is None and tokenizer.chat_template):
         return encode_chat(tokenizer, [{"role": "user", "content": job.text}])
     return job.text or ""

@@ -11,7 +11,14 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.flags import FlagSet, Values, with_flags
-from slipstream.cli.options import ENGINE, SPECULATION, chosen_speculation, engine_notes
+from slipstream.cli.options import (
+    ENGINE,
+    SPECULATION,
+    ModelArgument,
+    chosen_speculation,
+    engine_labels,
+    with_model,
+)
 from slipstream.cli.settings import merged
 from slipstream.serve.config import ServeConfig
 
@@ -23,12 +30,10 @@ PROBE_SHARE = 0.005
 SERVER = FlagSet(ServeConfig, "Server")
 
 
+@with_model
 @with_flags(server=SERVER, speculation=SPECULATION, engine=ENGINE)
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given."),
-    ] = None,
+    model: ModelArgument = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -65,8 +70,8 @@ def serve(
     logs.configure(server_config)  # from here on all lines have one form
     logs.take_over_transformers()
     made = make_engine(model, speculative, settings["engine"])
-    for line in engine_notes(made):
-        logger.info(line)
+    for label in engine_labels(made):  # the engine itself has said what it holds in memory
+        logger.info("note: %s", label)
     async_engine = AsyncEngine(engine=made, stream_interval_s=server_config.stream_interval_s)
     try:
         app = create_app(async_engine, server_config, model or "embedded-pair")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
@@ -11,6 +14,9 @@ from slipstream.errors import ConfigError
 
 _EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 """What the embedded target's own drafters are, by method."""
+
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
+"""A drafter of one's own, `my_module:MyDrafter`; a model's path would not be written so."""
 
 AUTO_DEPTH = 6
 """The deepest chain that `--spec auto` chooses."""
@@ -21,10 +27,10 @@ class SpeculationFlags:
     """How speculation is asked for; at most one of the first three, but for --spec auto with a --draft."""
 
     spec: str | None = None
-    """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, or
-    NAME:MODEL. `auto` chooses step by step what pays, nothing included: from suffix and a draft model (--draft, or the
-    embedded target's own), without one from suffix and, on a CPU, the target itself in int8. `draft` and `eagle3` alone
-    are the embedded target's own.
+    """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, NAME:MODEL, or
+    my_module:MyDrafter for one of your own. `auto` chooses step by step what pays, nothing included: from suffix and a
+    draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the target itself in
+    int8. `draft` and `eagle3` alone are the embedded target's own.
     Without any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
     """Folder or hub id of a draft model; short for --spec draft:PATH."""
@@ -81,6 +87,13 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
             what = "draft" if method == "draft_model" else "head"
             raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
         return SpeculativeConfig(method, options={"model": _EMBEDDED[method]})
+    from slipstream.draft.registry import drafter_names
+
+    if _CLASS.fullmatch(spec) and spec.partition(":")[0] not in (*drafter_names(), "draft"):
+        here = str(Path.cwd())  # where a module is that is not installed
+        if "" not in sys.path and here not in sys.path:
+            sys.path.insert(0, here)
+        return SpeculativeConfig(spec)
     return SpeculativeConfig.from_short(spec)
 
 

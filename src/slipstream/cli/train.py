@@ -18,7 +18,16 @@ from slipstream.cli.console import notes
 from slipstream.cli.faults import Faults
 from slipstream.cli.flags import FlagSet, Values, with_flags
 from slipstream.cli.help import PlainHelp
-from slipstream.cli.options import ENGINE, SPECULATION, announce, chosen_speculation, load, model_name
+from slipstream.cli.options import (
+    ENGINE,
+    SPECULATION,
+    ModelArgument,
+    announce,
+    chosen_speculation,
+    load,
+    model_name,
+    with_model,
+)
 from slipstream.errors import ConfigError
 from slipstream.train.options import (
     DistillOptions,
@@ -47,9 +56,6 @@ _MEDUSA = FlagSet(HeadTrainOptions, "Heads")
 _HYDRA = FlagSet(HeadTrainOptions, "Heads", skip=frozenset({"joint", "joint_weight"}))
 _SERVER = "A server instead of an engine"
 
-TargetArgument = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
-]
 Data = Annotated[
     list[Path] | None,
     typer.Option(help="JSON lines of conversations, as `regenerate` writes them; may be repeated."),
@@ -63,9 +69,10 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
 @app.command(cls=PlainHelp)
+@with_model
 @with_flags(options=_REGENERATE, speculation=SPECULATION, engine=ENGINE)
 def regenerate(
-    model: TargetArgument = None,
+    model: ModelArgument = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -153,7 +160,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
         method = make.__name__
 
         def command(
-            model: TargetArgument = None,
+            model: ModelArgument = None,
             data: Data = None,
             output: Output = None,
             device: Device = None,
@@ -182,7 +189,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
 
         command.__doc__ = make.__doc__
         app.command(method, cls=PlainHelp)(
-            with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command)
+            with_model(with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command))
         )
         return make
 

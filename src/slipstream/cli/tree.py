@@ -17,11 +17,12 @@ from slipstream.cli.options import (
     SAMPLING,
     SPECULATION,
     Json,
-    Model,
+    ModelArgument,
     announce,
     chosen_speculation,
     load,
     print_json,
+    with_model,
 )
 from slipstream.cli.prompts import Job, prepare, read_jobs
 from slipstream.errors import ConfigError
@@ -35,9 +36,10 @@ FEW_STEPS = 100
 """Shares of fewer steps are off by a tenth or more (twice the standard error of a half, of a hundred)."""
 
 
+@with_model
 @with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
 def tree(
-    model: Model = None,
+    model: ModelArgument = None,
     num_draft_nodes: Annotated[int, typer.Option(min=1, help="The most nodes of the tree.")] = 16,
     depth: Annotated[int, typer.Option(min=1, help="The most levels of the tree.")] = 8,
     width: Annotated[

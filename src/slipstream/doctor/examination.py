@@ -34,7 +34,7 @@ def examine(
     except ModelError as error:
         yield fault("files", str(error))
         return
-    yield ok("kind", f"{draft!r} is a {kind} draft")
+    yield ok("kind", f"{draft!r} is of the kind {kind}")
     if kind == "draft_model":
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:

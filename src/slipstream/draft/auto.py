@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.group import DrafterGroup
 from slipstream.draft.merging import share_of
 from slipstream.draft.registry import validate
@@ -80,7 +80,24 @@ class AutoDrafter(DrafterGroup):
     not behind the times.
     """
 
+    summary = "chooses for each request and step among drafters, or none, by what they gain"
+
     Options = AutoOptions
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """What the drafters hold together from which it chooses when none are named."""
+        target = context.target
+        copies = any(config.options.get("quantization") for config in _usual(context))
+        parts = [validate(config)[0].fit(context) for config in _usual(context)]
+        return Fit(
+            weight_bytes=None
+            if copies and target is None
+            else target.num_parameters
+            if copies and target
+            else 0,
+            grows_with="; ".join(part.grows_with for part in parts if part.grows_with),
+        )
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs() or _usual(context))

@@ -75,6 +75,8 @@ class Fit:
     kv_bytes_per_token: int | None = 0
     feature_bytes_per_token: int | None = 0
     """Hidden states of the target that are kept for it."""
+    grows_with: str = ""
+    """What else it remembers while it runs, and up to what: 'answers, at most 10,000'."""
 
 
 class Drafter(ABC):
@@ -87,6 +89,8 @@ class Drafter(ABC):
     change the text; it can only be slow.
     """
 
+    summary: ClassVar[str] = ""
+    """What it does, in a few words for users; `slipstream info` shows it. Empty: the first line of the docstring."""
     Options: ClassVar[type]
     """Frozen dataclass of the keys that `speculative_config` may hold for this drafter."""
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})

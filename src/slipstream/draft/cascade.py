@@ -73,6 +73,8 @@ class _Shadow:
 class CascadeDrafter(DraftModelDrafter):
     """Drafts with a draft model whose passes check the guesses of an inner drafter."""
 
+    summary = "a draft model that itself drafts with a cheaper drafter"
+
     Options = CascadeOptions  # type: ignore[assignment]
 
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:

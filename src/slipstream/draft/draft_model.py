@@ -44,6 +44,8 @@ class DraftModelOptions(GrowthOptions):
 class DraftModelDrafter(CachedDrafter):
     """Drafts with a small causal language model."""
 
+    summary = "a smaller model with the same vocabulary writes ahead"
+
     Options = DraftModelOptions
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:

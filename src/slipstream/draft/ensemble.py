@@ -92,6 +92,8 @@ class EnsembleDrafter(DrafterGroup):
     what became of its own guesses, with the target's logits behind them, whoever else had made them too.
     """
 
+    summary = "several drafters whose drafts are united, voted on or tried in turn"
+
     Options = EnsembleOptions
 
     def __init__(self, options: EnsembleOptions, context: DraftContext) -> None:

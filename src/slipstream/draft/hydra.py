@@ -25,6 +25,8 @@ class HydraOptions(HeadOptions):
 class HydraDrafter(HeadDrafter):
     """One pass over one head a level, with a row for each node of the frontier."""
 
+    summary = "small heads on the target, each of which reads the tokens before its own (Hydra)"
+
     Options = HydraOptions
 
     def __init__(self, options: HydraOptions, context: DraftContext) -> None:

@@ -37,6 +37,8 @@ def first_guess(token_ids: Seq[int], position: int) -> int:
 class JacobiDrafter(Drafter):
     """Proposes a chain. Guesses for places of which the target has not spoken yet are taken from the text."""
 
+    summary = "drafts what the target said of the same places a step before"
+
     Options = JacobiOptions
 
     def __init__(self, options: JacobiOptions, context: DraftContext) -> None:

@@ -67,6 +67,8 @@ class LayerSkipDrafter(Drafter):
     A search that ends with no layers whose drafts pay ends the drafting with it, until `reset`.
     """
 
+    summary = "the target itself with some layers left out, in the target's own cache"
+
     Options = LayerSkipOptions
     observes_all = False
     kinds = frozenset(ProposalKind)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.jacobi import first_guess
 from slipstream.draft.merging import node_along
 from slipstream.draft.top_tokens import top_tokens
@@ -133,7 +133,14 @@ class LookaheadDrafter(Drafter):
     With a small budget guesses come first, then as many whole columns as there is room for; the others wait.
     """
 
+    summary = "n-grams that the target computes on the side (lookahead decoding)"
+
     Options = LookaheadOptions
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """A window and a pool a running request."""
+        return Fit(grows_with="a window and n-grams a running request")
 
     def __init__(self, options: LookaheadOptions, context: DraftContext) -> None:
         super().__init__(options, context)

@@ -27,6 +27,8 @@ class MedusaOptions(HeadOptions):
 class MedusaDrafter(HeadDrafter):
     """One pass over the heads gives the guesses of all levels: every node of a level has the same ones."""
 
+    summary = "small heads on the target, one for each place ahead (Medusa)"
+
     Options = MedusaOptions
 
     def __init__(self, options: MedusaOptions, context: DraftContext) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.config import check_at_least
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError
 
 
@@ -91,9 +91,16 @@ class NgramDrafter(Drafter):
     proposal.
     """
 
+    summary = "drafts what followed the same words earlier in the prompt and answer (prompt lookup)"
+
     Options = NgramOptions
     observes_all = False
     looks_up = True
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """An index a running request."""
+        return Fit(grows_with="an index of each running text")
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
         super().__init__(options, context)

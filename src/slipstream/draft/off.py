@@ -17,6 +17,8 @@ class OffOptions:
 class OffDrafter(Drafter):
     """Speculation off is not another loop: it is the empty proposal, every step."""
 
+    summary = "no speculation"
+
     Options = OffOptions
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

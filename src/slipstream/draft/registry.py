@@ -82,7 +82,10 @@ def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
     for name in drafter_names():
         try:
             cls = _drafter_class(name)
-            found[name] = ((cls.__doc__ or "").strip().split("\n")[0], cls.fit(context))
+            found[name] = (
+                vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0],
+                cls.fit(context),
+            )
         except Exception as error:  # a package's own fault
             found[name] = ("", Fit(f"can never run: {error}", None, None, None))
     return found
@@ -105,7 +108,8 @@ def _drafter_class(method: str) -> type[Drafter]:
     try:
         cls = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}") from error
+        where = "; a module is looked for where Python looks, as PYTHONPATH says" if ":" in method else ""
+        raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}{where}") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
         raise ConfigError(f"drafter {method!r} is not a subclass of slipstream.draft.base.Drafter")
     return cls

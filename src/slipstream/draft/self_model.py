@@ -51,6 +51,8 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
 class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
+    summary = "the target's own weights in int8, with a cache of their own"
+
     Options = SelfOptions  # type: ignore[assignment]
 
     @classmethod

@@ -60,6 +60,8 @@ class _Writer(ForeignModelDrafter):
 class SlemDrafter(Drafter):
     """Lets a causal language model of another vocabulary write, and proposes what the target's tokenizer reads."""
 
+    summary = "a smaller model with another vocabulary writes ahead, in text"
+
     Options = SlemOptions
 
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.config import check_at_least
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.draft.suffix_cache import SuffixCache, check_cache_file
 from slipstream.draft.suffix_index import SuffixIndex
 from slipstream.errors import ConfigError
@@ -143,9 +143,16 @@ class SuffixDrafter(Drafter):
     bytes, one of a live sequence 170.
     """
 
+    summary = "drafts what followed the same words in this text and in earlier answers (suffix decoding)"
+
     Options = SuffixOptions
     observes_all = False
     looks_up = True
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """Running texts and past answers."""
+        return Fit(grows_with=f"past answers, at most {cls.Options.suffix_decoding_max_cached_requests:,}")
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
         super().__init__(options, context)

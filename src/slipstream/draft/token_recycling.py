@@ -88,6 +88,8 @@ class TokenRecyclingDrafter(Drafter):
     ago is forgotten when there are too many. A tree is cut where a token has no successors yet.
     """
 
+    summary = "drafts the tokens that last looked likely after each token (token recycling)"
+
     Options = TokenRecyclingOptions
 
     def __init__(self, options: TokenRecyclingOptions, context: DraftContext) -> None:
@@ -102,7 +104,8 @@ class TokenRecyclingDrafter(Drafter):
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
         """A tenant's table."""
-        return Fit(weight_bytes=4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size))
+        table_bytes = 4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size)
+        return Fit(weight_bytes=table_bytes, grows_with="a table of that size for each further user")
 
     def remembers(self) -> bool:
         """Past answers of the tenant."""

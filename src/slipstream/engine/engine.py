@@ -103,6 +103,12 @@ class Engine:
         validate(speculative)
         self.config = config
         self.speculative = speculative
+        if config.num_threads is not None and config.num_threads > threads.num_cores():
+            logger.warning(
+                "num_threads is %d, but this process may use %d cores; more threads than cores are slower",
+                config.num_threads,
+                threads.num_cores(),
+            )
         num_threads = threads.adopt(config.num_threads)
         self.model, self.tokenizer = _load_target(config) if like is None else like.share_target(config)
         self.drafter = create_drafter(

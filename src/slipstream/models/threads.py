@@ -7,6 +7,7 @@ of the CPU kernels lower that count for their duration, so a thread that begins 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -17,6 +18,13 @@ _lowered_from: int | None = None
 """What PyTorch used outside `operators` when that lowered the count last; None before the first time."""
 _here = threading.local()
 """`outside`: what this thread uses outside the `operators` that it is in."""
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available() -> int:
