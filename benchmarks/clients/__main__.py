@@ -38,7 +38,6 @@ def main() -> None:
             parser.error(f"{name} needs an interpreter: --python {name}=PATH, or {variable(name)}")
     if not wanted:
         parser.error("no client has an interpreter; give --python NAME=PATH")
-    result = json.loads(options.output.read_text()) if options.output.exists() else {}
     met = True
     for name in wanted:
         with serving() as server:
@@ -48,6 +47,7 @@ def main() -> None:
         if "error" in report:
             print(f"FAIL {name}: {report['error']}", flush=True)
         met = met and report["met"]
+        result = json.loads(options.output.read_text()) if options.output.exists() else {}
         result[name] = {"provenance": provenance(), **report}
         ordered = {name: result[name] for name in sorted(result)}
         options.output.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

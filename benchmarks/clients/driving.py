@@ -61,6 +61,9 @@ def drive(client: str, python: str, server: Running, script: Path | None = None)
         report: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         return {"met": False, "error": without_folders((done.stderr or done.stdout)[-2000:])}
+    for check in report["checks"].values():
+        if "error" in check:
+            check["error"] = without_folders(check["error"])
     failures = server.failures()[known:]
     report["server_errors"] = len(failures)
     report["met"] = (
