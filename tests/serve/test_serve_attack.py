@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.attack.__main__ import main
 from benchmarks.attack.run import Bounds, attack, count_forged
-from benchmarks.attack.scenarios import FORGED, SCENARIOS
+from benchmarks.attack.scenarios import FORGED
 from benchmarks.attack.table import table
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,8 @@ def test_wrong_arguments_are_said_before_anything_starts(
 
 @pytest.mark.long
 def test_a_small_attack() -> None:
-    for name, figures in attack(ROOT / "src", list(SCENARIOS), Bounds(scale=0.1, seconds=10)):
+    names = ["large_prompts", "endless_header", "silent_connections", "log_injection"]
+    for name, figures in attack(ROOT / "src", names, Bounds(scale=0.5, seconds=10)):
         assert figures["survived"], name
         assert figures["num_forged_lines"] == 0
         assert figures["small_requests"]["num_failed"] == figures["health"]["num_failed"] == 0, name
