@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -55,12 +55,14 @@ from slipstream.engine.requests import (
     request_seeds,
 )
 from slipstream.engine.runner import ModelRunner
+from slipstream.engine.steps import StepTimes, record_acceptance, report_of
 from slipstream.engine.stopping import StopRules
+from slipstream.engine.target import check_same_target, load_target
 from slipstream.engine.text import TextStream
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
-from slipstream.models import CausalLM, load_model, load_tokenizer, threads
+from slipstream.models import CausalLM, threads
 from slipstream.sampling.grammar import Grammar
 from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
@@ -71,21 +73,6 @@ from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
 
 logger = logging.getLogger(__name__)
-
-_PRIVATE_FIELDS = {
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("kv_cache_bytes", "kv_memory_fraction", "enable_prefix_caching", "seed"),
-}
-"""Fields of `EngineConfig` in which engines that share a target may differ."""
-
-
-@dataclass(slots=True)
-class _StepTimes:
-    """When the phases of one step ended."""
-
-    planned_s: float
-    drafted_s: float
-    verified_s: float
 
 
 class Engine:
@@ -110,7 +97,7 @@ class Engine:
                 threads.num_cores(),
             )
         num_threads = threads.adopt(config.num_threads)
-        self.model, self.tokenizer = _load_target(config) if like is None else like.share_target(config)
+        self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
         self.drafter = create_drafter(
             speculative,
             DraftContext(
@@ -196,10 +183,7 @@ class Engine:
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
-        for name in {field.name for field in fields(config)} - _PRIVATE_FIELDS:
-            mine, asked = getattr(self.config, name), getattr(config, name)
-            if mine != asked:
-                raise ConfigError(f"engines that share a target need one {name}, got {mine!r} and {asked!r}")
+        check_same_target(self.config, config)
         return self.model, self.tokenizer
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -323,9 +307,9 @@ class Engine:
             drafted_s = time.perf_counter()
             logits = self.runner.forward(plan, proposals)
             verdicts = self._verify(plan, proposals, logits)
-            times = _StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
+            times = StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
-        report = _report(plan, proposals, times)
+        report = report_of(plan, proposals, times)
         updates = self._commit(plan, proposals, verdicts, logits, times)
         step_s = time.perf_counter() - started_s
         report = replace(report, other_s=step_s - report.draft_s - report.verify_s)
@@ -370,7 +354,7 @@ class Engine:
         proposals: dict[int, Proposal],
         verdicts: dict[int, Verdict],
         logits: list[Tensor],
-        times: _StepTimes,
+        times: StepTimes,
     ) -> list[Update]:
         """Append what was verified, keep its cache entries, and tell everyone concerned."""
         decoded: list[tuple[Answer, int]] = []  # answer, tokens emitted
@@ -389,7 +373,7 @@ class Engine:
             emitted = self._append(answer, verdict, proposal, rows)
             kept = verdict.accepted[:emitted]
             self.runner.commit(item, kept)
-            _record_acceptance(sequence, proposal, kept, emitted)
+            record_acceptance(sequence, proposal, kept, emitted)
             decoded.append((answer, emitted))
             tail = rows[-1 - len(proposal) :]
             method = self.drafting.method_of(sequence)
@@ -508,56 +492,9 @@ class Engine:
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         return eos | set(params.stop_token_ids)
 
-    def _record_times(self, sequence: Sequence, times: _StepTimes) -> None:
+    def _record_times(self, sequence: Sequence, times: StepTimes) -> None:
         metrics = sequence.metrics
         if metrics.verify_s == 0:  # its first step
             metrics.queue_s = times.planned_s - self._requests[sequence.request_id].arrived_s
         metrics.draft_s += times.drafted_s - times.planned_s
         metrics.verify_s += times.verified_s - times.drafted_s
-
-
-def _record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, ...], emitted: int) -> None:
-    """Count what was proposed, reached and accepted; what a stop rule cut off was not reached."""
-    last = kept[-1] if kept else ROOT
-    was_cut = emitted == len(kept)
-    reached = len(kept) + (0 if was_cut or last not in proposal.children else 1)
-    sequence.metrics.record_step(
-        proposed_depth=max(proposal.depths, default=0),
-        num_proposed=len(proposal),
-        path_proposed=reached,
-        num_accepted=len(kept),
-    )
-
-
-def _report(plan: StepPlan, proposals: dict[int, Proposal], times: _StepTimes) -> StepReport:
-    """What the step did; made before its tokens are committed, which changes the sequences."""
-    return StepReport(
-        num_sequences=len(plan.scheduled),
-        num_rows=sum(item.num_rows for item in plan.scheduled),
-        num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in plan.scheduled),
-        num_draft_tokens=sum(map(len, proposals.values())),
-        draft_depth=max((max(proposal.depths) for proposal in proposals.values()), default=0),
-        draft_s=times.drafted_s - times.planned_s,
-        verify_s=times.verified_s - times.drafted_s,
-    )
-
-
-def _load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
-    """The target model and its tokenizer."""
-    model = load_model(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-        cpu_kernels=config.cpu_kernels,
-        lora=config.lora,
-        max_model_len=config.max_model_len,
-    )
-    tokenizer = load_tokenizer(
-        config.tokenizer or config.model,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return model, tokenizer

@@ -1,0 +1,47 @@
+"""The target that an engine's configuration asks for."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.models import CausalLM, load_model, load_tokenizer
+
+_PRIVATE_FIELDS = {
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("kv_cache_bytes", "kv_memory_fraction", "enable_prefix_caching", "seed"),
+}
+"""Fields of `EngineConfig` in which engines that share a target may differ."""
+
+
+def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
+    """The target model and its tokenizer."""
+    model = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
+        lora=config.lora,
+        max_model_len=config.max_model_len,
+    )
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return model, tokenizer
+
+
+def check_same_target(mine: EngineConfig, asked: EngineConfig) -> None:
+    """Raise `ConfigError` where two engines that are to share a target ask for different ones."""
+    for name in {field.name for field in fields(asked)} - _PRIVATE_FIELDS:
+        if getattr(mine, name) != getattr(asked, name):
+            raise ConfigError(
+                f"engines that share a target need one {name}, "
+                f"got {getattr(mine, name)!r} and {getattr(asked, name)!r}"
+            )
