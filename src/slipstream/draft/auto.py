@@ -192,6 +192,8 @@ class AutoDrafter(DrafterGroup):
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)
+        self.found.pop(sequence.id, None)
+        self.asked = []
         super().release(sequence)
 
     def num_held(self) -> int:
