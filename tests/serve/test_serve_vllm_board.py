@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import MakeApp
 from starlette.testclient import TestClient
 
+from slipstream import LLM
+
 STOCK_BOARD = {
     "e2e_request_latency_seconds_bucket",
     "e2e_request_latency_seconds_count",
@@ -117,12 +119,12 @@ def test_no_panel_is_empty(shown: tuple[dict[str, float], str]) -> None:
     )
 
 
-def test_the_cache_is_described(shown: tuple[dict[str, float], str]) -> None:
+def test_the_cache_is_described(shown: tuple[dict[str, float], str], drafting: LLM) -> None:
     _, text = shown
     [line] = re.findall(r"^vllm:cache_config_info\{(.*)\} 1.0$", text, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
     assert (
         int(labels["num_gpu_blocks"]) * int(labels["block_size"]) == int(labels["kv_cache_size_tokens"]) > 0
     )
-    assert int(labels["kv_cache_memory_bytes"]) <= 32 * 2**20
+    assert int(labels["kv_cache_memory_bytes"]) == drafting.engine.memory_plan.kv_bytes
     assert labels["enable_prefix_caching"] == "True"
