@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -273,15 +274,22 @@ def test_books_are_kept_as_seldom_as_their_price_demands(alpha: float, share: fl
 
 
 def test_with_books_that_cost_much_a_shift_is_followed() -> None:
-    world = steady(0.85, 4, books_s=0.1 * Machine().step_s(4, 8)).run(300)
-    for alpha in (0.05, 0.85):
-        for guesser in world.guessers:
-            assert isinstance(guesser.alpha, dict)
-            guesser.alpha["t"] = alpha
-        world.run(400)
-        world.restart()
-        world.run(200)
-        assert world.rate > 0.92 * max(world.best_rate(), world.off_rate())
+    """Of several random worlds the usual one: when a shift is noticed there is a matter of a few looks."""
+    shares: dict[float, list[float]] = {0.05: [], 0.85: []}
+    for seed in range(5):
+        world = steady(0.85, 4, books_s=0.1 * Machine().step_s(4, 8))
+        world.random.seed(seed)
+        world.run(300)
+        for alpha in shares:
+            for guesser in world.guessers:
+                assert isinstance(guesser.alpha, dict)
+                guesser.alpha["t"] = alpha
+            world.run(400)
+            world.restart()
+            world.run(200)
+            shares[alpha].append(world.rate / max(world.best_rate(), world.off_rate()))
+    assert min(shares[0.05]) > 0.92
+    assert median(shares[0.85]) > 0.92
 
 
 def test_a_step_that_must_be_decided_anew_repeats_nothing() -> None:
