@@ -32,7 +32,7 @@ def _of_choice(answer: CompletionOutput, choice: Choice, with_token_ids: bool) -
         return f"ended by {choice.finish_reason} instead of {answer.finish_reason}"
     if with_token_ids and choice.token_ids != answer.token_ids:
         return f"tokens {choice.token_ids} instead of {answer.token_ids}"
-    expected = [entry.logprob for entry in answer.logprobs or []]
+    expected = [entry.logprob for entry in answer.token_logprobs or []]
     if len(choice.logprobs) != len(expected):
         return f"{len(choice.logprobs)} log-probabilities instead of {len(expected)}"
     for position, (have, want) in enumerate(zip(choice.logprobs, expected, strict=True)):

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
     from slipstream.engine.async_engine import AsyncEngine
+    from slipstream.engine.inputs import TextPrompt, TokensPrompt
     from slipstream.engine.llm import LLM
+    from slipstream.engine.logprobs import Logprob
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.errors import SlipstreamError
-    from slipstream.sampling.params import SamplingParams
+    from slipstream.sampling.params import RequestOutputKind, SamplingParams
     from slipstream.sampling.structured import StructuredOutput
+    from slipstream.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -28,11 +31,16 @@ _HOMES = {
     "CompletionOutput": "slipstream.engine.outputs",
     "EngineConfig": "slipstream.config",
     "LLM": "slipstream.engine.llm",
+    "Logprob": "slipstream.engine.logprobs",
     "RequestOutput": "slipstream.engine.outputs",
+    "RequestOutputKind": "slipstream.sampling.params",
     "SamplingParams": "slipstream.sampling.params",
     "SlipstreamError": "slipstream.errors",
     "SpeculativeConfig": "slipstream.config",
     "StructuredOutput": "slipstream.sampling.structured",
+    "StructuredOutputsParams": "slipstream.sampling.structured_outputs",
+    "TextPrompt": "slipstream.engine.inputs",
+    "TokensPrompt": "slipstream.engine.inputs",
     "Update": "slipstream.engine.outputs",
 }
 
@@ -41,11 +49,16 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SlipstreamError",
     "SpeculativeConfig",
     "StructuredOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "Update",
 ]
 

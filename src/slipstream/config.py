@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
+from slipstream.vllm_names import own_speculation
 
 T = TypeVar("T")
 
@@ -106,6 +107,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "speculative_config")
+        plain = {
+            key: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for key, value in self.options.items()
+        }
+        object.__setattr__(self, "options", plain)
         reject_unknown([self.verifier], VERIFIERS, "verifier")
         if self.probe_share is not None and not 0 <= self.probe_share <= 0.5:
             raise ConfigError(f"probe_share must be between 0 and 0.5, got {self.probe_share}")
@@ -114,13 +120,15 @@ class SpeculativeConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
-        """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`."""
+        """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`.
+
+        Without a `method` the `model` shows it, as in vLLM.
+        """
         if not isinstance(mapping, Mapping):
             raise ConfigError(
                 f'speculative_config must be a mapping such as {{"method": "ngram"}}, got {mapping!r}'
             )
-        if "method" not in mapping:
-            raise ConfigError(f'speculative_config needs "method"; got keys {list(mapping)}')
+        mapping = own_speculation(mapping)
         own = {each.name for each in dataclasses.fields(cls)} - {"options"}
         options = {key: value for key, value in mapping.items() if key not in own}
         return cls(**{key: mapping[key] for key in own & set(mapping)}, options=options)
@@ -183,11 +191,22 @@ class EngineConfig:
     """Memory for keys and values of target and drafter together; None takes `kv_memory_fraction`."""
     kv_memory_fraction: float = 0.3
     """Share of the memory that is free at start, an upper bound: no more is planned than can ever be used."""
+    gpu_memory_utilization: float | None = None
+    """As in vLLM: share of the device's whole memory (a CPU's is the machine's) for weights, keys and values together.
+    Takes the place of `kv_memory_fraction`; keys and values get what the weights leave of it."""
     enable_prefix_caching: bool = True
     seed: int | None = None
     """Seeds the draw of the requests' own seeds; None draws from the operating system."""
+    generation_config: str = "auto"
+    """Where the sampling parameters of requests that give none come from: `auto` is the checkpoint's
+    generation_config.json, `vllm` turns that off, and a folder has another such file."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Sampling parameters over those of `generation_config`."""
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         check_types(self, "engine")
         reject_unknown([self.dtype], DTYPES, "dtype")
         reject_unknown([self.cpu_kernels], CPU_KERNELS, "cpu_kernels")
@@ -203,5 +222,7 @@ class EngineConfig:
                 check_at_least("engine", 1, **{name: getattr(self, name)})
         if self.seed is not None:
             check_at_least("engine", 0, seed=self.seed)
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")

@@ -5,6 +5,7 @@ Nothing here imports torch, so that scheduling, accounting and control can be re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -186,6 +187,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The tokens committed so far, without the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def max_output_tokens(self) -> float:
+        """The most that the request allows; the context may allow less."""
+        return math.inf if self.params.max_tokens is None else self.params.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -90,7 +90,7 @@ def test_stream_is_incremental_and_ends_with_the_whole_output(
         answer = output.outputs[index]
         assert [t for update in mine for t in update.token_ids] == answer.token_ids
         assert "".join(update.text for update in mine) == answer.text
-        assert [e for update in mine for e in update.logprobs or []] == answer.logprobs
+        assert [e for update in mine for e in update.logprobs or []] == answer.token_logprobs
 
 
 def test_bad_requests_and_aborts_reach_their_caller_only(make_llm: MakeLLM, prompts: list[list[int]]) -> None:

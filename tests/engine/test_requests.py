@@ -96,8 +96,8 @@ def test_every_parameter_means_the_same_under_speculation(
         assert answer.token_ids == reference.token_ids
         assert (answer.text, answer.finish_reason) == (reference.text, reference.finish_reason)
         for ours, theirs in (
-            (answer.logprobs, reference.logprobs),
-            (output.prompt_logprobs, alone.prompt_logprobs),
+            (answer.token_logprobs, reference.token_logprobs),
+            (output.prompt_token_logprobs, alone.prompt_token_logprobs),
         ):
             assert (ours is None) == (theirs is None)
             for a, b in zip(ours or [], theirs or [], strict=True):
@@ -122,10 +122,10 @@ def test_logprobs_are_those_of_the_model(plain: LLM, prompts: list[list[int]]) -
     text = torch.tensor([[*prompt, *answer.token_ids]])
     with torch.inference_mode():
         log_probs = torch.log_softmax(model(text).logits[0], dim=-1)
-    assert output.prompt_logprobs is not None
-    assert output.prompt_logprobs[0] is None
-    assert answer.logprobs is not None
-    entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+    assert output.prompt_token_logprobs is not None
+    assert output.prompt_token_logprobs[0] is None
+    assert answer.token_logprobs is not None
+    entries = [*output.prompt_token_logprobs[1:], *answer.token_logprobs]
     for position, entry in enumerate(entries):
         assert entry is not None
         token = int(text[0, position + 1])
@@ -195,11 +195,14 @@ def test_preemption_of_trees_with_several_answers_and_prompt_logprobs(
         alone = plain.generate(prompt, wanted)[0]
         assert [a.token_ids for a in output.outputs] == [a.token_ids for a in alone.outputs]
         assert [a.text for a in output.outputs] == [a.text for a in alone.outputs]
-        assert output.prompt_logprobs is not None
-        assert alone.prompt_logprobs is not None
+        assert output.prompt_token_logprobs is not None
+        assert alone.prompt_token_logprobs is not None
         pairs = [
-            (output.prompt_logprobs, alone.prompt_logprobs),
-            *((a.logprobs, b.logprobs) for a, b in zip(output.outputs, alone.outputs, strict=True)),
+            (output.prompt_token_logprobs, alone.prompt_token_logprobs),
+            *(
+                (a.token_logprobs, b.token_logprobs)
+                for a, b in zip(output.outputs, alone.outputs, strict=True)
+            ),
         ]
         for ours, theirs in pairs:
             for a, b in zip(ours or [], theirs or [], strict=True):
@@ -208,8 +211,8 @@ def test_preemption_of_trees_with_several_answers_and_prompt_logprobs(
                     continue
                 assert a.token_id == b.token_id
                 assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3)
-        assert len(output.prompt_logprobs) == len(prompt)
-        assert all(len(a.logprobs or []) == len(a.token_ids) for a in output.outputs)
+        assert len(output.prompt_token_logprobs) == len(prompt)
+        assert all(len(a.token_logprobs or []) == len(a.token_ids) for a in output.outputs)
 
 
 def test_one_long_request_is_limited_by_the_cache_not_crashed(

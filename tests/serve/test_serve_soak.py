@@ -57,7 +57,7 @@ def expected() -> Answered:
 def answer_of(expected: Answered) -> Received:
     choices = defaultdict(Choice)
     for index, answer in enumerate(expected.answers):
-        logprobs = [entry.logprob for entry in answer.logprobs or []]
+        logprobs = [entry.logprob for entry in answer.token_logprobs or []]
         choices[index] = Choice(answer.text, list(answer.token_ids), logprobs, str(answer.finish_reason))
     prompt, output = expected.case.num_prompt_tokens, expected.num_output_tokens
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

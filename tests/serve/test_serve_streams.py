@@ -140,7 +140,7 @@ def test_a_chunk_has_a_logprob_entry_for_each_of_its_tokens(
     [answer] = own_text(plain, chat_prompt, max_tokens=40, temperature=0, logprobs=2).outputs
     entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
     assert [entry["logprob"] for entry in entries] == pytest.approx(
-        [entry.logprob for entry in answer.logprobs], abs=1e-4
+        [entry.logprob for entry in answer.token_logprobs], abs=1e-4
     )
     ended = answer.finish_reason == "stop"  # the end token is counted and has an entry, but no text
     said = b"".join(bytes(entry["bytes"]) for entry in (entries[:-1] if ended else entries))

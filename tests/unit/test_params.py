@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import RequestOutputKind, SamplingParams
+from slipstream.sampling.structured import StructuredOutput
+from slipstream.sampling.structured_outputs import StructuredOutputsParams
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "1", None, [1]]
 
@@ -24,11 +26,12 @@ BAD: list[tuple[str, Any]] = [
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for value in NOT_NUMBERS
     ),
-    *((name, value) for name in ("n", "max_tokens") for value in (0, -1, 1.0, True, "2", None)),
+    *((name, value) for name in ("n", "max_tokens") for value in (0, -1, 1.0, True, "2")),
+    ("n", None),
     *((name, value) for name in ("min_tokens",) for value in (-1, 0.5, False, None)),
     *((name, value) for name in ("top_k",) for value in (-2, 1.5, True, None)),
-    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "1")),
-    *((name, value) for name in ("seed",) for value in (-1, 2**63, 1.0, True, "7")),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-2, 1.5, True, "1")),
+    *((name, value) for name in ("seed",) for value in (-2, -1.0, 2**63, 1.0, True, "7")),
     *((name, value) for name in ("ignore_eos", "include_stop_str_in_output") for value in (1, None, "yes")),
     ("skip_special_tokens", 0),
     ("temperature", 1e-6),
@@ -57,7 +60,11 @@ BAD: list[tuple[str, Any]] = [
     ("presence_penalty", -2.1),
     ("frequency_penalty", 2.1),
     ("frequency_penalty", -2.1),
-    ("min_tokens", 257),
+    ("min_tokens", 17),
+    ("detokenize", 1),
+    ("output_kind", 2),
+    ("extra_args", [1]),
+    ("structured_outputs", "json"),
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", [1]),
@@ -105,6 +112,9 @@ GOOD: list[dict[str, Any]] = [
     {"seed": 0},
     {"seed": 2**63 - 1},
     {"logprobs": 0, "prompt_logprobs": 5},
+    {"logprobs": -1, "prompt_logprobs": -1, "max_tokens": None, "min_tokens": 300},
+    {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY, "extra_args": {"mine": 1}},
+    {"structured_outputs": {"regex": "a+"}},
     {"min_tokens": 3, "max_tokens": 3},
     {"stop": "end", "bad_words": ["no"], "stop_token_ids": [3], "allowed_token_ids": [0]},
     {"logit_bias": {0: -100, 5: 100}},
@@ -126,7 +136,7 @@ def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_k, params.top_p, params.min_p) == (1, 1.0, 0, 1.0, 0.0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
-    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (256, 0, None, None)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
     assert params.skip_special_tokens
     assert not params.greedy
     assert SamplingParams(temperature=0).greedy
@@ -141,9 +151,58 @@ def test_values_are_normalised() -> None:
     assert SamplingParams(stop_token_ids=[7, 1, 7, np.int64(1)]).stop_token_ids == (7, 1)
 
 
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2  # type: ignore[misc]
+def test_a_set_attribute_is_checked_like_an_argument() -> None:
+    """vLLM's scripts take the default parameters and change them."""
+    params = SamplingParams(stop="end")
+    params.max_tokens, params.stop, params.temperature = 5, "over", 1  # type: ignore[assignment]
+    assert params == SamplingParams(max_tokens=5, stop=["over"], temperature=1.0)
+    for name, value, told in (
+        ("n", 0, "n must be"),
+        ("min_tokens", 6, "min_tokens"),
+        ("max_token", 3, "max_tokens"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            setattr(params, name, value)
+    assert params == SamplingParams(max_tokens=5, stop=["over"], temperature=1.0)
+
+
+def test_a_clone_is_its_own() -> None:
+    params = SamplingParams(logit_bias={3: 1.0}, extra_args={"mine": 1})
+    other = params.clone()
+    assert other == params
+    other.n, other.logit_bias[3] = 2, 5.0  # type: ignore[index]
+    assert (params.n, params.logit_bias) == (1, {3: 1.0})
+
+
+def test_structured_outputs_are_vllms_words_for_structured() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}))
+    assert params.structured == StructuredOutput(json_schema={"type": "object"})
+    params.structured_outputs = {"choice": ["a", "b"]}
+    assert params.structured == StructuredOutput(choice=["a", "b"])
+    assert dataclasses.replace(params, structured=None).structured is None
+    params.structured = {"regex": "a"}
+    assert params.structured == StructuredOutput(regex="a")
+    with pytest.raises(RequestError, match="say different things"):
+        SamplingParams(structured={"regex": "a"}, structured_outputs={"regex": "b"})
+    for values, told in (
+        ({"json": "{}", "regex": "a"}, "exactly one"),
+        ({"regex": "a", "whitespace_pattern": " "}, "disable_any_whitespace"),
+        ({"regx": "a"}, "did you mean 'regex'"),
+        ({"grammar": "root ::= ("}, "neither Lark nor GBNF"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            StructuredOutputsParams(**values)  # type: ignore[arg-type]
+
+
+def test_vllms_names_are_taken_at_the_value_that_asks_for_nothing() -> None:
+    assert SamplingParams(best_of=1, use_beam_search=False, logits_processors=None) == SamplingParams()  # type: ignore[call-arg]
+    for values, told in (
+        ({"best_of": 2}, "best_of=2 is vLLM's and is not available here; ask for n answers"),
+        ({"logits_processors": [len]}, "logit_bias"),
+        ({"stop": "a", "detokenize": False}, "stop must be left out"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            SamplingParams(**values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [lambda values: SamplingParams(**values), SamplingParams.from_mapping])

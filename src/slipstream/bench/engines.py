@@ -80,6 +80,10 @@ class Engines:
     def _make(self, number: int, share: int, like: Engine | None) -> Engine:
         """The engine of configuration `number`, with one `share`-th of the memory for keys and values."""
         options = dict(self._options)
+        if options.get("gpu_memory_utilization") is not None:
+            raise ConfigError(
+                "gpu_memory_utilization counts the weights, which several engines share here; use kv_memory_fraction"
+            )
         if options.get("kv_cache_bytes") is None:
             options["kv_memory_fraction"] = (
                 options.get("kv_memory_fraction", EngineConfig.kv_memory_fraction) / share

@@ -141,9 +141,13 @@ def _token_ids(plan: Plan, engine: Engine, prompt: Prompt) -> list[int]:
         raise RequestError(f"{prompt.where}: {error}") from None
 
 
+_NOT_SET = {"max_tokens", "n", "structured_outputs", "detokenize", "output_kind", "extra_args"}
+"""Parameters that the workload decides, or that only Python has."""
+
+
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """What was set, but for the length, which is a matter of the workload."""
-    return {name: value for name, value in asdict(params).items() if name not in ("max_tokens", "n")}
+    return {name: value for name, value in asdict(params).items() if name not in _NOT_SET}
 
 
 def _facts(plan: Plan, engines: Engines, number: int) -> ConfigurationFacts:

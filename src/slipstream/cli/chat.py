@@ -23,6 +23,7 @@ from slipstream.cli.options import (
     announce,
     chosen_speculation,
     load,
+    recommended,
     short_speculation,
     with_model,
 )
@@ -67,6 +68,7 @@ def chat(
     llm = load(model, chosen_speculation(speculation, model), engine)
     if not llm.engine.tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; use `slipstream generate --raw`")
+    params = recommended(llm, params, sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     announce(llm)
     conversation = Conversation(llm, params, system)

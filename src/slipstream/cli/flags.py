@@ -72,11 +72,15 @@ def field_help(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """The flags of one dataclass: `skip` names the fields that get none, `panel` is their heading in the help."""
+    """The flags of one dataclass: `skip` names the fields that get none, `panel` is their heading in the help.
+
+    `defaults` are values for flags that are not given, where the fields' own are not wanted.
+    """
 
     cls: type
     panel: str
     skip: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
         """The fields that have a flag."""
@@ -93,6 +97,8 @@ class FlagSet:
         given: Values = {}
         for field in self.fields():
             value = arguments.pop(field.name)
+            if value is None:
+                value = self.defaults.get(field.name)
             if value is not None:
                 given[field.name] = _convert(field.name, _kind(field.name, hints[field.name]), value)
         return given
@@ -109,7 +115,8 @@ class FlagSet:
         kind = _kind(field.name, hint)
         name = "--" + field.name.replace("_", "-")
         names = [*_ALIASES.get(field.name, []), f"{name}/--no{name[1:]}" if kind is bool else name]
-        default = None if field.default in (None, (), dataclasses.MISSING) else str(field.default)
+        own = self.defaults.get(field.name, field.default)
+        default = None if own in (None, (), dataclasses.MISSING) else str(own)
         option = typer.Option(
             *names,
             help=" ".join(filter(None, [help_, _EXAMPLES.get(field.name) or _SYNTAX.get(kind)])),

@@ -30,6 +30,7 @@ from slipstream.cli.options import (
     load,
     model_name,
     print_json,
+    recommended,
     short_speculation,
 )
 from slipstream.cli.prompts import Job, prepare, read_jobs
@@ -98,6 +99,7 @@ def generate(
             "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
         )
     llm = load(model, speculative, engine)
+    params = recommended(llm, params, sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     prompts = [prepare(llm.engine, job, chat) for job in jobs]
     announce(llm)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 def print_logprobs(tokenizer: Any, answer: CompletionOutput) -> None:
     """The answer's tokens, to standard output; nothing where `logprobs` were not asked for."""
-    if answer.logprobs is not None:
-        _print_table(tokenizer, "token", answer.token_ids, answer.logprobs)
+    if answer.token_logprobs is not None:
+        _print_table(tokenizer, "token", answer.token_ids, answer.token_logprobs)
 
 
 def print_prompt_logprobs(tokenizer: Any, output: RequestOutput) -> None:
     """The prompt's tokens, to standard output; nothing where `prompt_logprobs` were not asked for."""
-    if output.prompt_logprobs is not None:
-        _print_table(tokenizer, "prompt token", output.prompt_token_ids, output.prompt_logprobs)
+    if output.prompt_token_logprobs is not None:
+        _print_table(tokenizer, "prompt token", output.prompt_token_ids, output.prompt_token_logprobs)
 
 
 def _print_table(tokenizer: Any, title: str, token_ids: Seq[int], entries: Seq[TokenLogprob | None]) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 SPECULATION = FlagSet(SpeculationFlags, "Speculation")
-SAMPLING = FlagSet(SamplingParams, "Sampling")
+PYTHON_ONLY = frozenset({"structured_outputs", "detokenize", "output_kind", "extra_args"})
+"""Sampling parameters without a flag: another name for one that has it, or nothing for a terminal."""
+DEFAULT_MAX_TOKENS = 256
+"""Where a verb's answers end; `SamplingParams` keeps vLLM's 16, which is little to read."""
+SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_tokens": DEFAULT_MAX_TOKENS})
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
 """`--model` is an option of its own. `--seed` is the answers' seed, so the engine has none to draw others from."""
 
@@ -75,6 +79,12 @@ def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> L
     from slipstream.engine.llm import LLM
 
     return LLM(model, speculative_config=speculative, **engine)
+
+
+def recommended(llm: LLM, params: SamplingParams, given: Values) -> SamplingParams:
+    """`params` with what the checkpoint recommends for the flags that were not given."""
+    others = {name: value for name, value in llm.engine.sampling_defaults.items() if name not in given}
+    return replace(params, **others)
 
 
 def announce(llm: LLM) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 from slipstream.cli.flags import FlagSet
+from slipstream.cli.options import PYTHON_ONLY
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 TIMED_SAMPLING = FlagSet(
     SamplingParams,
     "Sampling",
-    skip=frozenset({"n", "max_tokens", "temperature", "seed", "logprobs", "prompt_logprobs"}),
+    skip=PYTHON_ONLY | {"n", "max_tokens", "temperature", "seed", "logprobs", "prompt_logprobs"},
 )
 """One answer a prompt, and no log-probabilities: they would be timed. The others have flags of the verb's own."""
 

@@ -80,16 +80,19 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "prompt_token_ids": output.prompt_token_ids,
         "prompt_logprobs": None
-        if output.prompt_logprobs is None
-        else [None if entry is None else asdict(entry) for entry in output.prompt_logprobs],
+        if output.prompt_token_logprobs is None
+        else [None if entry is None else asdict(entry) for entry in output.prompt_token_logprobs],
         "outputs": [_answer_json(answer) for answer in output.outputs],
     }
 
 
 def _answer_json(answer: CompletionOutput) -> dict[str, Any]:
     metrics = answer.metrics
+    fields = asdict(answer)
+    del fields["texts"]
     return {
-        **asdict(answer),
+        **fields,
+        "logprobs": fields.pop("token_logprobs"),
         "metrics": {
             **asdict(metrics),
             "acceptance_rate": metrics.acceptance_rate,

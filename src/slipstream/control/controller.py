@@ -165,7 +165,7 @@ class Controller:
         """A drafter is asked for a request in this step, whose text has `length` tokens."""
         self.known.meet(member, sequence_id, length)
 
-    def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: int) -> int:
+    def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: float) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
 
         The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
@@ -187,7 +187,7 @@ class Controller:
             return [self.bounded(self._plan.usual, request) for request in asked]
         return self._adapted(asked, num_other_rows)
 
-    def _expected(self, task: str, num_prompt_tokens: int, max_tokens: int) -> int:
+    def _expected(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
         if not self.adaptive:
             return 0
         plan = self._alone if self.budget.total_s < self._alone.until_s else self._plan

@@ -11,6 +11,7 @@ over.
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -19,6 +20,7 @@ from slipstream.config import SpeculativeConfig, options_from, reject_unknown
 from slipstream.core import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.vllm_names import METHODS_ELSEWHERE, SPECULATIVE, split_off
 
 ENTRY_POINT_GROUP = "slipstream.drafters"
 
@@ -60,7 +62,10 @@ def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
             f"verifier {config.verifier!r} cannot judge coupled proposals, and drafter {config.method!r} "
             f"makes no others; use verifier 'coupled'"
         )
-    return cls, options_from(cls.Options, config.options, config.method)
+    fields = {field.name for field in dataclasses.fields(cls.Options)}
+    theirs = {name: one for name, one in SPECULATIVE.items() if name not in fields}
+    own, _ = split_off(config.options, theirs, config.method, ConfigError)
+    return cls, options_from(cls.Options, own, config.method)
 
 
 def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
@@ -102,6 +107,13 @@ def _drafter_class(method: str) -> type[Drafter]:
     if ":" in method:
         location = method
     else:
+        if (
+            method not in locations
+            and (known := method if not method.endswith("_mtp") else "mtp") in METHODS_ELSEWHERE
+        ):
+            raise ConfigError(
+                f"drafter {method!r} is vLLM's and is not available here; {METHODS_ELSEWHERE[known]}"
+            )
         reject_unknown([method], locations, "drafter")
         location = locations[method]
     module, _, name = location.partition(":")

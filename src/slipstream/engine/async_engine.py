@@ -187,7 +187,9 @@ class AsyncEngine:
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
         waiting = _Waiting(name)
-        params = SamplingParams() if params is None else params
+        params = self.engine.default_sampling_params() if params is None else params
+        if isinstance(params, SamplingParams):
+            params = params.clone()  # the caller may go on to change its own
         grammar: Grammar | None = None
         encoded: Prompt | EncodedPrompt = prompt
 
@@ -400,7 +402,8 @@ class AsyncEngine:
 
 def _takes_long_to_encode(prompt: Prompt, params: SamplingParams) -> bool:
     """True for texts that would keep the engine's thread from its steps, or the caller's loop from other callers."""
-    num_characters = len(prompt) if isinstance(prompt, str) else 0
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    num_characters = len(text) if isinstance(text, str) else 0
     return num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS
 
 

@@ -173,7 +173,7 @@ class Drafting(Guard):
                 continue
             length = sequence.num_computed + item.num_rows
             member = controller.announce(
-                sequence.id, self.task_of(sequence), item.num_rows, length, sequence.params.max_tokens
+                sequence.id, self.task_of(sequence), item.num_rows, length, sequence.max_output_tokens
             )
             if member != NOBODY and self._allows(sequence, member):
                 yield sequence, 0, Selection(member)

@@ -33,6 +33,7 @@ from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.control import create_controller
+from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.grammars import GrammarCompiler
 from slipstream.engine.inputs import (
@@ -41,8 +42,9 @@ from slipstream.engine.inputs import (
     encode_bad_words,
     encode_prompt,
     end_token_ids,
+    parse_prompt,
 )
-from slipstream.engine.logprobs import record_prompt_logprobs, token_logprobs
+from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
 from slipstream.engine.requests import (
@@ -58,7 +60,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.steps import StepTimes, record_acceptance, report_of
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
-from slipstream.engine.text import TextStream
+from slipstream.engine.text import NoText, TextStream
 from slipstream.errors import RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
@@ -98,6 +100,10 @@ class Engine:
             )
         num_threads = threads.adopt(config.num_threads)
         self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
+        self.sampling_defaults = sampling_defaults(
+            config, getattr(self.model.model, "generation_config", None)
+        )
+        """What the checkpoint recommends, as names and values of `SamplingParams`."""
         self.drafter = create_drafter(
             speculative,
             DraftContext(
@@ -155,6 +161,7 @@ class Engine:
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self._eos_token_ids)
         self._request_seeds = request_seeds(config.seed)
         self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
+        self._texts = TokenTexts(self.tokenizer)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
@@ -180,6 +187,10 @@ class Engine:
     def control_report(self) -> ControlReport:
         """What is known of speculation's worth on this engine's traffic; call it between two steps."""
         return self.drafting.report()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets, as a copy."""
+        return SamplingParams(**self.sampling_defaults)
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
@@ -211,8 +222,9 @@ class Engine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
-        params = SamplingParams() if params is None else params
+        params = self.default_sampling_params() if params is None else params
         check_arguments(params, tenant, task, max_draft_tokens)
+        params = params.clone()  # the caller may go on to change its own
         if draft_method not in (None, *self.draft_methods):
             choice = " or ".join(map(repr, self.draft_methods))
             raise RequestError(f"draft_method must be {choice} on this engine, got {draft_method!r}")
@@ -246,8 +258,8 @@ class Engine:
         Raises `RequestError` where the prompt cannot be served.
         """
         params.check_vocabulary(self.model.vocab_size)
-        token_ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size, self.max_model_len)
-        text = prompt if isinstance(prompt, str) else None
+        text, given = parse_prompt(prompt)
+        token_ids = encode_prompt(self.tokenizer, given, self.model.vocab_size, self.max_model_len)
         return EncodedPrompt(text, token_ids, encode_bad_words(self.tokenizer, params.bad_words))
 
     def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
@@ -440,8 +452,9 @@ class Engine:
             request_id=request.id,
             prompt=request.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
-            outputs=[completion(s) for s in request.sequences],
-            prompt_logprobs=first.prompt_logprobs,
+            outputs=[completion(s, self._texts) for s in request.sequences],
+            prompt_token_logprobs=first.prompt_logprobs,
+            texts=self._texts,
         )
 
     # --- books ------------------------------------------------------------------------------------------------
@@ -470,7 +483,8 @@ class Engine:
     def _new_answer(self, sequence: Sequence, bad_words: list[list[int]]) -> Answer:
         params = sequence.params
         prompt = sequence.token_ids
-        text = TextStream(
+        make_text = TextStream if params.detokenize else NoText
+        text = make_text(
             self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
         )
         stop_token_ids = self._stop_token_ids(params)

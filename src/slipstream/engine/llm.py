@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
-from slipstream.config import SpeculativeConfig
+from slipstream.config import SpeculativeConfig, reject_unknown
 from slipstream.engine.factory import make_engine
-from slipstream.engine.inputs import Prompt, encode_chat
+from slipstream.engine.inputs import Prompt, as_list, encode_chat, is_token_id
 from slipstream.engine.outputs import RequestOutput
+from slipstream.engine.progress import UseTqdm, progress
 from slipstream.engine.requests import UpdateCallback
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.params import SamplingParams
+from slipstream.vllm_names import CALL, METHODS, split_off
 
 Messages = Seq[dict[str, Any]]
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -26,65 +32,150 @@ class LLM:
     `speculative_config` is a mapping as vLLM's (`{"method": "ngram", "num_speculative_tokens": 4}`), a
     `SpeculativeConfig`, or None for speculation off. Other keywords are the fields of `EngineConfig`.
     Raises `ConfigError` or `ModelError` when something cannot be loaded as asked.
+
+    May be called from several threads: one call runs at a time, the others wait. `AsyncEngine` runs them together.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         **engine_options: Any,
     ) -> None:
         self.engine = make_engine(model, speculative_config, engine_options)
         self._request_ids = itertools.count()
+        self._turn = threading.Lock()
+        self._holder: int | None = None
+        """The thread whose call runs."""
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: Params = None,
         *,
+        use_tqdm: UseTqdm = None,
         tenant: str = "",
         task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
         draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
+        **vllm_names: Any,
     ) -> list[RequestOutput]:
         """Answer the prompts, texts or token ids, in one batch; the outputs come in the order of the prompts.
 
-        `sampling_params` is one for all or one for each, and so is `task`, a name for the kind of request that some
+        `sampling_params` is one for all or one for each, and None what `get_default_sampling_params` says. So is
+        `task` one for all or one for each, a name for the kind of request that some
         drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off; `draft_method` is the only one of
         `auto`'s drafters that may draft.
         `on_update` sees every step's new tokens as they are committed. Where it calls `llm.engine.abort`, the output
-        holds what there was, with `finish_reason` abort.
+        holds what there was, with `finish_reason` abort. `use_tqdm` shows a bar, or is what makes one;
+        None shows it on a terminal where the batch takes longer than a second and nobody sees its updates.
+        `vllm_names` are taken where they ask for nothing. Raises `RequestError`.
         """
-        return self._run(
-            _as_list(prompts), sampling_params, tenant, task, max_draft_tokens, draft_method, on_update
-        )
+        _check_names(self.generate, vllm_names)
+        with self._alone():
+            return self._run(
+                _as_prompts(prompts),
+                sampling_params,
+                use_tqdm,
+                tenant,
+                task,
+                max_draft_tokens,
+                draft_method,
+                on_update,
+            )
 
     def chat(
         self,
-        conversations: Messages | Seq[Messages],
+        messages: Messages | Seq[Messages] | None = None,
         sampling_params: Params = None,
         *,
+        use_tqdm: UseTqdm = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tenant: str = "",
         task: str | Seq[str] = "",
         max_draft_tokens: int | None = None,
         draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
+        conversations: Messages | Seq[Messages] | None = None,
+        **vllm_names: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`."""
-        several = conversations if _are_several(conversations) else [conversations]
-        prompts = [encode_chat(self.engine.tokenizer, messages) for messages in several]  # type: ignore[arg-type]
-        return self._run(prompts, sampling_params, tenant, task, max_draft_tokens, draft_method, on_update)
+        """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        `conversations` is another name for `messages`. A content may be a list of parts of text. `chat_template` is
+        used instead of the model's own, with `chat_template_kwargs` as its variables; `continue_final_message` goes on
+        with the last message (and needs `add_generation_prompt=False`); `tools` are functions in OpenAI's shape.
+        """
+        _check_names(self.chat, vllm_names)
+        if (messages is None) == (conversations is None):
+            raise RequestError("chat needs messages, under this name or as conversations")
+        given = conversations if messages is None else messages
+        several = given if _are_several(given) else [given]
+        with self._alone():
+            prompts = [
+                encode_chat(
+                    self.engine.tokenizer,
+                    one,  # type: ignore[arg-type]
+                    chat_template_kwargs,
+                    tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+                for one in several  # type: ignore[union-attr]
+            ]
+            return self._run(
+                prompts, sampling_params, use_tqdm, tenant, task, max_draft_tokens, draft_method, on_update
+            )
+
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, of Transformers."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters get, as a copy that may be changed."""
+        return self.engine.default_sampling_params()
 
     def reset_caches(self) -> None:
         """Forget what finished requests left behind: retained prefixes, and what the drafter learned from them."""
-        self.engine.reset_caches()
+        with self._alone():
+            self.engine.reset_caches()
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM's name for `reset_caches`."""
+        self.reset_caches()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            raise AttributeError(f"{name} is vLLM's and is not available here; {METHODS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time; one from within another would wait for itself."""
+        me = threading.get_ident()
+        if self._holder == me:
+            raise RequestError(
+                "an LLM was called from its own on_update; call it after it has returned, or use AsyncEngine"
+            )
+        with self._turn:
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _run(
         self,
         prompts: Seq[Prompt],
         sampling_params: Params,
+        use_tqdm: UseTqdm,
         tenant: str,
         task: str | Seq[str],
         max_draft_tokens: int | None,
@@ -92,7 +183,7 @@ class LLM:
         on_update: UpdateCallback | None,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.engine.default_sampling_params()] * len(prompts)
         if not isinstance(sampling_params, Seq) or isinstance(sampling_params, str):
             raise RequestError(
                 f"sampling parameters must be a SamplingParams or a list, got {sampling_params!r}"
@@ -120,10 +211,12 @@ class LLM:
                 )
                 ids.append(request_id)
             outputs: dict[str, RequestOutput] = {}
-            while any(map(self.engine.is_unfinished, ids)):
-                for update in self.engine.step():
-                    if update.output is not None:
-                        outputs[update.request_id] = update.output
+            with progress(use_tqdm, len(ids), by_default=on_update is None) as advance:
+                while any(map(self.engine.is_unfinished, ids)):
+                    for update in self.engine.step():
+                        if update.output is not None:
+                            outputs[update.request_id] = update.output
+                            advance()
             if lost := [request_id for request_id in ids if request_id not in outputs]:
                 raise RequestError(f"{lost[0]} was aborted outside its callback, so it has no output")
         except BaseException:  # a bad prompt, Ctrl-C: leave nothing behind
@@ -133,13 +226,25 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
 
-def _are_several(conversations: Messages | Seq[Messages]) -> bool:
+def _check_names(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a name that is neither the method's nor one of vLLM's that asks for nothing."""
+    unknown, _ = split_off(given, CALL, "argument", RequestError)
+    try:
+        reject_unknown(unknown, set(inspect.signature(method).parameters) - {"vllm_names"}, "argument")
+    except ConfigError as error:
+        raise RequestError(str(error)) from None
+
+
+def _are_several(conversations: Any) -> bool:
     return isinstance(conversations, Seq) and len(conversations) > 0 and isinstance(conversations[0], list)
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    prompts = as_list(prompts)
+    if isinstance(prompts, str | Mapping):
+        return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Seq):
         raise RequestError(f"a prompt is a string or a list of token ids, got {prompts!r}")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if prompts and is_token_id(prompts[0]):
+        return [prompts]
+    return list(prompts)

@@ -1,8 +1,10 @@
-"""Log-probabilities of committed tokens under the target's unprocessed distribution."""
+"""Log-probabilities of tokens under the target's unprocessed distribution: measured, and as vLLM shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,10 @@ BLOCK_ROWS = 64
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
-    """One entry a row of `logits` [rows, vocab]; `token_ids[i]` is the token that followed row i."""
+    """One entry a row of `logits` [rows, vocab]; `token_ids[i]` is the token that followed row i.
+
+    `num_top` alternatives each; -1 is all of them.
+    """
     entries: list[TokenLogprob] = []
     for first in range(0, len(token_ids), BLOCK_ROWS):
         end = first + BLOCK_ROWS
@@ -26,7 +31,8 @@ def _block_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[T
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     chosen = log_probs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])  # [rows, 1]
     ranks = (log_probs > chosen).sum(dim=1) + 1
-    top = log_probs.topk(min(num_top, log_probs.shape[1]), dim=1) if num_top else None
+    width = log_probs.shape[1]
+    top = log_probs.topk(width if num_top < 0 else min(num_top, width), dim=1) if num_top else None
     result: list[TokenLogprob] = []
     for row, token_id in enumerate(token_ids):
         alternatives: tuple[tuple[int, float], ...] = ()
@@ -52,3 +58,42 @@ def record_prompt_logprobs(item: ScheduledSequence, rows: Tensor) -> None:
         entries = token_logprobs(rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
         known = len(sequence.prompt_logprobs) - first
         sequence.prompt_logprobs.extend(entries[max(known, 0) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability as vLLM reports it."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most probable token."""
+    decoded_token: str | None = None
+    """The token's text by itself; a part of a character is a replacement."""
+
+
+class TokenTexts:
+    """The text of single tokens, each decoded once. Copies of it are itself."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._tokenizer.decode([token_id])
+        return text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenTexts:
+        return self
+
+
+def by_token(entry: TokenLogprob, texts: TokenTexts) -> dict[int, Logprob]:
+    """The token itself and its alternatives, by token id."""
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [
+        (token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(entry.top, start=1)
+        if token_id != entry.token_id
+    ]
+    return {token_id: Logprob(logprob, rank, texts[token_id]) for token_id, logprob, rank in ranked}

@@ -52,7 +52,7 @@ def plan_memory(
     draft_kv_bytes_per_token: int,
     max_draft_tokens: int,
 ) -> MemoryPlan:
-    """Bound the cache by `kv_cache_bytes` or by a fraction of what is free, and by what can ever be used.
+    """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
     Raises `CapacityError` when not even a short request would fit, and where nobody has set `max_model_len` and the
     drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Of a
@@ -64,7 +64,7 @@ def plan_memory(
             f"max_model_len {max_model_len} is beyond the model's context of {model.context_length}"
         )
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
-    allowed = config.kv_cache_bytes or int(available_bytes(model.device) * config.kv_memory_fraction)
+    allowed = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes + draft_bytes)
     useful = config.max_num_seqs * (
         max_model_len + max_draft_tokens + CHUNK
     )  # segments are rounded to chunks
@@ -97,6 +97,32 @@ def plan_memory(
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
     """What a request of so many tokens needs."""
     return math.ceil((num_tokens + CHUNK) * bytes_per_token / 2**20)
+
+
+def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:
+    """For keys and values, where they are not counted out."""
+    free = available_bytes(device)
+    if config.gpu_memory_utilization is None:
+        return int(free * config.kv_memory_fraction)
+    share = int(total_bytes(device) * config.gpu_memory_utilization)
+    if share <= weight_bytes:
+        raise CapacityError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} is {format_bytes(share)} of the device's "
+            f"{format_bytes(total_bytes(device))}, and the weights alone take {format_bytes(weight_bytes)}; raise it"
+        )
+    return min(free, share - weight_bytes)
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device; on a CPU no more than the container's limit."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        return int(total)
+    total = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return int(total)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slipstream.core import FinishReason, Sequence, TokenLogprob
+from slipstream.engine.logprobs import Logprob, TokenTexts, by_token
 from slipstream.engine.text import Piece
 from slipstream.metrics.request import RequestMetrics
 
@@ -23,8 +24,26 @@ class CompletionOutput:
     """The stop token id or stop string that ended the answer; None at the model's own end token."""
     seed: int
     """With this seed and n = 1 the same answer comes again, if it is `reproducible`."""
-    logprobs: list[TokenLogprob] | None
+    token_logprobs: list[TokenLogprob] | None
+    """One a token, where `logprobs` were asked for."""
     metrics: RequestMetrics
+    texts: TokenTexts = field(repr=False, compare=False)
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """The same in vLLM's shape: one a token, token id to log-probability, rank and text. Made when it is read."""
+        if self.token_logprobs is None:
+            return None
+        return [by_token(entry, self.texts) for entry in self.token_logprobs]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the answer's tokens; None unless `logprobs` were asked for."""
+        return None if self.token_logprobs is None else sum(entry.logprob for entry in self.token_logprobs)
+
+    def finished(self) -> bool:
+        """True: there are no others."""
+        return True
 
     @property
     def reproducible(self) -> bool:
@@ -41,7 +60,28 @@ class RequestOutput:
     """None when the prompt was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_token_logprobs: list[TokenLogprob | None] | None
+    """One a token of the prompt, None for its first, where `prompt_logprobs` were asked for."""
+    texts: TokenTexts = field(repr=False, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        """True: there are no others."""
+        return True
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The prompt's log-probabilities in vLLM's shape."""
+        if self.prompt_token_logprobs is None:
+            return None
+        return [
+            None if entry is None else by_token(entry, self.texts) for entry in self.prompt_token_logprobs
+        ]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values were reused, in the first answer."""
+        return self.outputs[0].metrics.num_cached_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -77,7 +117,7 @@ class Update:
         )
 
 
-def completion(sequence: Sequence) -> CompletionOutput:
+def completion(sequence: Sequence, texts: TokenTexts) -> CompletionOutput:
     """The finished `sequence` as its caller sees it."""
     assert sequence.finish_reason is not None
     return CompletionOutput(
@@ -88,6 +128,7 @@ def completion(sequence: Sequence) -> CompletionOutput:
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         seed=sequence.seed,
-        logprobs=sequence.logprobs,
+        token_logprobs=sequence.logprobs,
         metrics=sequence.metrics,
+        texts=texts,
     )

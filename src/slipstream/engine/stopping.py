@@ -52,7 +52,7 @@ class StopRules:
             return self._finish(FinishReason.STOP, stop)
         if grammar is not None and grammar.ended(sequence.output_token_ids):
             return self._finish_form(grammar, sequence.output_token_ids)
-        if sequence.num_output_tokens >= params.max_tokens:
+        if sequence.num_output_tokens >= sequence.max_output_tokens:
             return self._finish(FinishReason.LENGTH)
         if len(sequence.token_ids) >= self._num_tokens_limit:
             return self._finish(FinishReason.LENGTH)

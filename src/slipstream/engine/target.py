@@ -11,7 +11,8 @@ from slipstream.models import CausalLM, load_model, load_tokenizer
 
 _PRIVATE_FIELDS = {
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("kv_cache_bytes", "kv_memory_fraction", "enable_prefix_caching", "seed"),
+    *("kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "enable_prefix_caching", "seed"),
+    *("generation_config", "override_generation_config"),
 }
 """Fields of `EngineConfig` in which engines that share a target may differ."""
 

@@ -114,3 +114,13 @@ class TextStream:
         at, stop = found
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
+
+
+class NoText(TextStream):
+    """For who wants no text: nothing is decoded."""
+
+    def push(self, token_id: int, from_draft: bool, check_stop: bool = True) -> None:
+        """Nothing becomes of the token."""
+
+    def flush(self, from_draft: bool = False) -> None:
+        """There is nothing left."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError, RequestError
+from slipstream.vllm_names import Foreign, split_off
 
 T = TypeVar("T")
 
 
-def strict_keywords(what: str) -> Callable[[type[T]], type[T]]:
+def strict_keywords(what: str, foreign: Mapping[str, Foreign] | None = None) -> Callable[[type[T]], type[T]]:
     """Make a dataclass answer an unknown keyword with the nearest valid one, not with a bare TypeError.
 
-    `what` is what a keyword is called in the message.
+    `what` is what a keyword is called in the message. `foreign` names are taken at their neutral values and forgotten.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -25,6 +26,8 @@ def strict_keywords(what: str) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def checked(self: T, **values: Any) -> None:
+            if foreign and not foreign.keys().isdisjoint(values):
+                values, _ = split_off(values, foreign, what, RequestError)
             try:
                 reject_unknown(values, names, what)
             except ConfigError as error:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
-from slipstream.errors import RequestError
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.characters import check_characters
 from slipstream.sampling.keywords import strict_keywords
 from slipstream.sampling.structured import StructuredOutput
+from slipstream.sampling.structured_outputs import StructuredOutputsParams
+from slipstream.vllm_names import SAMPLING
 
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-5
@@ -30,13 +35,23 @@ MAX_SHOWN = 80
 """Characters of a bad value that a message shows."""
 
 
-@strict_keywords("sampling parameter")
-@dataclass(frozen=True, kw_only=True)
+class RequestOutputKind(Enum):
+    """vLLM's ways to report an answer under way. `LLM` reports what is finished and `AsyncEngine` what is new,
+    whichever is asked for."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@strict_keywords("sampling parameter", SAMPLING)
+@dataclass(kw_only=True)
 class SamplingParams:
     """How the answers to one prompt are drawn and when they end.
 
-    Frozen and validated: a bad value raises `RequestError` in one line that says what would be right. Lists
-    are kept as tuples. `check_vocabulary` does the checks for which the model must be known.
+    Validated when it is made and whenever an attribute is set: a bad value raises `RequestError` in one line that says
+    what would be right, and leaves everything as it was. Lists are kept as tuples. An engine works on a copy.
+    `check_vocabulary` does the checks for which the model must be known.
     """
 
     n: int = 1
@@ -60,36 +75,42 @@ class SamplingParams:
     """Token id to what is added to its logit, each within [-100, 100]."""
     min_tokens: int = 0
     """No stop token before the answer holds this many tokens."""
-    max_tokens: int = 256
+    max_tokens: int | None = 16
+    """The most tokens in an answer; None lets it fill the context."""
     bad_words: Seq[str] = ()
     """Texts that may not come; at most 4,096, of 256 characters each and 65,536 in all."""
     allowed_token_ids: Seq[int] | None = None
     """Only these tokens may come; None allows all."""
     seed: int | None = None
-    """0 to 2**63 - 1; None draws a fresh one, which the answer reports."""
+    """0 to 2**63 - 1; None, and -1 as in vLLM, draws a fresh one, which the answer reports."""
     stop: Seq[str] = ()
     """A string, or several, at which the answer ends; at most 256, of 16,384 characters in all."""
     stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    """Alternatives to report for each token; 0 reports the token alone, None nothing."""
+    """Alternatives to report for each token; 0 reports the token alone, -1 the whole vocabulary, None nothing."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Mapping[str, Any] | StructuredOutput | None = None
     """What the answer must look like: a `StructuredOutput`, or its fields as an object. None leaves it free."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The same in vLLM's words: it becomes `structured`, and is None then."""
+    detokenize: bool = True
+    """Make text of the tokens. Without it answers have token ids alone, and no `stop` strings."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """vLLM's; changes nothing."""
+    extra_args: Mapping[str, Any] | None = None
+    """For code of the caller's own; nothing here reads it."""
 
     def __post_init__(self) -> None:
-        for name, minimum, maximum in (
-            ("n", 1, MAX_N),
-            ("top_k", -1, None),
-            ("min_tokens", 0, None),
-            ("max_tokens", 1, None),
-        ):
+        for name, minimum, maximum in (("n", 1, MAX_N), ("top_k", -1, None), ("min_tokens", 0, None)):
             self._set(name, _whole(name, getattr(self, name), minimum, maximum))
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, minimum in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
             if getattr(self, name) is not None:
-                self._set(name, _whole(name, getattr(self, name), 0))
+                self._set(name, _whole(name, getattr(self, name), minimum))
+        if self.seed == -1 and isinstance(self.seed, numbers.Integral):
+            self._set("seed", None)
         if self.seed is not None:
             self._set("seed", _whole("seed", self.seed, 0, MAX_SEED))
         for name, low, high in (
@@ -101,7 +122,7 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0),
         ):
             self._set(name, _number(name, getattr(self, name), low, high))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self._set("stop", _strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARACTERS))
@@ -109,7 +130,45 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             self._set("structured", StructuredOutput.from_mapping(self.structured))
+        self._check_vllm_names()
         self._check_together()
+        self._set("_checked", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_checked" not in self.__dict__:  # while it is made
+            self._set(name, value)
+            return
+        try:
+            reject_unknown([name], self.__dataclass_fields__, "sampling parameter")
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        others: dict[str, Any] = {"structured": None} if name == "structured_outputs" else {}
+        changed = replace(self, **others, **{name: value})
+        self.__dict__.update(changed.__dict__)
+
+    def clone(self) -> SamplingParams:
+        """A copy of its own; what it holds cannot be changed but for mappings, which are copied too."""
+        other = copy(self)
+        for name in ("logit_bias", "extra_args"):
+            if (held := getattr(self, name)) is not None:
+                other._set(name, dict(held))
+        return other
+
+    def _check_vllm_names(self) -> None:
+        if self.structured_outputs is not None:
+            meant = StructuredOutputsParams.from_any(self.structured_outputs).as_structured()
+            if self.structured not in (None, meant):
+                raise RequestError(
+                    "structured and structured_outputs say different things; leave one of them out"
+                )
+            self._set("structured", meant)
+            self._set("structured_outputs", None)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise RequestError(f"extra_args must be a mapping, got {self.extra_args!r}")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop must be left out without detokenize: there is no text to stop at")
 
     def _check_together(self) -> None:
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -123,7 +182,7 @@ class SamplingParams:
             raise RequestError(
                 f"each of bad_words must have at most {MAX_BAD_WORD_CHARACTERS} characters, got one of {longest:,}"
             )
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}"
             )
@@ -141,7 +200,7 @@ class SamplingParams:
             self._set("logit_bias", dict(zip(ids, biases, strict=True)))
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen from the end of __post_init__ on
+        object.__setattr__(self, name, value)  # past `__setattr__`
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:

@@ -113,10 +113,10 @@ class Scheduler:
         sequence's share of the rows that nobody needs.
         """
         spare = (self._max_rows - sum(rows.values())) // len(self.running)
-        to_emit = sequence.params.max_tokens - sequence.num_output_tokens - 1
+        to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
         to_context = self._num_tokens_limit - len(sequence.token_ids) - 1
         wanted = self._max_draft_tokens if sequence.max_draft_tokens is None else sequence.max_draft_tokens
-        return max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context))
+        return int(max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context)))
 
     def _reserve(self, item: ScheduledSequence, plan: StepPlan) -> bool:
         """Make room for the rows, giving up first the drafts and then the places of later arrivals."""

@@ -73,7 +73,7 @@ class ChatAnswer(Choices):
         choice: dict[str, Any] = {
             "index": number,
             "message": message,
-            "logprobs": chat_logprobs(self.tokens, answer.logprobs),
+            "logprobs": chat_logprobs(self.tokens, answer.token_logprobs),
             "finish_reason": _finish_reason(answer.finish_reason, reader),
             "stop_reason": answer.stop_reason,
         }
@@ -84,7 +84,7 @@ class ChatAnswer(Choices):
     def whole(self) -> dict[str, Any]:
         whole = super().whole()
         [output] = self.outputs
-        shown = prompt_logprobs(self.tokens, output.prompt_logprobs, self.job.prompt_logprobs)
+        shown = prompt_logprobs(self.tokens, output.prompt_token_logprobs, self.job.prompt_logprobs)
         if shown is not None:
             whole["prompt_logprobs"] = shown
         if self.job.return_token_ids:

@@ -60,7 +60,7 @@ class CompletionAnswer(Choices):
             "finish_reason": self._reason(answer.finish_reason),
             "stop_reason": answer.stop_reason if shows else None,
         }
-        shown = prompt_logprobs(self.tokens, output.prompt_logprobs, self.job.prompt_logprobs)
+        shown = prompt_logprobs(self.tokens, output.prompt_token_logprobs, self.job.prompt_logprobs)
         if shown is not None:
             choice["prompt_logprobs"] = shown
         if self.job.return_token_ids:
@@ -76,12 +76,12 @@ class CompletionAnswer(Choices):
         """Token ids and what is told of them: of the prompt, where it is given back with that, and of the answer."""
         echo = self.job.echo
         entries: list[tuple[int, TokenLogprob | None]] = []
-        if echo is not None and echo.logprobs is not None and output.prompt_logprobs is not None:
+        if echo is not None and echo.logprobs is not None and output.prompt_token_logprobs is not None:
             entries += zip(
-                output.prompt_token_ids, first_top(output.prompt_logprobs, echo.logprobs), strict=True
+                output.prompt_token_ids, first_top(output.prompt_token_logprobs, echo.logprobs), strict=True
             )
         if self._shows_answers:
-            entries += [(entry.token_id, entry) for entry in answer.logprobs or ()]
+            entries += [(entry.token_id, entry) for entry in answer.token_logprobs or ()]
         return entries
 
     @property

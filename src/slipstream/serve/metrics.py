@@ -290,7 +290,7 @@ class Metrics:
         lengths = [answer.metrics.num_output_tokens for answer in update.output.outputs]
         self._longest.observe(max(lengths))
         self._n.observe(params.n)
-        self._max_tokens.observe(params.max_tokens)
+        self._max_tokens.observe(params.max_tokens or 0)
         for length in lengths:
             self._answer_length.observe(length)
         for answer in update.output.outputs:

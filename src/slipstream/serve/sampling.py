@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.errors import RequestError
@@ -33,6 +34,8 @@ class Limits:
     max_model_len: int
     vocab_size: int
     config: ServeConfig
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the checkpoint recommends: for requests that do not say otherwise."""
 
 
 def check_unsupported(body: GenerationBody) -> None:
@@ -69,9 +72,8 @@ def sampling_params(
 
     `prompt_lengths` are in tokens; `seed` is the first prompt's of `seeds_of`.
     """
-    values: dict[str, Any] = {
-        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
-    }
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    values: dict[str, Any] = {**limits.defaults, **given}
     values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
     values["logprobs"] = _logprobs(body)
     if (echoed := echoed_logprobs(body)) is not None:
@@ -79,8 +81,10 @@ def sampling_params(
     values |= constraint.sampling if constraint is not None else {}
     values["seed"] = seed
     for name in ("logprobs", "prompt_logprobs"):
-        if (values.get(name) or 0) > limits.config.max_logprobs:
-            message = f"{name} must be at most {limits.config.max_logprobs}, got {values[name]}"
+        if not 0 <= (values.get(name) or 0) <= limits.config.max_logprobs:
+            message = (
+                f"{name} must be at least 0 and at most {limits.config.max_logprobs}, got {values[name]}"
+            )
             raise ApiError(400, message, param=name, code="invalid_value")
     try:
         params = SamplingParams.from_mapping(values)
@@ -156,6 +160,7 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
     most = limits.config.max_output_tokens
     if asked is None:
         default = room if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        default = int(limits.defaults.get("max_tokens", default))
         default = max(default, body.min_tokens or 0)
         return max(1, min(default, room, most or room))
     if scores_only(body):

@@ -39,7 +39,7 @@ class Service:
         self.num_speculative_tokens: int | None = getattr(
             inner.drafter.options, "num_speculative_tokens", None
         )
-        self.limits = Limits(inner.max_model_len, inner.model.vocab_size, config)
+        self.limits = Limits(inner.max_model_len, inner.model.vocab_size, config, inner.sampling_defaults)
         if config.max_prompt_tokens is not None and config.max_prompt_tokens >= inner.max_model_len:
             raise ConfigError(
                 f"serve max_prompt_tokens must be below the context of {inner.max_model_len} tokens, "

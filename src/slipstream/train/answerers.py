@@ -59,7 +59,7 @@ class EngineAnswerer:
         token_ids = encode_chat(engine.tokenizer, messages)
         encode_prompt(engine.tokenizer, token_ids, engine.model.vocab_size, engine.max_model_len)
         room = engine.max_model_len - len(token_ids)
-        engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens, room)))
+        engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens or room, room)))
         self._under_way.add(key)
 
     def answers(self) -> list[tuple[str, Answer]]:

@@ -1,0 +1,67 @@
+"""vLLM's names for the form of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import RequestError
+from slipstream.sampling.keywords import strict_keywords
+from slipstream.sampling.structured import StructuredOutput
+from slipstream.vllm_names import Foreign
+
+_FOREIGN = {
+    "disable_additional_properties": Foreign((False,), 'write "additionalProperties": false into the schema'),
+    "structural_tag": Foreign((), "use grammar"),
+    "whitespace_pattern": Foreign((), "use disable_any_whitespace"),
+}
+
+
+@strict_keywords("structured output key", _FOREIGN)
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like, as vLLM writes it; see `StructuredOutput` for ours.
+
+    Exactly one of the first five is set. `grammar` may be in GBNF (`root ::= ...`) too. Raises `RequestError`.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Seq[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        self.as_structured()
+
+    @classmethod
+    def from_any(cls, value: Any) -> StructuredOutputsParams:
+        """From one, or from a mapping with its fields."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(f"structured_outputs must be a StructuredOutputsParams, got {value!r}")
+        return cls(**value)
+
+    def as_structured(self) -> StructuredOutput:
+        """The same in our words."""
+        return StructuredOutput(
+            json_schema=self.json,
+            json_object=bool(self.json_object),
+            regex=self.regex,
+            grammar=_lark(self.grammar) if isinstance(self.grammar, str) else self.grammar,
+            choice=self.choice,
+            compact=self.disable_any_whitespace,
+        )
+
+
+def _lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark  # only where it is needed: a command's help is quick
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the converter's own, and whatever odd texts make of it
+        raise RequestError(f"grammar is neither Lark nor GBNF: {' '.join(str(error).split())}") from None

@@ -1,0 +1,420 @@
+"""Names of vLLM's that mean nothing here: taken at the value that changes nothing, refused at any other.
+
+Names that mean the same are fields of our own classes and do not stand here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError, SlipstreamError
+
+logger = logging.getLogger(__name__)
+
+ANYTHING = object()
+"""Among the neutral values of a name that changes neither text nor outputs, whatever it is set to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """One of vLLM's names: the values that ask for nothing beside None, and what to do instead of the others."""
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+    def takes(self, value: Any) -> bool:
+        """True for a value that asks for nothing."""
+        if value is None or any(one is ANYTHING for one in self.neutral):
+            return True
+        return any(type(one) is type(value) and one == value for one in self.neutral)
+
+
+def split_off(
+    given: Mapping[str, Any], names: Mapping[str, Foreign], what: str, error: Callable[[str], SlipstreamError]
+) -> tuple[dict[str, Any], list[str]]:
+    """What of `given` is none of `names`, and the names that were dropped.
+
+    Raises `error` for a value that asks for something, calling the name a `what`.
+    """
+    own: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in given.items():
+        if name not in names:
+            own[name] = value
+        elif names[name].takes(value):
+            dropped.append(name)
+        else:
+            raise error(f"{what} {name}={value!r} is vLLM's and is not available here; {names[name].instead}")
+    return own, dropped
+
+
+SAMPLING = {
+    "best_of": Foreign((1,), "ask for n answers with logprobs and choose among them"),
+    "use_beam_search": Foreign((False,), "ask for n answers with logprobs and choose among them"),
+    "length_penalty": Foreign((1.0, 1)),
+    "early_stopping": Foreign((False,)),
+    "flat_logprobs": Foreign((False,), "logprobs are lists of dictionaries"),
+    "guided_decoding": Foreign((), "use structured_outputs"),
+    "logits_processors": Foreign(
+        ((), []), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
+    ),
+    "logprob_token_ids": Foreign((), "use logprobs=-1 and pick the tokens"),
+    "prompt_logprob_token_ids": Foreign((), "use prompt_logprobs=-1 and pick the tokens"),
+    "prompt_logprob_start": Foreign((), "use prompt_logprobs, which begin with the prompt"),
+    "priority": Foreign((0,), "requests run in the order in which they come"),
+    "repetition_detection": Foreign((), "use repetition_penalty, or stop"),
+    "skip_clone": Foreign((ANYTHING,)),
+    "skip_reading_prefix_cache": Foreign((False,), "use enable_prefix_caching=False for the engine"),
+    "spaces_between_special_tokens": Foreign(
+        (True,), "special tokens are shown as the tokenizer writes them"
+    ),
+    "stream_interval": Foreign((1,), "use stream_interval_s of AsyncEngine"),
+    "thinking_token_budget": Foreign((-1,), "use max_tokens"),
+    "truncate_prompt_tokens": Foreign((-1,), "cut the prompt's token ids before the call"),
+}
+"""Of `SamplingParams`."""
+
+CALL = {
+    "guided_options_request": Foreign((), "use structured_outputs of SamplingParams"),
+    "lora_request": Foreign((), "load a checkpoint into which the adapter is merged"),
+    "mm_processor_kwargs": Foreign(({},), "models read text only"),
+    "priority": Foreign((0, []), "requests run in the order in which they come"),
+    "prompt_adapter_request": Foreign(),
+    "prompt_token_ids": Foreign((), 'give them as prompts: {"prompt_token_ids": [...]}'),
+    "reasoning": Foreign(),
+    "tokenization_kwargs": Foreign(({},), "tokenize with get_tokenizer() and give token ids"),
+    "chat_template_content_format": Foreign(
+        ("auto", "string"), "parts of text are joined, others are refused"
+    ),
+}
+"""Of `LLM.generate` and `LLM.chat`."""
+
+PROMPT = {
+    "multi_modal_data": Foreign(({},), "models read text only"),
+    "multi_modal_uuids": Foreign(({},), "models read text only"),
+    "mm_processor_kwargs": Foreign(({},), "models read text only"),
+    "cache_salt": Foreign(("",), "use tenant, which shares nothing with other tenants"),
+    "prompt_embeds": Foreign((), "give text or token ids"),
+    "token_type_ids": Foreign(),
+    "type": Foreign(("text", "token", "tokens")),
+}
+"""Of a prompt that is a mapping."""
+
+METHODS = {
+    "apply_model": "llm.engine.model.model is the Transformers model",
+    "beam_search": "ask for n answers with logprobs and choose among them",
+    "classify": "models here write text only",
+    "collective_rpc": "the engine is one process: llm.engine",
+    "embed": "models here write text only",
+    "encode": "models here write text only",
+    "enqueue": "use AsyncEngine",
+    "get_metrics": "outputs carry their own: output.metrics",
+    "llm_engine": "llm.engine is ours",
+    "reward": "models here write text only",
+    "score": "models here write text only",
+    "set_tokenizer": "give tokenizer to LLM",
+    "sleep": "delete the LLM to free its memory",
+    "start_profile": "use a profiler around the call",
+    "stop_profile": "use a profiler around the call",
+    "wait_for_completion": "use AsyncEngine",
+    "wake_up": "make a new LLM",
+}
+"""Methods of vLLM's `LLM`, and what to do instead."""
+
+_ONE_PROCESS = "a model runs in one process on one device"
+_TEXT_ONLY = "models read and write text only"
+_CAPTURE = "steps are not compiled or captured; leave it out"
+_MERGED = "load a checkpoint into which the adapter is merged"
+_HUB = "set HF_HOME, HF_TOKEN or HF_HUB_OFFLINE in the environment"
+_OWN_DTYPE = "keys and values are kept in dtype; set that"
+_SPECULATION = "use speculative_config"
+_CONFIG = "edit the checkpoint's config.json"
+
+ENGINE = {
+    **dict.fromkeys(
+        (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        Foreign((1,), _ONE_PROCESS),
+    ),
+    "decode_context_parallel_size": Foreign((1,), _ONE_PROCESS),
+    "data_parallel_size_local": Foreign((1,), _ONE_PROCESS),
+    "distributed_executor_backend": Foreign(("uni", "mp"), _ONE_PROCESS),
+    "enable_expert_parallel": Foreign((False,), _ONE_PROCESS),
+    "nnodes": Foreign((1,), _ONE_PROCESS),
+    "worker_cls": Foreign(("auto",), _ONE_PROCESS),
+    "worker_extension_cls": Foreign(("",), _ONE_PROCESS),
+    "kv_transfer_config": Foreign((), _ONE_PROCESS),
+    "kv_events_config": Foreign((), _ONE_PROCESS),
+    "disable_custom_all_reduce": Foreign((ANYTHING,)),
+    "max_parallel_loading_workers": Foreign((ANYTHING,)),
+    "enforce_eager": Foreign((ANYTHING,)),
+    "compilation_config": Foreign(({}, 0), _CAPTURE),
+    "optimization_level": Foreign((ANYTHING,)),
+    "cudagraph_capture_sizes": Foreign((), _CAPTURE),
+    "max_seq_len_to_capture": Foreign((ANYTHING,)),
+    "async_scheduling": Foreign((ANYTHING,)),
+    "disable_log_stats": Foreign((ANYTHING,)),
+    "disable_log_requests": Foreign((ANYTHING,)),
+    "use_tqdm_on_load": Foreign((ANYTHING,)),
+    "use_v2_block_manager": Foreign((ANYTHING,)),
+    "disable_cascade_attn": Foreign((ANYTHING,)),
+    "disable_hybrid_kv_cache_manager": Foreign((ANYTHING,)),
+    "max_logprobs": Foreign((ANYTHING,)),
+    "block_size": Foreign((ANYTHING,)),
+    "swap_space": Foreign((ANYTHING,)),
+    "num_gpu_blocks_override": Foreign((), "use kv_cache_bytes"),
+    "num_lookahead_slots": Foreign((0,)),
+    "num_scheduler_steps": Foreign((1,)),
+    "preemption_mode": Foreign(("recompute",), "preempted requests are computed again"),
+    "cpu_offload_gb": Foreign((0, 0.0), "use a smaller checkpoint, or quantization on a CPU"),
+    "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
+    "calculate_kv_scales": Foreign((False,), _OWN_DTYPE),
+    "override_attention_dtype": Foreign((), _OWN_DTYPE),
+    "attention_backend": Foreign((), "use cpu_kernels on a CPU"),
+    "enable_chunked_prefill": Foreign(
+        (True,), "prompts are computed in chunks of max_num_batched_tokens; raise that"
+    ),
+    "long_prefill_token_threshold": Foreign((0,), "set max_num_batched_tokens"),
+    "max_num_partial_prefills": Foreign((1,), "set max_num_batched_tokens"),
+    "max_long_partial_prefills": Foreign((1,), "set max_num_batched_tokens"),
+    "scheduling_policy": Foreign(("fcfs",), "requests run in the order in which they come"),
+    "scheduler_cls": Foreign((), "requests run in the order in which they come"),
+    "disable_sliding_window": Foreign((False,), _CONFIG),
+    "logprobs_mode": Foreign(
+        ("raw_logprobs",), "log-probabilities are the model's own, before any parameter"
+    ),
+    "logits_processors": Foreign(([],), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
+    "logits_processor_pattern": Foreign(),
+    "guided_decoding_backend": Foreign(("auto", "guidance"), "forms are followed by llguidance"),
+    "structured_outputs_config": Foreign(
+        ({}, {"backend": "auto"}, {"backend": "guidance"}), "forms are followed by llguidance"
+    ),
+    "reasoning_parser": Foreign(("",), "texts come as they are"),
+    "task": Foreign(("auto", "generate"), "models here write text only"),
+    "runner": Foreign(("auto", "generate"), "models here write text only"),
+    "convert": Foreign(("auto", "none"), "models here write text only"),
+    "pooler_config": Foreign((), "models here write text only"),
+    "override_pooler_config": Foreign((), "models here write text only"),
+    "model_impl": Foreign(("auto", "transformers"), "models are those of Transformers"),
+    "load_format": Foreign(("auto", "hf", "safetensors"), "give a folder in Hugging Face format"),
+    "config_format": Foreign(("auto", "hf"), "give a folder in Hugging Face format"),
+    "tokenizer_mode": Foreign(("auto", "hf"), "give a tokenizer in Hugging Face format"),
+    "skip_tokenizer_init": Foreign((False,), "a tokenizer is needed; detokenize=False saves its work"),
+    "tokenizer_revision": Foreign((), "give tokenizer the folder of that revision"),
+    "code_revision": Foreign((), "give model the folder of that revision"),
+    "download_dir": Foreign((), _HUB),
+    "hf_token": Foreign((False,), _HUB),
+    "hf_config_path": Foreign((), _CONFIG),
+    "hf_overrides": Foreign(({},), _CONFIG),
+    "rope_scaling": Foreign(({},), _CONFIG),
+    "rope_theta": Foreign((), _CONFIG),
+    "ignore_patterns": Foreign((), "leave unwanted files out of the folder"),
+    "model_loader_extra_config": Foreign(({},)),
+    "served_model_name": Foreign((), "slipstream serve has --served-model-name"),
+    "enable_lora": Foreign((False,), _MERGED),
+    **dict.fromkeys(
+        (
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+            "lora_dtype",
+            "lora_extra_vocab_size",
+            "fully_sharded_loras",
+        ),
+        Foreign((ANYTHING,)),
+    ),
+    "default_mm_loras": Foreign(({},), _MERGED),
+    "enable_prompt_embeds": Foreign((False,), "give text or token ids"),
+    "enable_sleep_mode": Foreign((False,), "delete the LLM to free its memory"),
+    "limit_mm_per_prompt": Foreign(({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),
+    "mm_processor_kwargs": Foreign(({},), _TEXT_ONLY),
+    "media_io_kwargs": Foreign(({},), _TEXT_ONLY),
+    **dict.fromkeys(
+        (
+            "allowed_local_media_path",
+            "mm_processor_cache_gb",
+            "disable_mm_preprocessor_cache",
+            "skip_mm_profiling",
+        ),
+        Foreign((ANYTHING,)),
+    ),
+    "disable_chunked_mm_input": Foreign((ANYTHING,)),
+    "additional_config": Foreign(({},)),
+    "otlp_traces_endpoint": Foreign((), "slipstream serve has --otlp-traces-endpoint"),
+    "collect_detailed_traces": Foreign((), "slipstream serve has --otlp-traces-endpoint"),
+    "show_hidden_metrics_for_version": Foreign((ANYTHING,)),
+    "speculative_model": Foreign((), _SPECULATION),
+    "num_speculative_tokens": Foreign((), _SPECULATION),
+    "ngram_prompt_lookup_max": Foreign((), _SPECULATION),
+    "ngram_prompt_lookup_min": Foreign((), _SPECULATION),
+}
+"""Of the engine. Names whose values are `ANYTHING` are about speed, memory or logs of parts that are not here."""
+
+_ENGINE_SYNONYMS = {"kv_cache_memory_bytes": "kv_cache_bytes"}
+_DTYPES = {"half": "float16", "float": "float32"}
+_UNSET_BY_NONE = ("enable_prefix_caching", "generation_config", "max_num_batched_tokens", "max_num_seqs")
+"""Our names for which vLLM's None is the default."""
+
+
+def own_engine_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of vLLM's engine as fields of `EngineConfig`; those that ask for nothing are dropped, with one notice.
+
+    Raises `ConfigError` for what cannot be had, with what to do instead.
+    """
+    own, dropped = split_off(given, ENGINE, "engine key", ConfigError)
+    for theirs, ours in _ENGINE_SYNONYMS.items():
+        if theirs in own:
+            if own.get(ours) not in (None, own[theirs]):
+                raise ConfigError(f"{theirs} and {ours} say different things; leave one of them out")
+            own[ours] = own.pop(theirs)
+    own = {name: value for name, value in own.items() if value is not None or name not in _UNSET_BY_NONE}
+    if own.get("max_model_len") in (-1, "auto"):
+        own["max_model_len"] = None
+    if "dtype" in own:
+        name = str(own["dtype"]).removeprefix("torch.")  # it may be torch's own
+        own["dtype"] = _DTYPES.get(name, name)
+    if dropped:
+        logger.warning("of no meaning here, and left out: %s", ", ".join(sorted(dropped)))
+    return own
+
+
+SPECULATIVE = {
+    "model": Foreign(("ngram", "[ngram]", "ngram_gpu", "suffix"), "this drafter has no model"),
+    "draft_tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
+    "tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
+    "quantization": Foreign(),
+    "revision": Foreign(),
+    "code_revision": Foreign(),
+    "draft_load_config": Foreign(),
+    "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
+    "draft_sample_method": Foreign(("greedy",), "this drafter looks its tokens up"),
+    "parallel_drafting": Foreign(
+        (False,), "draft models draft token by token; see medusa for heads in parallel"
+    ),
+    "num_speculative_tokens_per_batch_size": Foreign((), 'use {"method": "auto"}, which goes by the load'),
+    "disable_by_batch_size": Foreign((), 'use {"method": "auto"}, which goes by the load'),
+    "enable_adaptive_verification": Foreign((False,), 'use {"method": "auto"}'),
+    "use_heterogeneous_vocab": Foreign((False,), 'use {"method": "tli"} or {"method": "slem"}'),
+    "synthetic_acceptance_rates": Foreign((), "drafts are only accepted where the target agrees"),
+    "synthetic_acceptance_length": Foreign((), "drafts are only accepted where the target agrees"),
+    "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), "use verifier"),
+    "acceptance_method": Foreign(("rejection_sampler",), "use verifier"),
+    "prompt_lookup_max": Foreign((0,), "only ngram looks up"),
+    "prompt_lookup_min": Foreign((0,), "only ngram looks up"),
+    **dict.fromkeys(
+        (
+            *("attention_backend", "disable_eagle_block_drop", "disable_mqa_scorer", "enforce_eager"),
+            *("disable_padded_drafter_batch", "max_model_len", "moe_backend", "use_local_argmax_reduction"),
+        ),
+        Foreign((ANYTHING,)),
+    ),
+}
+"""Of `speculative_config`, for a drafter that has no option of the name. No value of those that are `ANYTHING` can
+change a text."""
+
+METHOD_SYNONYMS = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
+METHODS_ELSEWHERE = {
+    "custom_class": 'give method the class itself: "my_package.module:MyDrafter"',
+    "dflash": "convert or train an EAGLE-3 head",
+    "dspark": "convert or train an EAGLE-3 head",
+    "extract_hidden_states": "slipstream train reads hidden states by itself",
+    "mlp_speculator": "train Medusa or EAGLE-3 heads",
+    "mtp": "train an EAGLE-3 head for the model",
+}
+"""Methods of vLLM's that are not here, and what to do instead."""
+
+_VERIFIERS = {"standard": None, "block": "block"}
+
+
+def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `speculative_config` in our words: the method found where it is not named, the verifier under its name.
+
+    `rejection_sample_method` `standard` is any verifier that is lossless, so it leaves ours. Raises `ConfigError`.
+    """
+    own = dict(given)
+    if own.get("method") is None:
+        own["method"] = _method_of(own)
+    if isinstance(own["method"], str):
+        own["method"] = METHOD_SYNONYMS.get(own["method"], own["method"])
+    rule = own.pop("rejection_sample_method", None)
+    if rule is not None:
+        if rule not in _VERIFIERS:
+            raise ConfigError(
+                f"rejection_sample_method must be standard or block, got {rule!r}: drafts are only accepted where "
+                "the target agrees"
+            )
+        verifier = _VERIFIERS[rule]
+        if verifier is not None and own.setdefault("verifier", verifier) != verifier:
+            raise ConfigError(
+                "rejection_sample_method and verifier say different things; leave one of them out"
+            )
+    if own["method"] == "draft_model" and own.get("use_heterogeneous_vocab") is True:
+        del own["use_heterogeneous_vocab"]
+        own["method"] = "tli"
+    return own
+
+
+def _method_of(given: Mapping[str, Any]) -> str:
+    """What the model is: by its configuration where it is a folder, else by its name, as vLLM does."""
+    model = given.get("model")
+    if not isinstance(model, str | os.PathLike) or not str(model):
+        raise ConfigError(
+            f'speculative_config needs a "method", or a "model" that shows it; got keys {list(given)}'
+        )
+    name = os.fspath(model).lower()
+    if name in ("ngram", "[ngram]", "ngram_gpu", "suffix"):
+        return name.strip("[]")
+    marks = _marks(Path(model))
+    for mark, method in _MARKS.items():
+        if mark in marks:
+            return method
+    name = name.rstrip("/").rsplit("/", 1)[-1]
+    for mark, method in _NAME_MARKS.items():
+        if mark in name:
+            return method
+    return "draft_model"
+
+
+_MARKS = {
+    "eagle3": "eagle3",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "mlp_speculator": "mlp_speculator",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "mtp": "mtp",
+}
+"""Part of a configuration's kind to method, the longer ones first."""
+_NAME_MARKS = {
+    "eagle-": "eagle",
+    "eagle3": "eagle3",
+    "medusa": "medusa",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}
+"""Part of a name to method."""
+
+
+def _marks(folder: Path) -> str:
+    """What the configuration in a folder calls its model; empty where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kinds = [
+            config.get("model_type"),
+            config.get("speculators_model_type"),
+            *(config.get("architectures") or ()),
+        ]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    return " ".join(map(str, kinds)).lower()
