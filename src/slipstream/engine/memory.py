@@ -70,7 +70,8 @@ def plan_memory(
     )  # segments are rounded to chunks
     num_slots = min(useful, allowed // per_token)
     longest = min(num_slots - CHUNK, max_model_len)  # where there is no more room, drafts are given up
-    alone = min(allowed // model.kv_bytes_per_token - CHUNK, max_model_len)
+    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes)
+    alone = min(without_draft // model.kv_bytes_per_token - CHUNK, max_model_len)
     needed = min(config.max_model_len or CHUNK, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
