@@ -369,7 +369,7 @@ def _method_of(given: Mapping[str, Any]) -> str:
     model = given.get("model")
     if not isinstance(model, str | os.PathLike) or not str(model):
         raise ConfigError(
-            f'speculative_config needs a "method", or a "model" that shows it; got keys {list(given)}'
+            f'speculative_config needs "method", or a "model" that shows it; got keys {list(given)}'
         )
     name = os.fspath(model).lower()
     if name in ("ngram", "[ngram]", "ngram_gpu", "suffix"):

@@ -179,7 +179,7 @@ def test_the_method_is_told_by_the_folder(tmp_path: Path, config: Any, method: s
 
 def test_without_a_method_there_must_be_a_model() -> None:
     for given in ({}, {"num_speculative_tokens": 3}, {"method": None, "model": None}):
-        with pytest.raises(ConfigError, match='needs a "method", or a "model" that shows it'):
+        with pytest.raises(ConfigError, match='needs "method", or a "model" that shows it'):
             SpeculativeConfig.from_mapping(given)
 
 

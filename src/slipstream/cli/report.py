@@ -90,9 +90,9 @@ def _answer_json(answer: CompletionOutput) -> dict[str, Any]:
     metrics = answer.metrics
     fields = asdict(answer)
     del fields["texts"]
+    fields["logprobs"] = fields.pop("token_logprobs")
     return {
         **fields,
-        "logprobs": fields.pop("token_logprobs"),
         "metrics": {
             **asdict(metrics),
             "acceptance_rate": metrics.acceptance_rate,
