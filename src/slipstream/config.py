@@ -204,7 +204,7 @@ class EngineConfig:
     """Sampling parameters over those of `generation_config`."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "lora"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         check_types(self, "engine")

@@ -82,7 +82,7 @@ SAMPLING = {
 
 CALL = {
     "guided_options_request": Foreign((), "use structured_outputs of SamplingParams"),
-    "lora_request": Foreign((), "load a checkpoint into which the adapter is merged"),
+    "lora_request": Foreign((), "give lora to LLM: one adapter is merged into the model when it is loaded"),
     "mm_processor_kwargs": Foreign(({},), "models read text only"),
     "priority": Foreign((0, []), "requests run in the order in which they come"),
     "prompt_adapter_request": Foreign(),
@@ -130,7 +130,7 @@ METHODS = {
 _ONE_PROCESS = "a model runs in one process on one device"
 _TEXT_ONLY = "models read and write text only"
 _CAPTURE = "steps are not compiled or captured; leave it out"
-_MERGED = "load a checkpoint into which the adapter is merged"
+_MERGED = "give lora the folder of an adapter, which is merged into the model when it is loaded"
 _HUB = "set HF_HOME, HF_TOKEN or HF_HUB_OFFLINE in the environment"
 _OWN_DTYPE = "keys and values are kept in dtype; set that"
 _SPECULATION = "use speculative_config"
