@@ -404,7 +404,7 @@ def test_a_panic_over_one_request_is_nobody_elses(
             good = asyncio.create_task(engine.generate(prompts[0], SamplingParams(max_tokens=8)))
             await asyncio.sleep(0.01)
             with monkeypatch.context() as patch:
-                patch.setattr("slipstream.engine.engine.encode_prompt", panic)
+                patch.setattr("slipstream.engine.inputs.encode_prompt", panic)
                 with pytest.raises(RuntimeError, match="Panic: not a character boundary"):
                     await asyncio.wait_for(engine.generate("text"), 5)
             with pytest.raises(RuntimeError, match="Panic"):

@@ -23,13 +23,13 @@ _NAMES = {
 """Transformers' names, those that vLLM reads, to ours."""
 
 
-def sampling_defaults(config: EngineConfig, own: Any) -> dict[str, Any]:
+def sampling_defaults(config: EngineConfig, model: Any) -> dict[str, Any]:
     """Names and values of `SamplingParams` where they differ from its defaults.
 
-    `own` is the generation configuration that came with the checkpoint, if any. Raises `ConfigError` for values that
-    no request could have.
+    `model` is Transformers', with the generation configuration that came with the checkpoint. Raises `ConfigError` for
+    values that no request could have.
     """
-    found = _recommended(config.generation_config, own)
+    found = _recommended(config.generation_config, getattr(model, "generation_config", None))
     override = config.override_generation_config or {}
     reject_unknown(override, [*_NAMES, "max_tokens"], "override_generation_config key")
     values = found | {_NAMES.get(name, name): value for name, value in override.items()}

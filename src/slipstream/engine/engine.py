@@ -36,14 +36,7 @@ from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.grammars import GrammarCompiler
-from slipstream.engine.inputs import (
-    EncodedPrompt,
-    Prompt,
-    encode_bad_words,
-    encode_prompt,
-    end_token_ids,
-    parse_prompt,
-)
+from slipstream.engine.inputs import EncodedPrompt, Prompt, encode_request, end_token_ids
 from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
@@ -100,9 +93,7 @@ class Engine:
             )
         num_threads = threads.adopt(config.num_threads)
         self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
-        self.sampling_defaults = sampling_defaults(
-            config, getattr(self.model.model, "generation_config", None)
-        )
+        self.sampling_defaults = sampling_defaults(config, self.model.model)
         """What the checkpoint recommends, as names and values of `SamplingParams`."""
         self.drafter = create_drafter(
             speculative,
@@ -258,9 +249,8 @@ class Engine:
         Raises `RequestError` where the prompt cannot be served.
         """
         params.check_vocabulary(self.model.vocab_size)
-        text, given = parse_prompt(prompt)
-        token_ids = encode_prompt(self.tokenizer, given, self.model.vocab_size, self.max_model_len)
-        return EncodedPrompt(text, token_ids, encode_bad_words(self.tokenizer, params.bad_words))
+        sizes = self.model.vocab_size, self.max_model_len
+        return encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
 
     def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
@@ -483,21 +473,14 @@ class Engine:
     def _new_answer(self, sequence: Sequence, bad_words: list[list[int]]) -> Answer:
         params = sequence.params
         prompt = sequence.token_ids
-        make_text = TextStream if params.detokenize else NoText
-        text = make_text(
+        text = (TextStream if params.detokenize else NoText)(
             self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
         )
         stop_token_ids = self._stop_token_ids(params)
         if sequence.grammar is not None and not stop_token_ids:
             stop_token_ids = self._eos_token_ids  # for where nothing else is left: not to leave the form
-        processor = LogitsProcessor(
-            params,
-            list(prompt),
-            stop_token_ids,
-            bad_words,
-            self.model.vocab_size,
-            sequence.grammar,
-        )
+        width = self.model.vocab_size
+        processor = LogitsProcessor(params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar)
         stop = StopRules(sequence, text, processor, self._eos_token_ids, self.max_model_len)
         return Answer(sequence, processor, text, stop)
 

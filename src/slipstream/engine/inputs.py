@@ -46,6 +46,15 @@ class EncodedPrompt:
     bad_words: list[list[int]]
 
 
+def encode_request(
+    tokenizer: Any, prompt: Prompt, bad_words: Seq[str], vocab_size: int, max_model_len: int
+) -> EncodedPrompt:
+    """Prompt and bad words in token ids; raises `RequestError` as `encode_prompt` does."""
+    text, given = parse_prompt(prompt)
+    token_ids = encode_prompt(tokenizer, given, vocab_size, max_model_len)
+    return EncodedPrompt(text, token_ids, encode_bad_words(tokenizer, bad_words))
+
+
 def parse_prompt(prompt: Any) -> tuple[str | None, Any]:
     """The text that is given back with the answer, and what is to be encoded: a text or a list."""
     if isinstance(prompt, Mapping):
