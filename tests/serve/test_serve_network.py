@@ -19,7 +19,7 @@ from serve_cases import MODEL, MakeApp, counters, running, wait_until
 from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
-from slipstream.serve import connections
+from slipstream.serve import body_room, connections
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.connection import MAX_HEADERS, MAX_PIPELINED
 from slipstream.serve.stream import Reply
@@ -34,9 +34,15 @@ def post(body: bytes = BODY, headers: str = "") -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def connect(url: str) -> socket.socket:
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    """A connection; `receive_buffer` bytes are what the system reads of it ahead of the test."""
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.socket()
+    connection.settimeout(10)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((host, int(port)))
+    return connection
 
 
 def responses(raw: bytes) -> list[tuple[int, dict[str, str], Any]]:
@@ -104,7 +110,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_heads_are_bounded_and_refused_in_shape(make_app: MakeApp, strict: dict[str, Any]) -> None:
-    app = make_app(**strict)
+    app = make_app(**strict | {"head_timeout_s": 10.0})
     cases = {
         "endless value": b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 4096,
         "endless first line": b"GET /" + b"a" * 4096,
@@ -157,7 +163,7 @@ def test_an_endless_header_does_not_hold_up_the_loop(make_app: MakeApp) -> None:
             assert httpx2.get(f"{url}/health", timeout=10).status_code == 200
             longest_s = max(longest_s, time.monotonic() - began_s)
         assert num_bytes < 32 * 2**20, "nobody stopped it"
-        assert longest_s < 1.0
+        assert longest_s < 3.0
 
 
 NOT_HTTP = [
@@ -265,13 +271,13 @@ def _num_open(app: FastAPI) -> float:
     )
 
 
-def test_a_connection_in_use_outlives_the_deadlines(make_app: MakeApp, strict: dict[str, Any]) -> None:
-    app = make_app(**strict)
+def test_a_connection_in_use_outlives_the_deadlines(make_app: MakeApp) -> None:
+    app = make_app(head_timeout_s=1.0, idle_timeout_s=1.0)
     with running(app) as (url, _), connect(url) as connection:
-        for _ in range(6):
+        for _ in range(7):
             connection.sendall(HEALTH)
             assert responses(connection.recv(4096))[0][0] == 200
-            time.sleep(0.1)
+            time.sleep(0.2)
 
 
 def test_who_does_not_read_is_not_waited_for(make_app: MakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +287,29 @@ def test_who_does_not_read_is_not_waited_for(make_app: MakeApp, monkeypatch: pyt
         for _ in range(12):
             connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n")
         wait_until(lambda: closed_for(app, "not_read") == 1, 5.0)
+        wait_until(lambda: _num_open(app) == 0)
+
+
+def test_who_reads_slowly_gets_all_before_the_connection_closes(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.connection.LINGER_S", 0.1)
+    with running(make_app(), send_buffer=4096) as (url, _), connect(url, 4096) as connection:
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        time.sleep(0.6)
+        [(status, _, said)] = responses(read_all(connection))
+        assert status == 200
+        assert said["paths"]
+
+
+def test_who_reads_nothing_of_the_last_answer_is_not_waited_for(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.connection.NOT_READ_S", 0.3)
+    app = make_app()
+    with running(app, send_buffer=4096) as (url, _), connect(url, 4096) as connection:
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        wait_until(lambda: closed_for(app, "not_read") == 1)
         wait_until(lambda: _num_open(app) == 0)
 
 
@@ -446,3 +475,35 @@ def test_head_and_the_root(make_app: MakeApp) -> None:
     with TestClient(make_app()) as plain:
         assert plain.head("/health").content == b""
         assert counters(plain)["slipstream_connections"] == 0
+
+
+def test_bodies_of_all_requests_are_bounded_together(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_room, "MAX_LARGE", 2)
+    size = body_room.SMALL_BYTES + 100_000
+    large = post(BODY + b" " * (size - len(BODY)))
+    rooms: list[body_room.BodyRoom] = []
+    make = body_room.BodyRoom.__init__
+
+    def kept(self: body_room.BodyRoom, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        rooms.append(self)
+
+    monkeypatch.setattr(body_room.BodyRoom, "__init__", kept)
+    with running(make_app(max_body_bytes=size)) as (url, _), ExitStack() as stack:
+        slow = [stack.enter_context(connect(url)) for _ in range(3)]
+        for number, connection in enumerate(slow, start=1):
+            connection.sendall(large[:-1])
+            wait_until(lambda most=number * 100_000: rooms[0].num_bytes >= most - 5)  # type: ignore[misc]
+        fourth = stack.enter_context(connect(url))
+        fourth.sendall(large)
+        [(status, headers, said)] = responses(read_all(fourth))
+        assert (status, said["error"]["code"]) == (429, "queue_full")
+        assert headers["connection"] == "close"
+        assert headers["retry-after"] == "1"
+        assert httpx2.post(f"{url}/v1/completions", json=json.loads(BODY)).status_code == 200  # a small one
+        for connection in slow:
+            connection.sendall(large[-1:])
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: rooms[0].num_bytes == 0)

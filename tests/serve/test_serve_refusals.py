@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.errors import MAX_MESSAGE, MAX_NAME
 from slipstream.serve.foreign import FOREIGN, HARMLESS, IGNORED
+from slipstream.serve.json_body import num_containers
+from slipstream.serve.logs import MAX_PATH, JsonFormatter
 
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
@@ -251,7 +255,11 @@ def test_bad_values(
         ('{"prompt": "a"}'.encode("utf-16-le"), "is UTF-16-LE; send it as UTF-8"),
         ('{"prompt": "a"}'.encode("utf-32"), "is UTF-32; send it as UTF-8"),
         (b'{"prompt": "caf\xe9"}', "not UTF-8: invalid continuation byte at byte 15"),
-        (b"[" * 100000, "not valid JSON"),
+        (b"[" * 9000, "not valid JSON"),
+        (b"[" * 100000, "more than 10,000 objects and lists"),
+        (b'{"prompt": "a", "x": [' + b"{}," * 10000 + b"{}]}", "more than 10,000 objects and lists"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", "more than 300 digits"),
+        (b'{"prompt": "a", "logit_bias": {"' + b"9" * 4500 + b'": 1}}', "logit_bias token ids"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "stop": "\\uDC00"}', "surrogate"),
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
@@ -265,6 +273,39 @@ def test_bad_values(
 )
 def test_bad_bodies(shared: TestClient, raw: bytes, says: str) -> None:
     assert says in error_of(shared.post("/v1/completions", content=raw, headers=JSON), 400)["message"]
+
+
+def test_brackets_within_strings_are_no_objects() -> None:
+    text = '[{"\\' * 9000  # as JSON the quotes and backslashes are escaped
+    assert num_containers(json.dumps({"prompt": text, "x": [{}]}).encode()) == 3
+    assert num_containers(json.dumps({text: [text, [], "]"]}).encode()) == 3
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_what_no_response_could_repeat_is_refused(shared: TestClient, number: bytes, stream: bytes) -> None:
+    tool = b'{"type": "function", "name": "f", "parameters": {"maximum": %s}}' % number
+    body = b'{"input": "a", "tool_choice": "none", "stream": %s, "tools": [%s]}' % (stream, tool)
+    error = error_of(shared.post("/v1/responses", content=body, headers=JSON), 400)
+    assert error["code"] == "invalid_json"
+    assert "finite" in error["message"]
+
+
+def test_refusals_and_log_lines_repeat_no_more_than_the_beginning(
+    shared: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    long = "x" * 300_000
+    bodies = [{"model": long}, {long: 1}, {"speculation": {long: 1}}, {"speculation": {"method": long}}]
+    for body in bodies:
+        status = 404 if "model" in body else 400
+        error = error_of(shared.post("/v1/completions", json={"prompt": "a"} | body), status)
+        assert len(error["message"]) <= MAX_MESSAGE
+        assert len(error["param"]) <= MAX_NAME
+    error_of(shared.get(f"/v1/{long[:60000]}"), 404)
+    lines = [JsonFormatter().format(record) for record in caplog.records if record.name.endswith("access")]
+    assert len(lines) == len(bodies) + 1
+    assert max(map(len, lines)) < MAX_MESSAGE + MAX_PATH + 1000
 
 
 @pytest.mark.parametrize("half", [b"\xed\xa0\x80", b"\\ud800", b"\\uDFFF"])

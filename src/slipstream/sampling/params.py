@@ -210,7 +210,10 @@ class SamplingParams:
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = {
-                int(token) if isinstance(token, str) and token.isdecimal() else token: bias
+                # What is longer is no id, and Python refuses to read numbers that are longer yet.
+                int(token)
+                if isinstance(token, str) and token.isdecimal() and len(token) < 20
+                else token: bias
                 for token, bias in values["logit_bias"].items()
             }
         return cls(**values)

@@ -22,6 +22,7 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
 from slipstream.serve import dashboard, errors, openapi
 from slipstream.serve.auth import KeyGuard, tenant_of
+from slipstream.serve.body_room import BodyRoom
 from slipstream.serve.chat import ChatAnswer
 from slipstream.serve.completions import CompletionAnswer, echo_of
 from slipstream.serve.config import ServeConfig
@@ -101,7 +102,10 @@ def create_app(
 
 def _middleware(service: Service, traces: TracerProvider | None) -> list[Middleware]:
     """From the outside in."""
-    layers = [Middleware(RequestLog, metrics=service.metrics)]
+    layers = [
+        Middleware(RequestLog, metrics=service.metrics),
+        Middleware(BodyRoom, max_body_bytes=service.config.max_body_bytes),
+    ]
     if traces is not None:
         names = {"model_name": service.model_name, "method": service.method}
         layers.append(Middleware(TraceRequests, provider=traces, **names))

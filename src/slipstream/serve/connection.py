@@ -231,8 +231,9 @@ class Connection(HttpToolsProtocol):
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the deadlines here are stricter
-        if self.transport.is_closing():
-            self._arm(LINGER_S)
+        if self.transport.is_closing():  # the client may have much to read yet
+            self._others.is_idle(self)
+            self._arm(NOT_READ_S)
             return
         self._answering = following
         if following is None and self._refusal is not None:
@@ -346,8 +347,10 @@ class Connection(HttpToolsProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
 
     def _too_late(self) -> None:
-        if self._refusal is not None or self.transport.is_closing():
+        if self._refusal is not None:
             self.transport.abort()
+        elif self.transport.is_closing():
+            self._close_for(Closed.NOT_READ)
         elif self._stage is Stage.HEAD:
             seconds = f"{self._limits.head_timeout_s:g} s"
             message = f"the request's first line and headers were not complete within {seconds}"

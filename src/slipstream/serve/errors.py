@@ -23,6 +23,11 @@ FACTS = "slipstream.facts"
 """Where in an ASGI scope is kept what the log shall say of a request."""
 
 
+MAX_MESSAGE = 2000
+MAX_NAME = 200
+"""Characters of a refusal's message and parameter, which may repeat what the client sent; the log repeats them too."""
+
+
 class ApiError(Exception):
     """A request that is not served, with the HTTP status that says so. The message is for the client to read."""
 
@@ -38,9 +43,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = clipped(message, MAX_MESSAGE)
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else clipped(param, MAX_NAME)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -57,6 +62,11 @@ class ApiError(Exception):
     def response(self) -> Response:
         """As a whole HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def clipped(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis: `most` characters of it."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def unavailable(message: str, retry_after_s: int = 1) -> ApiError:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any
 
-from slipstream.serve.errors import ApiError
+from slipstream.serve.errors import ApiError, clipped
 
 MAX_DEPTH = 100
 """How deeply a body may be nested."""
+MAX_CONTAINERS = 10_000
+"""Objects and lists in a body. What checks them holds all other threads up meanwhile: a second for 100,000."""
+MAX_DIGITS = 300
+"""Of a whole number: more of them no float can hold, and beyond 4,300 Python does not write them."""
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 def decode(raw: bytes) -> dict[str, Any]:
@@ -27,8 +34,13 @@ def decode(raw: bytes) -> dict[str, Any]:
         if raw[error.start] == 0xED:  # where surrogates would be
             message += ", perhaps half of a surrogate pair, which is no character"
         raise _refusal(message) from None
+    if num_containers(raw) > MAX_CONTAINERS:
+        raise _refusal(f"the body has more than {MAX_CONTAINERS:,} objects and lists")
+    whole = (
+        _whole if _LONG_NUMBER.search(raw) else None
+    )  # reading every number by a function of ours takes longer
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=whole, parse_float=_finite, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise _refusal(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -38,6 +50,34 @@ def decode(raw: bytes) -> dict[str, Any]:
     if "\\ud" in text.lower() and has_lone_surrogate(value):
         raise _refusal("the body has half of a surrogate pair, which is no character")
     return value
+
+
+def num_containers(raw: bytes) -> int:
+    """Objects and lists in JSON; exact where there are more than may be, else possibly more than there are."""
+    num = raw.count(b"{") + raw.count(b"[")
+    if num <= MAX_CONTAINERS:
+        return num
+    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(unescaped.split(b'"')[::2])  # of strings
+    return outside.count(b"{") + outside.count(b"[")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _finite(number: str) -> float:
+    """JSON has no infinity, and a response could not repeat it."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{clipped(number, 20)} is not finite as a float")
+    return value
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no finite number")
 
 
 def is_too_deep(value: Any) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from slipstream.serve.body_room import taken
 from slipstream.serve.errors import CLIENT_LEFT, ApiError, unavailable
 
 DRAIN_BYTES = 64 * 2**20
@@ -31,17 +32,17 @@ def check_json(request: Request) -> None:
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept, and 408 when
-    it is not complete within `timeout_s` seconds."""
+    it is not complete within `timeout_s` seconds, and 429 when the bodies of all requests have no room left."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         await forget_body(request)
         raise _too_large(max_bytes)
-    body = bytearray()
+    body, room = bytearray(), taken(request.scope)
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > max_bytes:
+                if len(body) > max_bytes or not room.grow(len(body)):
                     break
     except ClientDisconnect:  # nobody will read this; the log and the metrics will
         message = "the client left before its body was complete"
@@ -49,10 +50,12 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except TimeoutError:
         message = f"the body was not complete within {timeout_s:g} s"
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
-    if len(body) > max_bytes:
+    if len(body) > max_bytes or room.is_refused:
+        refusal = _too_large(max_bytes) if len(body) > max_bytes else _no_room()
         body.clear()
+        room.free()
         await _drain(request)
-        raise _too_large(max_bytes)
+        raise refusal
     return bytes(body)
 
 
@@ -80,6 +83,12 @@ def _too_large(max_bytes: int) -> ApiError:
     message = f"the body is larger than {max_bytes:,} bytes"
     # Closing spares reading what is still left of the body.
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def _no_room() -> ApiError:
+    message = "the server holds too many large bodies; try again soon"
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
 class Admission:

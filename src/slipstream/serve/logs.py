@@ -16,12 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import CLIENT_LEFT, FACTS
+from slipstream.serve.errors import CLIENT_LEFT, FACTS, clipped
 from slipstream.serve.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.access")
 
 ID_HEADER = "X-Request-Id"
+MAX_PATH = 500
+"""Characters of a request's path in its line."""
 _SANE_ID = re.compile(r"[\w.:-]{1,128}")
 _PLAIN_WORD = re.compile(r"[\w.:/+%@,-]+")
 
@@ -133,7 +135,7 @@ class RequestLog:
             self._metrics.on_response(status)
         line = {
             "method": scope["method"],
-            "path": scope["path"],
+            "path": clipped(scope["path"], MAX_PATH),
             "status": status,
             "duration_ms": round(1000 * duration_s, 3),
         }
