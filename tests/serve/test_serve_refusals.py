@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.errors import MAX_MESSAGE, MAX_NAME
 from slipstream.serve.foreign import FOREIGN, HARMLESS, IGNORED
-from slipstream.serve.json_body import num_containers
+from slipstream.serve.json_body import num_parts
 from slipstream.serve.logs import MAX_PATH, JsonFormatter
 
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
@@ -256,8 +256,9 @@ def test_bad_values(
         ('{"prompt": "a"}'.encode("utf-32"), "is UTF-32; send it as UTF-8"),
         (b'{"prompt": "caf\xe9"}', "not UTF-8: invalid continuation byte at byte 15"),
         (b"[" * 9000, "not valid JSON"),
-        (b"[" * 100000, "more than 10,000 objects and lists"),
-        (b'{"prompt": "a", "x": [' + b"{}," * 10000 + b"{}]}", "more than 10,000 objects and lists"),
+        (b"[" * 100000, "more than 20,000 objects, lists and names"),
+        (b'{"prompt": "a", "x": [' + b"{}," * 20000 + b"{}]}", "more than 20,000 objects, lists and names"),
+        (b'{"prompt": "a", "logit_bias": {' + b'"1":1,' * 20000 + b'"2":1}}', "more than 20,000 objects"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", "more than 300 digits"),
         (b'{"prompt": "a", "logit_bias": {"' + b"9" * 4500 + b'": 1}}', "logit_bias token ids"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
@@ -276,9 +277,9 @@ def test_bad_bodies(shared: TestClient, raw: bytes, says: str) -> None:
 
 
 def test_brackets_within_strings_are_no_objects() -> None:
-    text = '[{"\\' * 9000  # as JSON the quotes and backslashes are escaped
-    assert num_containers(json.dumps({"prompt": text, "x": [{}]}).encode()) == 3
-    assert num_containers(json.dumps({text: [text, [], "]"]}).encode()) == 3
+    text = '[{:"\\' * 9000  # as JSON the quotes and backslashes are escaped
+    assert num_parts(json.dumps({"prompt": text * 2, "x": [{}]}).encode()) == 5
+    assert num_parts(json.dumps({text: [text, [], ":]"]}).encode()) == 4
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])

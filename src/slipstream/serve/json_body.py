@@ -11,8 +11,8 @@ from slipstream.serve.errors import ApiError, clipped
 
 MAX_DEPTH = 100
 """How deeply a body may be nested."""
-MAX_CONTAINERS = 10_000
-"""Objects and lists in a body. What checks them holds all other threads up meanwhile: a second for 100,000."""
+MAX_PARTS = 20_000
+"""Objects, lists and names in a body. What checks them holds all other threads up meanwhile: a second for 100,000."""
 MAX_DIGITS = 300
 """Of a whole number: more of them no float can hold, and beyond 4,300 Python does not write them."""
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
@@ -34,8 +34,8 @@ def decode(raw: bytes) -> dict[str, Any]:
         if raw[error.start] == 0xED:  # where surrogates would be
             message += ", perhaps half of a surrogate pair, which is no character"
         raise _refusal(message) from None
-    if num_containers(raw) > MAX_CONTAINERS:
-        raise _refusal(f"the body has more than {MAX_CONTAINERS:,} objects and lists")
+    if num_parts(raw) > MAX_PARTS:
+        raise _refusal(f"the body has more than {MAX_PARTS:,} objects, lists and names")
     whole = (
         _whole if _LONG_NUMBER.search(raw) else None
     )  # reading every number by a function of ours takes longer
@@ -52,14 +52,18 @@ def decode(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def num_containers(raw: bytes) -> int:
-    """Objects and lists in JSON; exact where there are more than may be, else possibly more than there are."""
-    num = raw.count(b"{") + raw.count(b"[")
-    if num <= MAX_CONTAINERS:
+def num_parts(raw: bytes) -> int:
+    """Objects, lists and names in JSON; exact where there are more than may be, else possibly more than there are."""
+    num = _count(raw)
+    if num <= MAX_PARTS:
         return num
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     outside = b"".join(unescaped.split(b'"')[::2])  # of strings
-    return outside.count(b"{") + outside.count(b"[")
+    return _count(outside)
+
+
+def _count(raw: bytes) -> int:
+    return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
 
 
 def _whole(digits: str) -> int:
