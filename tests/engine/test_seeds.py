@@ -77,5 +77,11 @@ def test_an_answer_says_whether_its_seed_gives_it_again(verifier: str, make_llm:
             others = [[5]] * 3  # in other company
             again = llm.generate([*others, prompt], wanted)[-1].outputs[0]
             assert again.token_ids == answer.token_ids
-    [undrafted] = drafted.generate(prompt, sampled, max_draft_tokens=0)
-    assert undrafted.outputs[0].reproducible
+    learning = make_llm({"method": "suffix", "verifier": verifier})
+    for llm in (drafted, learning, make_llm({"method": "auto", "verifier": verifier})):
+        [output] = llm.generate(prompt, sampled, max_draft_tokens=0)
+        assert output.outputs[0].reproducible
+        wanted = replace(sampled, n=1, seed=output.outputs[0].seed)
+        for _ in range(2):
+            [again] = llm.generate(prompt, wanted, max_draft_tokens=0)
+            assert again.outputs[0].token_ids == output.outputs[0].token_ids

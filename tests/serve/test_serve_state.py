@@ -297,3 +297,25 @@ def test_an_exception_in_the_text_log_is_indented_and_escaped() -> None:
     assert first.endswith("ERROR it failed")
     assert rest
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_answers_with_nothing_left_are_counted_as_they_were_given_out(client: TestClient) -> None:
+    """The first token may not come, or not a second time. The step in which that shows gives no token of its own."""
+    tokens = client.post("/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+    before = counters(client)
+    num_tokens = 0
+    for bad_words in (["a"], ["aa", "a a"]):
+        body = {"prompt": QUESTION, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+        asked = client.post(
+            "/v1/completions", json={**body, "allowed_token_ids": tokens, "bad_words": bad_words}
+        )
+        assert asked.status_code == 200
+        assert asked.json()["choices"][0]["finish_reason"] == "error"
+        num_tokens += asked.json()["usage"]["completion_tokens"]
+    assert num_tokens > 0
+    after = counters(client)
+    changed = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert changed["slipstream_generation_tokens_total"] == num_tokens
+    mismatches = [value for name, value in changed.items() if "alarm_raises" in name and "mismatch" in name]
+    assert not any(mismatches)
+    assert client.post("/v1/completions", json={**GREEDY, "max_tokens": 3}).status_code == 200

@@ -52,7 +52,7 @@ class Heard:
     def report(self, methods: tuple[MethodReport, ...] = (), **task: Any) -> None:
         told = TaskReport("sql", "eagle3", 3.0, 0.5, 2.0, 0.35, 1.2, None)
         self.alarms.on_report(
-            ControlReport(True, True, 1.2, None, 0.01, methods, (replace(told, **task),), ())
+            ControlReport(True, True, False, 1.2, None, 0.01, methods, (replace(told, **task),), ())
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -175,6 +176,76 @@ def test_many_vocabularies_and_threads_share_a_worker(
     assert all(answer is not None and answer["error"] is None for answer in answers)
 
 
+GREEDY = """
+from slipstream.engine import grammar_worker
+grammar_worker.KEPT_BYTES = {kept}
+def left_over(before, leaks=[]):
+    leaks.append(bytearray(2**20))
+    return grammar_worker.heap_bytes() - before
+grammar_worker._left_over = left_over
+grammar_worker.main()
+"""
+"""A worker from which every grammar takes a MiB for good."""
+
+
+def test_a_worker_that_ends_for_what_is_left_over_harms_no_later_grammar(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+) -> None:
+    """It says so: the next grammar would meet it on its way out and be refused for it."""
+    worker = make_worker([sys.executable, "-c", GREEDY.format(kept=0)])
+    for letter in "abc":
+        for answer in (worker.check(regex(letter)), worker.try_(vocabulary, regex(letter))):
+            assert answer is not None
+            assert answer["error"] is None
+        assert worker._process is None
+
+
+def test_what_grammars_leave_in_a_worker_adds_up(
+    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+) -> None:
+    """Else many small leaks would use up what it may take, and an innocent grammar be refused."""
+    worker = make_worker([sys.executable, "-c", GREEDY.format(kept=int(3.5 * 2**20))])
+    lasted = []
+    for letter in "abcdefgh":
+        assert worker.try_(vocabulary, regex(letter)) is not None
+        lasted.append(worker._process is not None)
+    assert lasted == [True, True, True, False] * 2
+
+
+def test_a_worker_that_cannot_be_had_for_a_while_is_waited_for(
+    compiler: GrammarCompiler, make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled without a trial meanwhile, and no refusal is kept."""
+    worker = make_worker()
+    monkeypatch.setattr(grammars, "WORKER_OF_THIS_PROCESS", worker)
+    form = StructuredOutput(regex="[a-z]+")
+    with monkeypatch.context() as crowded:
+
+        def popen(*arguments: Any, **options: Any) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        crowded.setattr(grammar_trial.subprocess, "Popen", popen)
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"at this moment.*Too many open files; ask again later"):
+                compiler.compile(form, [EOS])
+    compiler.compile(form, [EOS])
+    assert worker._process is not None
+    worker.close()
+    worker._command = [sys.executable, "-c", "raise SystemExit"]  # it was there before, so it will be again
+    with pytest.raises(RequestError, match="ask again later"):
+        compiler.compile(StructuredOutput(regex="[a-y]+"), [EOS])
+
+
+def test_a_worker_runs_nothing_of_the_working_directory(
+    make_worker: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    answer = make_worker().check(regex("a"))
+    assert answer is not None
+    assert answer["error"] is None
+
+
 @pytest.mark.parametrize("command", [["/does/not/exist"], [sys.executable, "-c", "raise SystemExit"]])
 def test_where_no_process_can_be_had_forms_are_compiled_without(
     compiler: GrammarCompiler,
@@ -250,6 +321,36 @@ def test_a_footprint_counts_what_slow_calls_add(monkeypatch: pytest.MonkeyPatch)
     assert mine.exceeded
     assert told == [1]
     assert mine.num_bytes == 5
+
+
+def test_of_what_a_process_grows_by_no_more_is_counted_than_a_call_could_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A form that many answers follow must not be refused because a server's other work takes memory meanwhile."""
+    peaks = iter(range(2**30, 2**40, 8 * 2**20))
+    now = iter(0.002 * number for number in range(10**6))
+    monkeypatch.setattr(footprint, "peak_bytes", lambda: next(peaks))
+    form = Footprint()
+    for _ in range(40):
+        form.during(lambda: None, lambda: next(now))
+    assert 39 * 2**19 < form._grown < 60 * 2**20
+    assert not form.exceeded
+
+
+def test_a_grammar_is_timed_by_what_it_computes(compiler: GrammarCompiler) -> None:
+    """Waiting for another thread is no work of llguidance."""
+    grammar = compiler.compile(StructuredOutput(regex="[a-w]+"), [EOS])
+    clocks: list[Any] = []
+    during = grammar._footprint.during
+
+    def spy(work: Callable[[], Any], clock: Callable[[], float]) -> Any:
+        clocks.append(clock)
+        return during(work, clock)
+
+    grammar._footprint.during = spy  # type: ignore[method-assign]
+    grammar.mask([])
+    assert clocks
+    assert set(clocks) == {time.thread_time}
 
 
 @pytest.mark.long

@@ -63,6 +63,13 @@ class Observation:
             return self.num_before
         return len(self.sequence.token_ids) - self.num_accepted - 1
 
+    @property
+    def was_cut(self) -> bool:
+        """True where the target's own token was not committed: the answer ended at an accepted draft token, or before a
+        token that may not come, perhaps before any."""
+        sequence = self.sequence
+        return len(sequence.token_ids) == self.length_before or sequence.from_draft[-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:

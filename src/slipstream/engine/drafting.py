@@ -366,7 +366,7 @@ class Drafting(Guard):
             made_by = self._group.drafted_by(sequence)
             member = NOBODY if made_by is None else made_by
         checked, accepted = len(own.proposal), own.num_accepted
-        cut = sequence.finished and sequence.from_draft[-1]  # what follows was not looked at
+        cut = sequence.finished and own.was_cut  # what follows was not looked at
         depth = max(own.proposal.depths, default=0)
         if member == choice.member != NOBODY and depth < choice.depth and self._ends_early[member]:
             depth += 1  # not confident enough to go on: no better than a token that does not stand

@@ -232,7 +232,7 @@ class Engine:
             sequence.grammar = grammar and grammar.copy()
             sequence.draft_method = draft_method
             sequence.metrics.reproducible = self.reproduces(params, max_draft_tokens)
-            if self.drafter.remembers() or self.drafting.controller is not None:
+            if max_draft_tokens != 0 and (self.drafter.remembers() or self.drafting.controller is not None):
                 # What is drafted may hang on what coins of this seed decided for an earlier request.
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}

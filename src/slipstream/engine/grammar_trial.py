@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -27,17 +28,24 @@ DEADLINE_S = 10.0
 START_S = 60.0
 """For the worker to begin, and for a vocabulary."""
 WORKER = "slipstream.engine.grammar_worker"
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""Why a process cannot be started at this moment."""
 
 
 class TooComplexError(Exception):
     """The worker did not come back from a grammar; the message says why."""
 
 
+class NoWorkerError(Exception):
+    """No process can be had at this moment, though that is possible here; the message says why."""
+
+
 class Worker:
     """The process, started with the first grammar and again when it has died. One serves all engines of this process.
 
-    It runs a module of this package and never the caller's program. Where no process can be started, that is logged
-    once, and grammars are compiled without a trial.
+    It runs a module of this package and never the caller's program. Where no process can be started at all, that is
+    logged once, and grammars are compiled without a trial. Where one cannot be had for a while, such as for want of
+    file descriptors, grammars are not tried until it can, and `NoWorkerError` is raised.
     """
 
     def __init__(self, command: Seq[str] | None = None) -> None:
@@ -49,16 +57,21 @@ class Worker:
         self._has_answered = False
         self._known: set[str] = set()
         """The vocabularies that it has been sent."""
+        self._proven: set[str] = set()
+        """What some worker has answered to: vocabularies, and as "" that it is there."""
         self._cannot_start = False
         atexit.register(self.close)
 
     def start(self) -> None:
         """Have it begin while the caller does something else."""
-        with self._lock:
+        with self._lock, contextlib.suppress(NoWorkerError):
             self._running()
 
     def check(self, source: str) -> dict[str, Any] | None:
-        """`{"error": ...}` for a grammar on its own, None where there is no worker. Raises `TooComplexError`."""
+        """`{"error": ...}` for a grammar on its own, None where there is no worker.
+
+        Raises `TooComplexError` and `NoWorkerError`.
+        """
         with self._lock:
             return self._ask("check", "", source) if self._is_ready() else None
 
@@ -101,13 +114,16 @@ class Worker:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         try:
             self._process = subprocess.Popen(
-                self._command or [sys.executable, "-m", WORKER],
+                self._command
+                or [sys.executable, "-P", "-m", WORKER],  # -P: not what lies in the working directory
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
             )
         except OSError as error:
+            if self._proven or error.errno in _PASSING:
+                raise NoWorkerError(str(error)) from None
             self._do_without(str(error))
         return self._process
 
@@ -119,15 +135,22 @@ class Worker:
         """True where there is a process, and it has the vocabulary. What it dies of here is no grammar's doing."""
         if self._running() is None:
             return False
+        asked = ""
         try:
             if not self._has_answered:
-                self._ask("hello", "", "", START_S)
+                self._ask("hello", asked, "", START_S)
                 self._has_answered = True
+                self._proven.add(asked)
             if vocabulary is not None and vocabulary.key not in self._known:
-                self._ask("vocabulary", vocabulary.key, vocabulary.tokens, START_S)
-                self._known.add(vocabulary.key)
-        except TooComplexError as error:
-            self._do_without(str(error))
+                asked = vocabulary.key
+                self._ask("vocabulary", asked, vocabulary.tokens, START_S)
+                self._known.add(asked)
+                self._proven.add(asked)
+        except TooComplexError:
+            reason = "it ended, or did not answer, before its first grammar"
+            if asked in self._proven:
+                raise NoWorkerError(reason) from None
+            self._do_without(reason)
             return False
         return True
 
@@ -157,6 +180,8 @@ class Worker:
             timer.cancel()
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
+            if answer.pop("ends", False):  # the next one is not to meet it on its way out
+                self.close()
             return answer
         self.close()
         if was_late.is_set():

@@ -37,7 +37,7 @@ WALK_TOKENS = 8
 """Some forms become too complex only behind their first tokens."""
 MAX_VOCABULARIES = 4
 KEPT_BYTES = 64 * 2**20
-"""A worker that has more than that left over from a grammar ends, and another one begins."""
+"""A worker that has more than that left over from its grammars says so and ends, and another one begins."""
 _NOT_TOO_COMPLEX = ("NoExtension", "Parser Error: token")
 """How llguidance's errors begin where nothing may follow, or the token that was drawn may not."""
 
@@ -64,8 +64,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _limit_memory(MEMORY_BYTES + STACK_BYTES)
     vocabularies: OrderedDict[str, LLTokenizer] = OrderedDict()
+    settled = heap_bytes()
     while (message := read_message(sys.stdin.buffer)) is not None:
-        before = heap_bytes()
         answer: dict[str, Any] = {}
         kind, key, content = message
         if kind == "hello":
@@ -77,6 +77,7 @@ def main() -> None:
             )
             while len(vocabularies) > MAX_VOCABULARIES:
                 vocabularies.popitem(last=False)
+            settled = heap_bytes()
         elif kind == "check":
             failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
                 content, limits=parser_limits()
@@ -87,9 +88,10 @@ def main() -> None:
         else:
             vocabularies.move_to_end(key)
             answer = _try(vocabularies[key], content)
+        answer["ends"] = kind in ("check", "try") and _left_over(settled) > KEPT_BYTES
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-        if kind != "vocabulary" and _left_over(before) > KEPT_BYTES:
+        if answer["ends"]:
             return
 
 

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slipstream.draft.token_bytes import TokenBytes
 from slipstream.engine.byte_tokens import ByteTokens
-from slipstream.engine.grammar_trial import WORKER_OF_THIS_PROCESS, TooComplexError, Vocabulary
+from slipstream.engine.grammar_trial import (
+    WORKER_OF_THIS_PROCESS,
+    NoWorkerError,
+    TooComplexError,
+    Vocabulary,
+)
 from slipstream.engine.grammar_worker import STACK_BYTES, parser_limits
 from slipstream.errors import RequestError
 from slipstream.sampling.footprint import Footprint, heap_bytes
@@ -51,6 +56,10 @@ class _Compiled:
     matcher: LLMatcher
     first: int
     footprint: Footprint
+
+
+class _NotNowError(RequestError):
+    """A refusal that says nothing of the constraint, so that nobody keeps it."""
 
 
 class GrammarCompiler:
@@ -116,6 +125,8 @@ class GrammarCompiler:
             if result is None:
                 try:
                     result = make(structured)
+                except _NotNowError:
+                    raise
                 except RequestError as error:
                     result = error
                 except BaseException as error:  # a panic in llguidance
@@ -279,6 +290,11 @@ def _raise_of(
     """What the worker says of a constraint; `RequestError` where that is a refusal, or it died of it."""
     try:
         answer = ask()
+    except NoWorkerError as error:
+        raise _NotNowError(
+            f"{kind(structured)} cannot be followed at this moment, since no process can be had to try it in: {error}; "
+            "ask again later"
+        ) from None
     except (TooComplexError, ValueError) as error:
         raise RequestError(_refusal(structured, str(error))) from None
     if answer is not None and answer.get("error"):

@@ -22,6 +22,7 @@ def record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, .
     last = kept[-1] if kept else ROOT
     was_cut = emitted == len(kept)
     reached = len(kept) + (0 if was_cut or last not in proposal.children else 1)
+    sequence.metrics.num_cut_steps += was_cut
     sequence.metrics.record_step(
         proposed_depth=max(proposal.depths, default=0),
         num_proposed=len(proposal),

@@ -30,6 +30,8 @@ class RequestMetrics:
     """Entry i: steps that accepted a token at depth i + 1."""
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry k: steps that accepted exactly k draft tokens."""
+    num_cut_steps: int = 0
+    """Steps without a token of the target's own: the answer ended at a draft token, or before what may not come."""
     num_preemptions: int = 0
     queue_s: float = 0.0
     """From arrival to the first step."""

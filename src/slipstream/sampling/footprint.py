@@ -17,7 +17,9 @@ MAX_GROWTH_BYTES = 64 * 2**20
 MAX_COUNTED_BYTES = 16 * 2**20
 """No call of llguidance within its limits adds more: what does is another thread's."""
 SLOW_S = 0.001
-"""A call of llguidance that takes longer may have built much."""
+"""A call of llguidance that computes for longer may have built much."""
+BYTES_PER_S = 512 * 2**20
+"""No call of llguidance builds faster: what a call adds beyond that is another thread's."""
 
 
 class Footprint:
@@ -25,6 +27,9 @@ class Footprint:
 
     llguidance builds the states of its lexer when a text first gets there. Whatever the grammar, a call builds no more
     than some MiB, but a hostile one may do so at every token.
+
+    Only what the whole process has held can be read, so other threads are in it. No more is counted than the call could
+    have built in the time for which it computed.
     """
 
     def __init__(self, num_bytes: int = 0, on_exceeded: Callable[[], None] = lambda: None) -> None:
@@ -42,19 +47,23 @@ class Footprint:
 
     def during(self, work: Callable[[], T], clock: Callable[[], float]) -> T:
         """The result of `work`, with what it adds. To measure costs some microseconds: it begins with the first slow
-        call. What fits into memory that the process has held before is not counted."""
+        call. What fits into memory that the process has held before is not counted.
+
+        `clock` counts the seconds for which this thread computes; while it waits, only others build.
+        """
         before = peak_bytes() if self._measures else 0
         started_s = clock()
         result = work()
-        if clock() - started_s > SLOW_S:
+        took_s = clock() - started_s
+        if took_s > SLOW_S:
             if self._measures:
-                self._add(peak_bytes() - before)
+                self._add(peak_bytes() - before, min(int(took_s * BYTES_PER_S), MAX_COUNTED_BYTES))
             self._measures = True
         return result
 
-    def _add(self, num_bytes: int) -> None:
+    def _add(self, num_bytes: int, most: int) -> None:
         was_within = not self.exceeded
-        self._grown += min(max(num_bytes, 0), MAX_COUNTED_BYTES)
+        self._grown += min(num_bytes, most)
         if was_within and self.exceeded:
             self._on_exceeded()
 

@@ -129,14 +129,14 @@ class Grammar:
         if not self._ends.isdisjoint(token_ids):
             return None
         copy = matcher.deep_copy()
-        taken = self._footprint.during(lambda: copy.try_consume_tokens(list(token_ids)), time.perf_counter)
+        taken = self._footprint.during(lambda: copy.try_consume_tokens(list(token_ids)), time.thread_time)
         return copy if taken == len(token_ids) and not self._failed(copy) else None
 
     def _compute(self, path: tuple[int, ...]) -> int:
         matcher = self._matcher(path)
         if matcher is None:
             return 0
-        allowed = self._footprint.during(matcher.compute_bitmask, time.perf_counter)
+        allowed = self._footprint.during(matcher.compute_bitmask, time.thread_time)
         mask = int.from_bytes(allowed, "little") & self._text_bits
         accepts = matcher.is_accepting()
         if self._failed(matcher):

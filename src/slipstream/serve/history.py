@@ -115,7 +115,7 @@ class History:
         bucket = self._bucket()
         depths = 0
         for seen in observations:
-            emitted = seen.num_accepted + (not seen.sequence.from_draft[-1])
+            emitted = seen.num_accepted + (not seen.was_cut)
             bucket.num_tokens += emitted
             label = self._task_label(seen.sequence)
             task = bucket.tasks.get(label)
@@ -169,7 +169,7 @@ class History:
 def num_reached(seen: Observation) -> int:
     """Positions at which something was proposed below an accepted path: the accepted ones, and the one that failed."""
     proposal, accepted = seen.proposal, seen.num_accepted
-    if seen.sequence.from_draft[-1]:  # a stop rule cut the answer there
+    if seen.was_cut:
         return accepted
     if max(proposal.depths) == len(proposal):  # a chain
         return min(accepted + 1, len(proposal))

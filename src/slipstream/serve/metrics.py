@@ -209,8 +209,7 @@ class Metrics:
         tasks: dict[tuple[str, str], list[int]] = {}
         for seen in observations:
             sequence = seen.sequence
-            # The last token is the target's own, unless a stop rule cut the answer among accepted ones.
-            num_emitted = seen.num_accepted + (not sequence.from_draft[-1])
+            num_emitted = seen.num_accepted + (not seen.was_cut)
             emitted += num_emitted
             if sequence.num_output_tokens == num_emitted and sequence.index == 0:
                 prompt_tokens += sequence.num_prompt_tokens

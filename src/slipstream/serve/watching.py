@@ -127,7 +127,7 @@ class Watching:
             num_reached_first=sum(metrics.reached_per_position[:1]),
             num_accepted_first=sum(metrics.accepted_per_position[:1]),
             num_streamed=num_streamed,
-            num_counted=sum(_counted(answer.metrics, answer.from_draft) for answer in output.outputs),
+            num_counted=sum(_counted(answer.metrics) for answer in output.outputs),
             share_truncated=len(truncated) / num,
             share_out_of_context=len(full) / num,
         )
@@ -200,6 +200,6 @@ class Follower:
             )
 
 
-def _counted(metrics: RequestMetrics, from_draft: list[bool]) -> int:
-    """Output tokens by the counters of steps: one a step and the accepted ones, unless a stop cut among these."""
-    return metrics.num_steps + metrics.num_accepted_tokens - bool(from_draft and from_draft[-1])
+def _counted(metrics: RequestMetrics) -> int:
+    """Output tokens by the counters of steps: one a step that was not cut, and the accepted ones."""
+    return metrics.num_steps + metrics.num_accepted_tokens - metrics.num_cut_steps
