@@ -14,7 +14,7 @@ from slipstream.bench.summary import comparisons, summarise
 from slipstream.bench.tables import tables
 from slipstream.bench.verdict import verdicts
 
-THREE = [*NAMES, "suffix"]
+THREE = [*NAMES, "suffix", "ngram"]
 
 
 def bench(ratios: list[list[float]], concurrency: int = 1) -> BenchResult:
@@ -64,6 +64,28 @@ def test_the_best_is_fastest_only_if_the_next_is_slower() -> None:
     [text] = verdicts(bench([OFF, fast, OFF]))
     assert text.startswith("draft γ=2 is fastest, at 2.00 times")
     assert "; the next is suffix (2.00 times its speed, 95 % interval" in text
+
+
+WILD = [0.1, 2.5, 0.2, 2.2, 0.3, 2.4, 0.1, 2.6, 0.2, 2.3]
+"""Ten prompts whose times say little."""
+
+
+def test_the_best_is_fastest_only_if_all_others_are_slower() -> None:
+    """The runner-up is slower for sure, and one that is behind it is too uncertain to be."""
+    fast, next_one = [wall_s / 2 for wall_s in NOISE], [wall_s / 1.5 for wall_s in NOISE]
+    wild = [wall_s / 1.8 for wall_s in WILD]
+    [text] = verdicts(bench([OFF, fast, next_one, wild]))
+    assert "no measurable difference between it and ngram (" in text
+    assert "is fastest" not in text
+    assert "of 3 settings, chance favours the best" in text
+
+
+def test_speculation_off_is_fastest_only_if_all_others_are_slower() -> None:
+    slow = [wall_s * 1.1 for wall_s in OFF]
+    [text] = verdicts(bench([OFF, slow, [wall_s * 1.05 for wall_s in WILD]]))
+    assert text.startswith("No measurable difference: suffix ran at 0.")
+    [text] = verdicts(bench([OFF, slow, [2 * wall_s for wall_s in NOISE]]))
+    assert text.startswith("Speculation off is fastest: draft γ=2")
 
 
 def test_comparisons_are_paired() -> None:

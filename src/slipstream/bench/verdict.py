@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from slipstream.bench.grid import at_once, interval, number
 from slipstream.bench.result import BenchResult, Comparison, Figures
 from slipstream.bench.statistics import FEW
@@ -25,7 +27,13 @@ def _verdict(result: BenchResult, concurrency: int) -> str:
     if not measured:
         return ""
     best = max(measured, key=lambda figures: figures.speedup or 0)
-    sentences = [_against_off(best, _next(result, best))]
+    if _loses(best):  # another one, measured less well, may still be as fast as speculation off
+        best = next((figures for figures in measured if not _loses(figures)), best)
+    sentences = [_against_off(best, _others(result, best))]
+    if len(measured) > 1:
+        sentences.append(
+            f"An interval is for one comparison; of {len(measured)} settings, chance favours the best."
+        )
     if best.speedup_interval is not None and (best.num_pairs or 0) < FEW:
         sentences.append(f"{_what(best)} are few: another handful may say something else.")
     same = best.identity
@@ -34,7 +42,7 @@ def _verdict(result: BenchResult, concurrency: int) -> str:
     return " ".join(sentences)
 
 
-def _against_off(best: Figures, following: Comparison | None) -> str:
+def _against_off(best: Figures, others: Seq[Comparison]) -> str:
     name, bounds = best.configuration, best.speedup_interval
     speed = f"{number(best.speedup)} times the speed of speculation off"
     if bounds is None:
@@ -44,27 +52,27 @@ def _against_off(best: Figures, following: Comparison | None) -> str:
         return f"No measurable difference: {name} ran at {speed}."
     if bounds.high < 1:
         return f"Speculation off is fastest: {name}, the best of the others, ran at {speed}."
-    if following is None:
-        return f"{name} is fastest, at {speed}."
-    next_bounds = following.speedup_interval
-    against = f"{number(following.speedup)} times its speed, 95 % interval {interval(next_bounds)}"
-    if next_bounds is None or next_bounds.low <= 1:
-        return (
-            f"{name} ran at {speed}; no measurable difference between it and {following.other} ({against})."
-        )
-    return f"{name} is fastest, at {speed}; the next is {following.other} ({against})."
+    alike = [other for other in others if other.speedup_interval is None or other.speedup_interval.low <= 1]
+    if alike:
+        names = " or ".join(map(_compared, alike))
+        return f"{name} ran at {speed}; no measurable difference between it and {names}."
+    following = f"; the next is {_compared(others[0])}" if others else ""
+    return f"{name} is fastest, at {speed}{following}."
 
 
-def _next(result: BenchResult, best: Figures) -> Comparison | None:
-    """The best one against the runner-up."""
-    return next(
-        (
-            comparison
-            for comparison in result.comparisons
-            if (comparison.configuration, comparison.concurrency) == (best.configuration, best.concurrency)
-        ),
-        None,
-    )
+def _loses(figures: Figures) -> bool:
+    return figures.speedup_interval is not None and figures.speedup_interval.high < 1
+
+
+def _compared(other: Comparison) -> str:
+    bounds = interval(other.speedup_interval)
+    return f"{other.other} ({number(other.speedup)} times its speed, 95 % interval {bounds})"
+
+
+def _others(result: BenchResult, best: Figures) -> list[Comparison]:
+    """The best one against each of the others, in the order of their speed."""
+    place = (best.configuration, best.concurrency)
+    return [each for each in result.comparisons if (each.configuration, each.concurrency) == place]
 
 
 def _what(figures: Figures) -> str:
