@@ -81,14 +81,16 @@ def test_below_one_is_stood_back_from_and_above_one_ends_it() -> None:
     assert back.gain(8) is None  # what it was has no say in what comes
 
 
-def test_an_estimate_that_makes_up_for_the_error_ends_it() -> None:
+def test_an_estimate_that_makes_up_for_the_error_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     """Other traffic: 1.5 was promised where 0.75 came, so more than 2 is a promise again."""
     back = StandBack()
     for _ in range(3):
         back.learn(4, pair(0.75), 1.5)
     assert back.is_active(4)
     assert not back.trusts(4, 1.9)
-    assert back.trusts(4, 2.1)
+    with caplog.at_level(logging.INFO, logger="slipstream.control"):
+        assert back.trusts(4, 2.1)
+    assert "auto drafts again: with about 4 requests drafts are estimated to make 2.10" in caplog.text
     assert not back.is_active(4)
 
 
