@@ -13,9 +13,11 @@ from tiny_models import VOCAB, randomise
 
 from slipstream.config import EngineConfig
 from slipstream.engine.memory import plan_memory
+from slipstream.engine.target import check_same_target
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.longrope import settle_frequencies
 
 ORIGINAL, FULL = 16, 64
 LONG = [(13 * i * i + 7 * i + 1) % VOCAB for i in range(40)]
@@ -107,6 +109,24 @@ def test_no_more_than_the_full_context(folder: Path) -> None:
     lm = load_model(str(folder), max_model_len=FULL + 1)
     with pytest.raises(ConfigError, match="beyond the model's context of 64"):
         plan_memory(config, lm, 0, 0, 0)
+
+
+def test_engines_that_share_a_target_share_its_frequencies(folder: Path) -> None:
+    configs = [EngineConfig(model=str(folder), max_model_len=length) for length in (None, 8, 48, 60)]
+    short, long = (load_model(str(folder), max_model_len=config.max_model_len) for config in configs[1:3])
+    for lm, mine, asked in ((short, configs[0], configs[1]), (long, configs[2], configs[3])):
+        check_same_target(lm, mine, asked)
+        check_same_target(lm, asked, mine)
+    for lm, mine, asked in ((short, configs[0], configs[2]), (long, configs[2], configs[1])):
+        with pytest.raises(ConfigError, match="need the same of its two sets of frequencies, got max_model"):
+            check_same_target(lm, mine, asked)
+
+
+def test_frequencies_that_cannot_be_settled_are_refused(folder: Path) -> None:
+    model = tf.AutoModelForCausalLM.from_pretrained(folder)
+    model.model.rotary_emb.rope_type = {"full_attention": "longrope"}  # as where layers have their own
+    with pytest.raises(UnsupportedModelError, match="code of its own; set max_model_len to at most 16"):
+        settle_frequencies(model, FULL)
 
 
 def test_a_rotation_that_still_changes_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_config, load_model, load_tokenizer
 from slipstream.models.loading import resolve_device, resolve_dtype
+from slipstream.models.quantized_files import settle_quantized
 from slipstream.models.support import context_length
 
 
@@ -155,6 +156,16 @@ def test_block_wise_fp8_is_widened_and_says_so(tmp_path: Path, caplog: pytest.Lo
     ours = lm.model.model.layers[1].mlp.up_proj.weight.detach()
     theirs = model.model.layers[1].mlp.up_proj.weight.detach()
     assert 0 < float((ours - theirs).abs().max()) < 0.07 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_what_is_said_to_be_widened_is_widened_on_every_device(method: str) -> None:
+    """On new GPUs Transformers would keep such weights, in layers that are not plain products."""
+    pytest.importorskip("accelerate")
+    config = LlamaConfig(quantization_config={"quant_method": method, "weight_block_size": [128, 128]})
+    settle_quantized("here", config)
+    assert config.quantization_config["dequantize"] is True
+    assert config.quantization_config["weight_block_size"] == [128, 128]
 
 
 def test_gguf_files_are_named_for_what_they_are(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ModelError
 from slipstream.kv.pool import KVPool
-from slipstream.models import RowGroup, load_model
+from slipstream.models import RowGroup, load_model, lora
+from slipstream.train.attention import block_diagonal_mask
+from slipstream.train.target import load_model as load_for_training
 
 peft = pytest.importorskip("peft")
 TEXT = list(range(2, 14))
@@ -73,6 +75,70 @@ def test_an_adapter_beside_the_weights_is_merged(base: Path, adapter: Path, expe
     (base / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no weights"):
         load_model(str(base))
+
+
+@pytest.mark.parametrize(
+    "learned",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_tied_embeddings_are_changed_where_the_adapter_changes_them(
+    learned: dict[str, Any], tmp_path: Path
+) -> None:
+    """The input and output layers share their weights, and an adapter of one is none of the other."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **learned)
+    model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TEXT])).logits[0]
+    ours = logits(tmp_path / "base", lora=str(tmp_path / "adapter"))
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_of_two_adapters_none_is_left_out(base: Path, adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "other")
+    for file in adapter.glob("adapter_*"):
+        shutil.copy(file, base)
+    with pytest.raises(
+        ModelError, match=r"two LoRA adapters: .*other' is asked for, and another lies beside"
+    ):
+        load_model(str(base), lora=str(tmp_path / "other"))
+    assert load_model(str(base), lora=f"{base}/.").family == "llama"
+
+
+def test_an_adapter_in_a_repository_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"owner/both": "cached/adapter_config.json"}
+    monkeypatch.setattr(lora, "find_adapter_config_file", lambda path, revision: found.get(path))
+    with pytest.raises(ModelError, match=r"holds a LoRA adapter beside its weights, .* from a folder only"):
+        lora.chosen_adapter("owner/both", None, None)
+    assert lora.chosen_adapter("owner/model", None, None) is None
+
+
+def test_training_sees_the_merged_weights(base: Path, adapter: Path, expected: torch.Tensor) -> None:
+    for file in adapter.glob("adapter_*"):
+        shutil.copy(file, base)
+    model = load_for_training(str(base), torch.device("cpu"))
+    assert not any("lora" in name for name, _ in model.named_parameters())  # they would be saved alone
+    length = len(TEXT)
+    mask = block_diagonal_mask(torch.zeros(1, length, dtype=torch.long), torch.float32)
+    ours = model(input_ids=torch.tensor([TEXT]), attention_mask=mask).logits[0]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    ours.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_an_adapters_folder_is_no_model(adapter: Path) -> None:

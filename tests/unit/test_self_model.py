@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.registry import validate
 from slipstream.draft.self_model import SelfOptions
@@ -45,3 +48,11 @@ def test_nearly_every_guess_is_right_and_the_memory_is_a_quarter() -> None:
     target = llm.engine.model.weight_bytes
     draft = llm.engine.drafter.memory_bytes() - llm.engine.drafter.cache.memory_bytes()  # type: ignore[attr-defined]
     assert 0.2 * target < draft < 0.3 * target
+
+
+def test_the_targets_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:
+    for file in Path(EMBEDDED_TARGET).iterdir():
+        if file.name in ("config.json", "model.safetensors"):
+            (tmp_path / file.name).symlink_to(file)
+    llm = LLM(str(tmp_path), tokenizer=EMBEDDED_TARGET, speculative_config={"method": "self"})
+    assert llm.engine.drafter.tokenizer is llm.engine.tokenizer  # type: ignore[attr-defined]

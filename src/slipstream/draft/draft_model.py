@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from slipstream.config import DTYPES, QUANTIZATIONS, check_types, reject_unknown
+from slipstream.config import DTYPES, QUANTIZATIONS, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.cached import CachedDrafter, Feed
 from slipstream.draft.growth import GrowthOptions
@@ -50,7 +51,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         trust = context.engine_config.trust_remote_code
-        self.tokenizer = load_tokenizer(options.model, revision=options.revision, trust_remote_code=trust)
+        self.tokenizer = self._load_tokenizer(options, context.engine_config) or context.tokenizer
         self._check_tokenizer(options, context)
         self.model = load_model(
             options.model,
@@ -75,6 +76,15 @@ class DraftModelDrafter(CachedDrafter):
 
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
+
+    @staticmethod
+    def _load_tokenizer(options: DraftModelOptions, target: EngineConfig) -> Any | None:
+        """None for the target itself, whose tokenizer is loaded already, and may lie elsewhere than its weights."""
+        if (options.model, options.revision) == (target.model, target.revision):
+            return None
+        return load_tokenizer(
+            options.model, revision=options.revision, trust_remote_code=target.trust_remote_code
+        )
 
     def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:
         """Raise `VocabularyMismatchError` unless this drafter can use the draft's tokenizer."""

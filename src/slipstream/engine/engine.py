@@ -185,7 +185,7 @@ class Engine:
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
-        check_same_target(self.config, config)
+        check_same_target(self.model, self.config, config)
         return self.model, self.tokenizer
 
     # --- requests ---------------------------------------------------------------------------------------------

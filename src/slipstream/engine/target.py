@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM, load_model, load_tokenizer
+from slipstream.models.support import context_length
 
 _PRIVATE_FIELDS = {
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -38,11 +39,16 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
     return model, tokenizer
 
 
-def check_same_target(mine: EngineConfig, asked: EngineConfig) -> None:
-    """Raise `ConfigError` where two engines that are to share a target ask for different ones."""
+def check_same_target(model: CausalLM, mine: EngineConfig, asked: EngineConfig) -> None:
+    """Raise `ConfigError` where an engine of `asked` may not share the `model` that was loaded for `mine`."""
     for name in {field.name for field in fields(asked)} - _PRIVATE_FIELDS:
         if getattr(mine, name) != getattr(asked, name):
             raise ConfigError(
                 f"engines that share a target need one {name}, "
                 f"got {getattr(mine, name)!r} and {getattr(asked, name)!r}"
             )
+    if context_length(model.config, asked.max_model_len) != model.context_length:
+        raise ConfigError(
+            "engines that share a target with LongRoPE need the same of its two sets of frequencies, got max_model_len "
+            f"{mine.max_model_len} and {asked.max_model_len}"
+        )

@@ -1,7 +1,16 @@
 """Hugging Face models behind one adapter: load, attend over our cache, tap hidden states."""
 
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
-from slipstream.models.loading import adapt, load_config, load_model, load_tokenizer
+from slipstream.models.loading import adapt, load_config, load_model, load_plain, load_tokenizer
 from slipstream.models.rows import RowGroup
 
-__all__ = ["CausalLM", "ForwardOutput", "RowGroup", "adapt", "load_config", "load_model", "load_tokenizer"]
+__all__ = [
+    "CausalLM",
+    "ForwardOutput",
+    "RowGroup",
+    "adapt",
+    "load_config",
+    "load_model",
+    "load_plain",
+    "load_tokenizer",
+]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
-from slipstream.models.lora import ADAPTER_CONFIG
+from slipstream.models.lora import ADAPTER_CONFIG, has_adapter
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,7 +35,7 @@ def check_folder(path: str) -> None:
         raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    if (folder / ADAPTER_CONFIG).is_file():
+    if has_adapter(folder):
         raise ModelError(
             f"{path!r} is an adapter, not a model; give the model that it was made for{_base_model(folder)} and "
             "--lora with this folder"
@@ -79,7 +79,7 @@ def without_adapter(path: str) -> Iterator[str]:
     """The folder as Transformers should see it: it would put an adapter in place by itself, and not say whether the
     model's own weights were whole."""
     folder = Path(path)
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not has_adapter(folder):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="slipstream-") as view:

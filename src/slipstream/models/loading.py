@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
-from slipstream.models.attention import ATTENTION_NAME, HookRoute
+from slipstream.models.attention import HookRoute
 from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
 from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
@@ -29,9 +30,9 @@ from slipstream.models.folder import (
 )
 from slipstream.models.linears import check_quantization, pack_linears
 from slipstream.models.longrope import settle_frequencies
-from slipstream.models.lora import adapter_beside, check_adapter, merge_adapter
+from slipstream.models.lora import chosen_adapter, merge_adapter
 from slipstream.models.native import unavailable
-from slipstream.models.quantized_files import check_quantized
+from slipstream.models.quantized_files import settle_quantized
 from slipstream.models.support import check_config, context_length, unsupported
 from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
 
@@ -131,23 +132,12 @@ def load_model(
     `max_model_len`, which matters to LongRoPE alone. A checkpoint that reads images gives its language model.
     """
     where = resolve_device(device)
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    adapter = lora or adapter_beside(path)
-    if adapter is not None:
-        check_adapter(adapter)
-    try:
-        tower = text_tower(config)
-        config = config if tower is None else tower.config
-        check_config(config)
-        check_quantized(path, config)
-        check_weight_files(path)
-        kind = resolve_dtype(dtype, where, config)
+    with _with_path(path):
+        source = _open(path, revision, trust_remote_code, lora)
+        kind = resolve_dtype(dtype, where, source.config)
         check_quantization(quantization, where, kind)
         kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
-        model = _load_weights(path, config, kind, revision, trust_remote_code, tower)
-        if adapter is not None:
-            with _one_line(f"cannot merge the LoRA adapter {adapter!r} into {path!r}"), _quiet():
-                model = merge_adapter(model, adapter)
+        model = _load_weights(source, kind, _route(source.config).attn_implementation)
         return adapt(
             model.to(where).eval(),
             path,
@@ -157,8 +147,13 @@ def load_model(
             quantization=quantization,
             native=kernels == "native",
         )
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{path!r}: {error}") from None
+
+
+def load_plain(path: str, *, dtype: torch.dtype, attention: str) -> Any:
+    """The Transformers model of a checkpoint with another attention than ours, for training: the same weights as
+    `load_model` reads, an adapter's changes included, and the same errors for what it cannot read."""
+    with _with_path(path):
+        return _load_weights(_open(path, None, False, None), dtype, attention)
 
 
 def adapt(
@@ -195,39 +190,62 @@ def adapt(
     return lm
 
 
-def _load_weights(
-    path: str,
-    config: Any,
-    dtype: torch.dtype,
-    revision: str | None,
-    trust_remote_code: bool,
-    tower: TextTower | None,
-) -> Any:
-    """The Transformers model, with each of its weights from the checkpoint."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint that can be loaded, as far as its configuration tells."""
+
+    path: str
+    revision: str | None
+    trust_remote_code: bool
+    config: Any
+    """Of the language model."""
+    tower: TextTower | None
+    adapter: str | None
+
+
+def _open(path: str, revision: str | None, trust_remote_code: bool, lora: str | None) -> _Source:
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    with _one_line(f"cannot look for an adapter beside {path!r}"), _quiet():
+        adapter = chosen_adapter(path, revision, lora)
+    tower = text_tower(config)
+    config = config if tower is None else tower.config
+    check_config(config)
+    settle_quantized(path, config)
+    check_weight_files(path)
+    return _Source(path, revision, trust_remote_code, config, tower, adapter)
+
+
+def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
+    """The Transformers model, with each of its weights from the checkpoint, and an adapter merged into them."""
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
     with _one_line(f"cannot load the weights of {path!r}"), _quiet(), without_adapter(path) as folder:
         try:
             model, loaded = from_pretrained(
                 folder,
-                config=config,
+                config=source.config,
                 dtype=dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=_route(config).attn_implementation,
+                revision=source.revision,
+                trust_remote_code=source.trust_remote_code,
+                attn_implementation=attention,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `_check_complete` names them
                 **options,
             )
         except KeyError as error:
-            if error.args != (ATTENTION_NAME,):
+            if error.args != (attention,):
                 raise
             # Older models look their attention class up by name.
-            raise unsupported(config, "its attention does not go through the attention interface") from None
+            reason = "its attention does not go through the attention interface"
+            raise unsupported(source.config, reason) from None
     if tower is not None:
         loaded = {**loaded, "unexpected_keys": tower.without_image_weights(loaded["unexpected_keys"])}
         log.info("%s reads images; its language model alone was loaded", tower.family)
     _check_complete(path, loaded)
+    if source.adapter is not None:
+        with _one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {path!r}"), _quiet():
+            return merge_adapter(model, source.adapter)
     return model
 
 
@@ -256,6 +274,15 @@ def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(f"the checkpoint {path!r} {what} weights: {min(keys)}{more}")
+
+
+@contextlib.contextmanager
+def _with_path(path: str) -> Iterator[None]:
+    """What a family cannot do is said of the checkpoint."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path!r}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -34,7 +34,12 @@ def settle_frequencies(model: Any, context_length: int) -> None:
         )
         return
     config = text_config(model.config)
-    for rotary in [part for part in model.modules() if getattr(part, "rope_type", None) == "longrope"]:
+    rotaries = [part for part in model.modules() if getattr(part, "rope_type", None) == "longrope"]
+    if not rotaries:
+        raise unsupported(
+            model.config, f"its LongRoPE is code of its own; set max_model_len to at most {original}"
+        )
+    for rotary in rotaries:
         device = rotary.inv_freq.device
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, device, seq_len=original + 1)
         rotary.inv_freq = frequencies.to(device)

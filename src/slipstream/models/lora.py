@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from slipstream.errors import ConfigError, ModelError
 
@@ -16,13 +19,35 @@ log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def adapter_beside(path: str) -> str | None:
-    """The model's own folder where an adapter lies in it."""
-    return path if (Path(path) / ADAPTER_CONFIG).is_file() else None
+def has_adapter(folder: Path) -> bool:
+    """Whether an adapter lies beside a model's weights."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
-def check_adapter(folder: str) -> None:
-    """Raise `ModelError` or `ConfigError` for what cannot be merged, before any weights are read."""
+def chosen_adapter(path: str, revision: str | None, asked: str | None) -> str | None:
+    """The folder of the adapter that is merged into the model of `path`: the one that is asked for, or that lies
+    beside it. Raises `ModelError` or `ConfigError` for what cannot be merged, and where there are two."""
+    if Path(path).is_dir():
+        beside = path if has_adapter(Path(path)) else None
+    elif find_adapter_config_file(path, revision=revision):
+        raise ModelError(
+            f"{path!r} holds a LoRA adapter beside its weights, which is merged from a folder only: download it with "
+            f"`hf download {path} --local-dir FOLDER` and give that folder"
+        )
+    else:
+        beside = None
+    if asked and beside and Path(asked).resolve() != Path(beside).resolve():
+        raise ModelError(
+            f"two LoRA adapters: {asked!r} is asked for, and another lies beside the weights of {path!r}; "
+            "move its adapter_* files away, or merge them into the weights first"
+        )
+    chosen = asked or beside
+    if chosen is not None:
+        _check_adapter(chosen)
+    return chosen
+
+
+def _check_adapter(folder: str) -> None:
     where = Path(folder)
     if not (where / ADAPTER_CONFIG).is_file():
         raise ModelError(f"{folder!r} is no LoRA adapter: it has no {ADAPTER_CONFIG}")
@@ -44,7 +69,9 @@ def merge_adapter(model: Any, folder: str) -> Any:
     """The model with the adapter's changes in its weights; raises `ModelError` where it was not made for this model."""
     from peft import PeftConfig, PeftModel
 
-    adapted: Any = PeftModel(model, PeftConfig.from_pretrained(folder))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # see `_untie`
+        adapted: Any = PeftModel(model, PeftConfig.from_pretrained(folder))
     loaded = adapted.load_adapter(folder, adapter_name="default")
     # What is missing was drawn at random, what is unknown was left out.
     for what, names in (("lacks", loaded.missing_keys), ("has unknown", loaded.unexpected_keys)):
@@ -53,7 +80,24 @@ def merge_adapter(model: Any, folder: str) -> Any:
             raise ModelError(
                 f"the LoRA adapter {folder!r} does not fit the model: it {what} weights: {min(odd)}"
             )
-    with torch.inference_mode():
+    _untie(model, adapted)
+    with torch.no_grad():
         merged = adapted.merge_and_unload(safe_merge=True)
+    merged.requires_grad_(True)  # as it was read
     log.info("merged the LoRA adapter %s into the weights", folder)
     return merged
+
+
+def _untie(model: Any, adapted: Any) -> None:
+    """Give the output layer weights of its own where it shares those of the input layer and one of them is adapted:
+    merged into shared weights, what was learned for one would change the other, too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kind: Any = BaseTunerLayer
+    layers = [adapted.get_input_embeddings(), adapted.get_output_embeddings()]
+    if not any(isinstance(layer, kind) for layer in layers):
+        return
+    first, last = (layer.get_base_layer() if isinstance(layer, kind) else layer for layer in layers)
+    if first.weight is last.weight:
+        last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False

@@ -32,9 +32,9 @@ WIDENED = {"fp8": "block-wise FP8", "mxfp4": "MXFP4"}
 """What Transformers turns into 16-bit weights on its way in."""
 
 
-def check_quantized(path: str, config: Any) -> None:
-    """Say what the quantised weights of a checkpoint are: a warning where they are widened, `ModelError` where they
-    cannot be read."""
+def settle_quantized(path: str, config: Any) -> None:
+    """Say what the quantised weights of a checkpoint are: a warning where they are widened, which `config` then asks
+    for on any device, and `ModelError` where they cannot be read."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
@@ -54,6 +54,7 @@ def check_quantized(path: str, config: Any) -> None:
             path,
             WIDENED[method],
         )
+        config.quantization_config = {**told, "dequantize": True}  # on some GPUs Transformers would keep them
         return
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(told)

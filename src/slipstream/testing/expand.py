@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models import load_config, load_model
+from slipstream.models.lora import has_adapter
 
 IDEAL_LAYERS = 24
 INTERMEDIATE_RATIO = 2.75
@@ -165,6 +166,8 @@ def check_source(source: Path) -> Any:
         raise ModelError(f"{str(source)!r} holds a {config.model_type} model; only llama can be enlarged")
     if config.attention_bias or config.mlp_bias or getattr(config, "quantization_config", None):
         raise ModelError(f"{str(source)!r} has biases or quantised weights, which cannot be enlarged")
+    if has_adapter(source):
+        raise ModelError(f"{str(source)!r} has a LoRA adapter beside its weights; merge it into them first")
     return config
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.models import load_plain
 from slipstream.train.attention import ATTENTION, block_diagonal_mask
 
 _LARGEST = 65504.0
@@ -24,13 +24,7 @@ _LARGEST = 65504.0
 
 def load_model(path: str, device: torch.device) -> Any:
     """The float32 model of a checkpoint, set up for packed rows; raises `ModelError`."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=ATTENTION
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load {path!r}: {str(error).strip().splitlines()[0]}") from None
-    return model.to(device)
+    return load_plain(path, dtype=torch.float32, attention=ATTENTION).to(device)
 
 
 class Target:
