@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,11 @@ def find_overlap(questions: Seq[Question], data: Seq[Path], tokenizer: Any) -> O
         num_runs[question.where] = len(mine)
         for run in mine:
             runs.setdefault(run, []).append(question.where)
-    overlap = Overlap(len(questions))
+    overlap, longest = Overlap(len(questions)), max(map(len, whole), default=0)
     for file in data:
         for where, row in read_rows(file):
             said = [_words(text) for text in _said(row, tokenizer)]
-            so_far = accumulate(said)
+            so_far = takewhile(lambda words: len(words) <= longest, accumulate(said))
             same = [prompt for words in (*said, *so_far) for prompt in whole.get(words, ())]
             mine = {run for words in said for run in _runs(words)}
             shared = Counter(prompt for run in mine for prompt in runs.get(run, ()))
