@@ -14,7 +14,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutput, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.engine import engine as engine_module
+from slipstream.engine import inputs as inputs_module
 from slipstream.engine.async_engine import EngineStoppedError
 from slipstream.engine.grammars import GrammarCompiler
 from slipstream.errors import RequestError
@@ -454,13 +454,13 @@ def test_long_texts_are_tokenised_in_another_thread(
     llm = make_llm()
     threads: list[str] = []
     for name in ("encode_prompt", "encode_bad_words"):
-        encode = getattr(engine_module, name)
+        encode = getattr(inputs_module, name)
 
         def noted(*args: Any, encode: Any = encode) -> Any:
             threads.append(threading.current_thread().name)
             return encode(*args)
 
-        monkeypatch.setattr(engine_module, name, noted)
+        monkeypatch.setattr(inputs_module, name, noted)
 
     async def main() -> list[set[str]]:
         seen: list[set[str]] = []

@@ -137,7 +137,8 @@ def test_a_drafter_that_scribbles_after_its_time_changes_no_answer(
 
 def test_a_deleted_engine_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    llm = LLM(speculative_config={"method": f"{__name__}:ScribblingDrafter"}, kv_cache_bytes=2**24)
+    config = {"method": f"{__name__}:ScribblingDrafter"}
+    llm = LLM(speculative_config=config, kv_cache_bytes=2**24, max_model_len=512)
     llm.generate("Once", SamplingParams(max_tokens=3))
     [thread] = [one for one in set(threading.enumerate()) - before if one.name == "slipstream-drafter"]
     assert thread.is_alive()

@@ -136,7 +136,7 @@ def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None
 
     fits = registry.fits(dataclasses.replace(CONTEXT, target=Whole()))  # type: ignore[arg-type]
     assert set(fits) == set(registry.drafter_names())
-    assert fits["ngram"][1] == Fit()
+    assert fits["ngram"][1] == Fit(grows_with="an index of each running text")
     assert fits["draft_model"][1] == Fit("needs model", None, None, None)
     assert fits["self"][1] == Fit("", 1000, 64, 0)
     int8 = dataclasses.replace(CONTEXT, engine_config=EngineConfig("stub", quantization="int8"))
