@@ -67,6 +67,18 @@ BAD = [
     ("chat", {"min_p": 2}, "min_p", "within [0, 1]"),
     ("chat", {"seed": -(2**63) - 1}, "seed", "at least -9223372036854775808"),
     ("chat", {"n": 0}, "n", "at least 1"),
+    (
+        "chat",
+        {"allowed_token_ids": [1] * 5000},
+        "allowed_token_ids",
+        "holds 5000 ids, but the model has 4096",
+    ),
+    (
+        "text",
+        {"stop_token_ids": [1] * 5000},
+        "stop_token_ids",
+        "holds 5000 ids, but the model has 4096",
+    ),
     ("chat", {"n": 10000}, "n", "at once"),
     ("chat", {"best_of": 2}, "best_of", "not supported"),
     ("chat", {"max_tokens": 0}, "max_tokens", "at least 1"),

@@ -86,6 +86,10 @@ def sampling_params(
                 f"{name} must be at least 0 and at most {limits.config.max_logprobs}, got {values[name]}"
             )
             raise ApiError(400, message, param=name, code="invalid_value")
+    for name in ("allowed_token_ids", "stop_token_ids"):  # before each of them is looked at
+        if len(values.get(name) or ()) > limits.vocab_size:
+            message = f"{name} holds {len(values[name])} ids, but the model has {limits.vocab_size} tokens"
+            raise ApiError(400, message, param=name, code="invalid_value")
     try:
         params = SamplingParams.from_mapping(values)
         params.check_vocabulary(limits.vocab_size)
