@@ -72,6 +72,13 @@ def test_prompts_that_are_none(plain: LLM, prompt: Any, told: str) -> None:
         plain.generate(prompt, GREEDY)
 
 
+def test_calls_without_prompts_say_how_to_give_them(plain: LLM) -> None:
+    with pytest.raises(RequestError, match="give them as prompts"):
+        plain.generate(prompt_token_ids=[IDS], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match="generate needs prompts"):
+        plain.generate(sampling_params=GREEDY)
+
+
 def test_paths_are_models(make_llm: MakeLLM) -> None:
     speculation = {"method": "draft_model", "model": Path(EMBEDDED_DRAFT), "num_speculative_tokens": 2}
     llm = make_llm(speculation, model=Path(EMBEDDED_TARGET), tokenizer=Path(EMBEDDED_TARGET))

@@ -644,7 +644,7 @@ def test_a_fault_of_ours_says_nothing_of_itself(
         ({"log_level": "loud"}, "unknown log_level"),
         ({"log_format": "xml"}, "unknown log_format"),
         ({"metrics_alias": "vlm"}, "did you mean 'vllm'?"),
-        ({"api_key": ["a", ""]}, "none empty"),
+        ({"api_key": ["a", ""]}, "each serve api_key must be a text that is not empty"),
         ({"max_waiting": -1}, "at least 0"),
     ],
 )

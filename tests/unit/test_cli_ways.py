@@ -62,7 +62,17 @@ def test_a_drafter_of_ones_own_by_its_class(tmp_path: Path, monkeypatch: pytest.
     assert json.loads(result.stdout)["speculation"]["method"] == "my_drafters:Mine"
     missing = run(*args, "--spec", "no_such_module:Mine")
     assert missing.exit_code == 2
-    assert "No module named 'no_such_module'; a module is looked for where Python looks" in missing.output
+    assert (
+        "'no_such_module:Mine' cannot be loaded: No module named 'no_such_module'; modules are searched"
+        in missing.output
+    )
+    misspelt = run(*args, "--spec", "my_drafters:Mime")
+    assert misspelt.exit_code == 2
+    assert (
+        "module 'my_drafters' has no attribute 'Mime'\n" in misspelt.output
+    )  # found, so nothing about where to look
+    assert "unknown drafter 'draf'; did you mean 'draft'?" in run(*args, "--spec", "draf").output
+    assert "is vLLM's" in run(*args, "--spec", "mtp").output
 
 
 def test_json_is_compact_and_a_cut_answer_is_marked() -> None:

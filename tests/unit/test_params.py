@@ -185,7 +185,9 @@ def test_structured_outputs_are_vllms_words_for_structured() -> None:
     with pytest.raises(RequestError, match="say different things"):
         SamplingParams(structured={"regex": "a"}, structured_outputs={"regex": "b"})
     for values, told in (
-        ({"json": "{}", "regex": "a"}, "exactly one"),
+        ({"json": "{}", "regex": "a"}, "got json and regex"),
+        ({}, "exactly one of json, regex, choice, grammar, json_object, got none of them"),
+        ({"json": False}, "allows nothing"),
         ({"regex": "a", "whitespace_pattern": " "}, "disable_any_whitespace"),
         ({"regx": "a"}, "did you mean 'regex'"),
         ({"grammar": "root ::= ("}, "neither Lark nor GBNF"),

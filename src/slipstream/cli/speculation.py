@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.config import SpeculativeConfig, check_types
+from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
 
 _EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
@@ -94,6 +95,10 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         if "" not in sys.path and here not in sys.path:
             sys.path.insert(0, here)
         return SpeculativeConfig(spec)
+    names = [*drafter_names(), "draft"]
+    # The registry knows the long names only, so it would not find that a misspelt name means `draft`.
+    if (name := spec.partition(":")[0]) not in names and get_close_matches(name, names, n=1) == ["draft"]:
+        reject_unknown([name], names, "drafter")
     return SpeculativeConfig.from_short(spec)
 
 

@@ -120,8 +120,10 @@ def _drafter_class(method: str) -> type[Drafter]:
     try:
         cls = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        where = "; a module is looked for where Python looks, as PYTHONPATH says" if ":" in method else ""
-        raise ConfigError(f"drafter {method!r} cannot be loaded from {location!r}: {error}{where}") from error
+        source = "" if location == method else f" from {location!r}"
+        missing = ":" in method and isinstance(error, ModuleNotFoundError)
+        hint = "; modules are searched on Python's path, to which PYTHONPATH adds folders" if missing else ""
+        raise ConfigError(f"drafter {method!r} cannot be loaded{source}: {error}{hint}") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
         raise ConfigError(f"drafter {method!r} is not a subclass of slipstream.draft.base.Drafter")
     return cls

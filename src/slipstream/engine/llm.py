@@ -51,7 +51,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] | None = None,
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = None,
@@ -74,6 +74,8 @@ class LLM:
         `vllm_names` are taken where they ask for nothing. Raises `RequestError`.
         """
         _check_names(self.generate, vllm_names)
+        if prompts is None:
+            raise RequestError("generate needs prompts: a text, token ids, or a list of them")
         with self._alone():
             return self._run(
                 _as_prompts(prompts),

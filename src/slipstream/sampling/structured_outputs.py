@@ -35,6 +35,13 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
+        forms = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in forms if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise RequestError(f"structured_outputs needs exactly one of {', '.join(forms)}, got {found}")
         self.as_structured()
 
     @classmethod

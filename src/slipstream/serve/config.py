@@ -121,7 +121,9 @@ class ServeConfig:
         for name in ("api_key", "cors_origins", "task_labels"):
             values = getattr(self, name)
             if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
-                raise ConfigError(f"serve {name} holds words without spaces around them, none empty")
+                raise ConfigError(
+                    f"each serve {name} must be a text that is not empty, without spaces around it"
+                )
             object.__setattr__(self, name, tuple(values))
 
 

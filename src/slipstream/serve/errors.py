@@ -105,7 +105,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 _HTTP_ERRORS = {
-    404: ("there is no {method} {path}; see /v1/models for what is served", "not_found"),
+    404: ("there is no {method} {path}; /openapi.json lists the paths", "not_found"),
     405: ("{path} does not take {method}", "method_not_allowed"),
 }
 
