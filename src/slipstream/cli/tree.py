@@ -64,7 +64,7 @@ def tree(
     sampling: Values,
     engine: Values,
 ) -> None:
-    """Measure how often a drafter's guesses are accepted by rank, and plan the best fixed tree (Sequoia).
+    """Measure how often draft tokens are accepted by rank, and plan the best fixed tree (Sequoia).
 
     Prints the speculative configuration with its tree_choices, ready for --speculative-config.
     """
