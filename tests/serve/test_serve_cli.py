@@ -201,7 +201,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]
         started = subprocess.Popen(
             [
                 *(sys.executable, "-m", "slipstream.cli.main", "serve", "--port", "0", "--threads", "1"),
-                *("--kv-cache-bytes", "32MiB", "--max-num-seqs", "2"),
+                *("--kv-cache-bytes", "40MiB", "--max-num-seqs", "2"),
             ],
             stderr=stderr,
             text=True,

@@ -23,7 +23,10 @@ def test_the_short_form_names_the_quantization() -> None:
     ("options", "message"),
     [
         ({"quantization": "int4"}, "unknown self quantization 'int4'"),
-        ({"model": "draft"}, "unknown self key 'model'"),
+        (
+            {"model": "draft"},
+            "self model='draft' is vLLM's and is not available here; this drafter has no model",
+        ),
         ({"num_speculative_tokens": 0}, "self num_speculative_tokens must be a whole number of at least 1"),
         ({"num_draft_nodes": 4}, "self num_draft_nodes is for trees"),
         ({"draft_sample_method": "magic"}, "unknown draft_sample_method 'magic'"),

@@ -226,6 +226,15 @@ class Growth:
         log_probs = logits  # of which only the argmax counts
         if not self.processor.is_plain_greedy:
             log_probs = self.processor.log_probs(logits, self.sequence.output_token_ids, paths)
+            # Where the user's limits leave none of the drafter's tokens, nothing follows; a row in which nothing is left
+            # becomes a stop, which is for the target alone to say.
+            log_probs = log_probs.masked_fill(logits == float("-inf"), float("-inf"))
+            alive = [row for row, best in enumerate(log_probs.amax(-1).tolist()) if best > float("-inf")]
+            if len(alive) < len(parents):
+                parents, log_probs = [parents[row] for row in alive], log_probs[alive]
+        if not parents:
+            self.frontier = []
+            return []
         if self.shape.widths is not None:
             children = self._fixed(parents, log_probs, depth)
         elif self.shape.is_chain:
