@@ -226,8 +226,8 @@ class Growth:
         log_probs = logits  # of which only the argmax counts
         if not self.processor.is_plain_greedy:
             log_probs = self.processor.log_probs(logits, self.sequence.output_token_ids, paths)
-            # Where the user's limits leave none of the drafter's tokens, nothing follows; a row in which nothing is left
-            # becomes a stop, which is for the target alone to say.
+            # Where the user's limits leave none of the drafter's tokens, nothing follows: the stop that such a row
+            # becomes is for the target alone to say.
             log_probs = log_probs.masked_fill(logits == float("-inf"), float("-inf"))
             alive = [row for row, best in enumerate(log_probs.amax(-1).tolist()) if best > float("-inf")]
             if len(alive) < len(parents):
