@@ -64,7 +64,7 @@ class History:
         """The lines, the oldest first; a file of more than `MAX_LINES` is cut to them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(self._open(os.O_RDWR), "r+", encoding="utf-8", errors="replace", newline="\n") as file:
-            os.fchmod(file.fileno(), 0o600)  # whoever made it
+            os.fchmod(file.fileno(), 0o600)  # also where it was there before
             lines = file.read().split("\n")[:-1]
             kept = [line for line in lines if 0 < len(line.encode()) <= MAX_LINE_BYTES][-MAX_LINES:]
             if kept != lines:

@@ -213,7 +213,7 @@ class Growth:
     def grow(self, logits: Tensor) -> list[Node]:
         """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
 
-        Returns the new guesses, best first. Raises `NotFiniteError` where a row has a NaN, an infinity, or nothing
+        Returns the new draft tokens, best first. Raises `NotFiniteError` where a row has a NaN, an infinity, or nothing
         above minus infinity: no distribution stands behind what would be chosen from it.
         """
         parents = self.frontier
