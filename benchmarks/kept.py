@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.provenance import commit
+from slipstream.provenance import commit
 
 
 class Kept:

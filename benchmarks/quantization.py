@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.provenance import provenance
-from slipstream.engine.inputs import encode_chat
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
+from slipstream.provenance import provenance
+from slipstream.text.prompts import encode_chat
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/quantization.json"
 KINDS = (None, "int8")

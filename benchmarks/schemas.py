@@ -23,13 +23,13 @@ import jsonschema
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.bench.provenance import provenance
 from slipstream.core import FinishReason
-from slipstream.engine.grammars import check_followed
-from slipstream.engine.inputs import encode_chat
 from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import RequestError
 from slipstream.metrics.request import RequestMetrics
+from slipstream.provenance import provenance
+from slipstream.sampling.grammars.compiler import check_followed
+from slipstream.text.prompts import encode_chat
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/schemas.json"
 

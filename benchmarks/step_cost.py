@@ -22,9 +22,9 @@ import torch
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.provenance import provenance
-from slipstream.models.native import PackedWeight
-from slipstream.models.threads import operators
+from slipstream.models.cpu.native import PackedWeight
+from slipstream.models.cpu.threads import operators
+from slipstream.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
 NUM_STEPS = 60

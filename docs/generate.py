@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from slipstream.cli.flags import field_help
+from slipstream.cli.flags.flags import field_help
 from slipstream.cli.main import app
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.registry import validate

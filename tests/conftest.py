@@ -75,8 +75,8 @@ def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str
 @pytest.fixture
 def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models and their tokenizers are kept from test to test; nobody writes to them."""
-    monkeypatch.setattr("slipstream.draft.draft_model.load_model", _model)
-    monkeypatch.setattr("slipstream.draft.draft_model.load_tokenizer", _tokenizer)
+    monkeypatch.setattr("slipstream.draft.model.draft_model.load_model", _model)
+    monkeypatch.setattr("slipstream.draft.model.draft_model.load_tokenizer", _tokenizer)
 
 
 @cache

@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks.control.shift import measure_shift
 from benchmarks.control.traffic import SETTINGS, Question, Run, closed_loop, make_engines, questions
 from benchmarks.kept import Kept, say
-from slipstream.bench.provenance import provenance
 from slipstream.engine.engine import Engine
+from slipstream.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
 RESULTS = Path(__file__).parents[2] / "docs/benchmarks"

@@ -11,8 +11,8 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.inputs import encode_chat
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import encode_chat
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SETTINGS: dict[str, dict[str, Any]] = {

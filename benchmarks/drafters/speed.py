@@ -14,13 +14,13 @@ from typing import Any
 from benchmarks.drafters.lineup import Entry, without_models
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.bench.asked import Asked
-from slipstream.bench.configurations import OFF_NAME, Configuration
-from slipstream.bench.local import Plan, run
+from slipstream.bench.engine.configurations import OFF_NAME, Configuration
+from slipstream.bench.engine.local import Plan, run
 from slipstream.bench.result import BenchResult
-from slipstream.bench.workload import read_workload
 from slipstream.config import SpeculativeConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.expand_head import expand_head
+from slipstream.workload.reading import read_workload
 
 HEADS = ("eagle", "eagle3", "medusa", "hydra")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.kept import Kept
 from benchmarks.overhead.rounds import Plan, facts, measure
-from slipstream.bench.provenance import provenance
+from slipstream.provenance import provenance
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/overhead.json"
 BAR = 0.03

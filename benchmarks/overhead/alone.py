@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream import AsyncEngine, SamplingParams
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.serve import PROBE_SHARE
-from slipstream.cli.speculation import SpeculationFlags, speculative_config
 from slipstream.engine.factory import make_engine
 from slipstream.serve.config import ServeConfig
 

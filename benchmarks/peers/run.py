@@ -35,9 +35,9 @@ from benchmarks.peers.checkpoints import num_parameters, paths_for, target_path,
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, resume
 from benchmarks.peers.workload import BATCH_SIZE, Question, context_length, questions
-from slipstream.bench.provenance import provenance
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slipstream-peers"
@@ -491,7 +491,7 @@ def code_fingerprint() -> str:
     folder = Path(__file__).parent
     files = [
         *ROOT.glob("src/slipstream/**/*.py"),
-        *ROOT.glob("src/slipstream/models/kernels/*"),
+        *ROOT.glob("src/slipstream/models/cpu/kernels/*"),
         *folder.glob("workers/*.py"),
         *folder.glob("requirements/*.txt"),
         folder / "environments.py",

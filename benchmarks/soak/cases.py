@@ -9,8 +9,8 @@ from typing import Any
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
-from slipstream.engine.inputs import encode_chat
 from slipstream.engine.outputs import CompletionOutput
+from slipstream.text.prompts import encode_chat
 
 STOPS = (" the", ".", "\n", "e", "SELECT", "}", ", ", " a")
 SCHEMAS: tuple[dict[str, Any], ...] = (

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from slipstream import AsyncEngine
-from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
     from slipstream.engine.async_engine import AsyncEngine
-    from slipstream.engine.inputs import TextPrompt, TokensPrompt
     from slipstream.engine.llm import LLM
     from slipstream.engine.logprobs import Logprob
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.sampling.params import RequestOutputKind, SamplingParams
     from slipstream.sampling.structured import StructuredOutput
     from slipstream.sampling.structured_outputs import StructuredOutputsParams
+    from slipstream.text.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 
@@ -39,8 +39,8 @@ _HOMES = {
     "SpeculativeConfig": "slipstream.config",
     "StructuredOutput": "slipstream.sampling.structured",
     "StructuredOutputsParams": "slipstream.sampling.structured_outputs",
-    "TextPrompt": "slipstream.engine.inputs",
-    "TokensPrompt": "slipstream.engine.inputs",
+    "TextPrompt": "slipstream.text.prompts",
+    "TokensPrompt": "slipstream.text.prompts",
     "Update": "slipstream.engine.outputs",
 }
 

@@ -17,7 +17,7 @@ from slipstream.metrics.request import RequestMetrics
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.sampling.grammar import Grammar
+    from slipstream.sampling.grammars.grammar import Grammar
     from slipstream.sampling.params import SamplingParams
 
 ROOT = -1

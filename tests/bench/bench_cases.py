@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.bench.asked import Asked
-from slipstream.bench.measure import Answer, Run
-from slipstream.bench.order import Turn
-from slipstream.bench.prompts import Chosen, Prompt
+from slipstream.bench.engine.measure import Answer, Run
+from slipstream.bench.engine.order import Turn
+from slipstream.bench.engine.steps import StepTally
 from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationFacts
-from slipstream.bench.steps import StepTally
 from slipstream.bench.summary import comparisons, summarise, timings
-from slipstream.bench.workload import Workload
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
+from slipstream.workload.prompts import Chosen, Prompt
+from slipstream.workload.reading import Workload
 
 PROMPTS = [Prompt("a", "line 1", 9), Prompt("b", "line 2", 9), Prompt("a", "line 3", 9)]
 NAMES = ["off", "draft γ=2"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.bench.provenance import command, commit, provenance
 from slipstream.cli.main import app
+from slipstream.provenance import command, commit, provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_starting_the_command_loads_nothing_heavy() -> None:
 
 
 def test_a_server_is_benched_without_loading_a_model() -> None:
-    modules = "slipstream.bench.remote, slipstream.bench.server_report, sys"
+    modules = "slipstream.bench.server.remote, slipstream.bench.report.server_report, sys"
     program = f"import {modules}; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

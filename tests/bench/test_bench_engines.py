@@ -11,14 +11,13 @@ from bench_cases import key_names
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.bench import engines as engines_module
 from slipstream.bench.asked import Asked
-from slipstream.bench.configurations import sweep
-from slipstream.bench.engines import Engines
-from slipstream.bench.local import Plan, run
-from slipstream.bench.measure import Job, closed_loop
+from slipstream.bench.engine import engines as engines_module
+from slipstream.bench.engine.configurations import sweep
+from slipstream.bench.engine.engines import Engines
+from slipstream.bench.engine.local import Plan, run
+from slipstream.bench.engine.measure import Job, closed_loop
 from slipstream.bench.result import BenchResult
-from slipstream.bench.workload import Question, Workload
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason
@@ -27,6 +26,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError, RequestError
 from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
+from slipstream.workload.reading import Question, Workload
 
 KV = 40 * 2**20
 ROOT = Path(__file__).parents[2]

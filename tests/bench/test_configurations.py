@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.configurations import parse_counts, sweep
-from slipstream.bench.order import cut, turns
+from slipstream.bench.engine.configurations import parse_counts, sweep
+from slipstream.bench.engine.order import cut, turns
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.bench.counters import ClientCounts, Counters, disagreements, growth, parse_counters
+from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
 from slipstream.errors import RemoteError
 
 TEXT = """\

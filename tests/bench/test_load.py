@@ -13,14 +13,14 @@ import pytest
 from fake_server import MODEL, FakeServer, serve
 from typer.testing import CliRunner
 
-from slipstream.bench import load
-from slipstream.bench.client import Exchange, Server
-from slipstream.bench.load import LoadPlan, first_turns
-from slipstream.bench.load_result import Arrivals, LoadResult
-from slipstream.bench.prompts import Prompt
-from slipstream.bench.workload import Question, Workload
+from slipstream.bench.server import load
+from slipstream.bench.server.load import LoadPlan, first_turns
+from slipstream.bench.server.load_result import Arrivals, LoadResult
 from slipstream.cli.main import app
+from slipstream.client import Exchange, Server
 from slipstream.errors import RemoteError, RequestError
+from slipstream.workload.prompts import Prompt
+from slipstream.workload.reading import Question, Workload
 
 TOKENS = 8
 """Of every answer of the fake server."""

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from bench_cases import answer, result_of, run, two_tasks
 
-from slipstream.bench.measure import Run
-from slipstream.bench.plots import Estimate, estimates, lines, stacks
-from slipstream.bench.report import render
+from slipstream.bench.engine.measure import Run
+from slipstream.bench.report.plots import Estimate, estimates, lines, stacks
+from slipstream.bench.report.report import render
 from slipstream.bench.statistics import Interval
 from slipstream.metrics.step import StepReport
 

@@ -14,17 +14,18 @@ from bench_cases import key_names
 from fake_server import MODEL, PIECES, FakeServer, serve
 from typer.testing import CliRunner
 
-from slipstream.bench import client, remote
+from slipstream import client
 from slipstream.bench.asked import Asked
-from slipstream.bench.client import Server
-from slipstream.bench.remote import RemotePlan
+from slipstream.bench.report.server_report import render_server
+from slipstream.bench.report.server_tables import server_remarks
 from slipstream.bench.result import ServerFigures, ServerResult
-from slipstream.bench.server_report import render_server
-from slipstream.bench.server_tables import server_remarks
-from slipstream.bench.workload import Question, Workload
+from slipstream.bench.server import remote
+from slipstream.bench.server.remote import RemotePlan
 from slipstream.cli.main import app
+from slipstream.client import Server
 from slipstream.errors import RemoteError
 from slipstream.sampling.params import SamplingParams
+from slipstream.workload.reading import Question, Workload
 
 TOKENS = 8
 """Of every answer of the fake server."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.bench.engine.steps import CONTEXT_BIN, StepTally, cost_model
 from slipstream.bench.statistics import (
     PairedTimes,
     first_difference,
@@ -17,7 +18,6 @@ from slipstream.bench.statistics import (
     ratio,
     speedup_interval,
 )
-from slipstream.bench.steps import CONTEXT_BIN, StepTally, cost_model
 from slipstream.metrics.step import StepReport
 
 SECONDS = st.floats(0.01, 10)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from bench_cases import NAMES, PROMPTS, answer, result_of, run, two_tasks
 
+from slipstream.bench.report.tables import remarks, tables
 from slipstream.bench.result import Figures
 from slipstream.bench.summary import summarise, timings
-from slipstream.bench.tables import remarks, tables
 from slipstream.metrics.step import StepReport
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from bench_cases import NAMES, answer, result_of, run
 
-from slipstream.bench.measure import Run
-from slipstream.bench.prompts import Prompt
+from slipstream.bench.engine.measure import Run
+from slipstream.bench.report.tables import tables
+from slipstream.bench.report.verdict import verdicts
 from slipstream.bench.result import BenchResult
 from slipstream.bench.summary import comparisons, summarise
-from slipstream.bench.tables import tables
-from slipstream.bench.verdict import verdicts
+from slipstream.workload.prompts import Prompt
 
 THREE = [*NAMES, "suffix", "ngram"]
 

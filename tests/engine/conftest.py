@@ -9,7 +9,7 @@ import pytest
 
 from slipstream import LLM
 from slipstream.assets import sample_prompts
-from slipstream.engine.inputs import encode_chat
+from slipstream.text.prompts import encode_chat
 
 ORACLE = "slipstream.testing.stub_drafters:OracleDrafter"
 

@@ -14,10 +14,10 @@ from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutput, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.engine import inputs as inputs_module
 from slipstream.engine.async_engine import EngineStoppedError
-from slipstream.engine.grammars import GrammarCompiler
 from slipstream.errors import RequestError
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.text import prompts as inputs_module
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
 
@@ -404,7 +404,7 @@ def test_a_panic_over_one_request_is_nobody_elses(
             good = asyncio.create_task(engine.generate(prompts[0], SamplingParams(max_tokens=8)))
             await asyncio.sleep(0.01)
             with monkeypatch.context() as patch:
-                patch.setattr("slipstream.engine.inputs.encode_prompt", panic)
+                patch.setattr("slipstream.text.prompts.encode_prompt", panic)
                 with pytest.raises(RuntimeError, match="Panic: not a character boundary"):
                     await asyncio.wait_for(engine.generate("text"), 5)
             with pytest.raises(RuntimeError, match="Panic"):

@@ -11,9 +11,9 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core import Sequence
-from slipstream.draft.draft_model import DraftModelDrafter
-from slipstream.draft.ngram import NgramDrafter
-from slipstream.draft.suffix import SuffixDrafter
+from slipstream.draft.lookup.ngram import NgramDrafter
+from slipstream.draft.lookup.suffix import SuffixDrafter
+from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.kv.accounting import KVAccounting
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}

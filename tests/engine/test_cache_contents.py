@@ -14,11 +14,12 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.draft_model import DraftModelDrafter
+from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
-from slipstream.models import CausalLM, RowGroup, native
+from slipstream.models import CausalLM, RowGroup
+from slipstream.models.cpu import native
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None, reason="bits depend on the company without the kernels"

@@ -11,7 +11,7 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core import Proposal, ScheduledSequence
-from slipstream.draft.draft_model import DraftModelDrafter
+from slipstream.draft.model.draft_model import DraftModelDrafter
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE: dict[str, Any] = {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 9}

@@ -12,7 +12,7 @@ import pytest
 from slipstream.core import FinishReason
 from slipstream.engine.mailbox import Item, Mailbox, joined
 from slipstream.engine.outputs import Update
-from slipstream.engine.text import Piece
+from slipstream.text.stream import Piece
 
 LONG_S = 3600.0
 SHORT_S = 0.05

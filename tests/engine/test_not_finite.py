@@ -11,7 +11,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.growth import Growth
+from slipstream.draft.model.growth import Growth
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}

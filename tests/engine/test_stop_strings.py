@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.stop_strings import StopStrings
 from slipstream.sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
+from slipstream.text.stop_strings import StopStrings
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.engine.text import TextStream
 from slipstream.models import load_tokenizer
+from slipstream.text.stream import TextStream
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
-from slipstream.engine.text import TextStream
+from slipstream.text.stream import TextStream
 
 PIECES = ["▁", *"abcdefghijklmnopqrstuvwxyz.", "▁a", "▁ab", "he", "▁he"]
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]

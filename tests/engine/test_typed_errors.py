@@ -37,7 +37,7 @@ WRONG_SPECULATION: list[tuple[Any, str]] = [
     ({"method": "ngram", "verifier": 1}, "verifier"),
     ({"method": "ngram", "verifier": ["block"]}, "verifier"),
     ({"method": "no.such.module:Class"}, "no.such.module"),
-    ({"method": "slipstream.draft.ngram:NgramIndex"}, "NgramIndex"),
+    ({"method": "slipstream.draft.lookup.ngram:NgramIndex"}, "NgramIndex"),
     *(
         ({**spec, "num_speculative_tokens": value}, "num_speculative_tokens")
         for spec in (

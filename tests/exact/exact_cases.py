@@ -10,7 +10,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from slipstream.core import ROOT, Proposal, ProposalKind
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import (
     MAX_REPETITION_PENALTY,

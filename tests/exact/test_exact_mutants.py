@@ -11,7 +11,7 @@ import torch
 from exact_cases import BIASED, EXACT, SHAPES, Overflowing, far, under_grammar
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Verdict
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import Target, exactness_gap

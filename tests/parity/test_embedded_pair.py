@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
-from slipstream.engine.inputs import encode_chat
+from slipstream.text.prompts import encode_chat
 
 NUM_PROMPTS = 28
 MAX_TOKENS = 20

@@ -21,7 +21,7 @@ from slipstream.control.choice import Asked, Choice
 from slipstream.control.controller import Controller
 from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind
-from slipstream.draft.growth import Growth
+from slipstream.draft.model.growth import Growth
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import Distribution, total_variation

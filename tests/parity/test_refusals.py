@@ -13,8 +13,9 @@ from tiny_models import FAMILIES, randomise, save_tiny
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models import adapt, attention, load_model, loading
-from slipstream.models.attention import ATTENTION_NAME
+from slipstream.models import adapt, load_model, loading
+from slipstream.models.attention import packed as attention
+from slipstream.models.attention.packed import ATTENTION_NAME
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -16,7 +16,7 @@ import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 
 MAX_TOKENS = 40
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}

@@ -16,9 +16,9 @@ from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
-from slipstream.engine.inputs import encode_chat
 from slipstream.engine.outputs import CompletionOutput
-from slipstream.models import native
+from slipstream.models.cpu import native
+from slipstream.text.prompts import encode_chat
 
 pytestmark = [
     pytest.mark.long,

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.engine.inputs import encode_chat
-from slipstream.heads.eagle import EagleConfig, EagleHead
-from slipstream.heads.eagle_files import save_eagle
-from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, save_hydra
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.text.prompts import encode_chat
 from slipstream.train.eagle_loss import TargetText, training_time_test
 
 NUM_TEXTS = 32

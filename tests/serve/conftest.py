@@ -11,9 +11,9 @@ from serve_cases import DRAFT, MESSAGES, MODEL, MakeApp
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine
-from slipstream.engine.inputs import encode_chat
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
+from slipstream.text.prompts import encode_chat
 
 
 @pytest.fixture(scope="session")

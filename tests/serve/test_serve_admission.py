@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from serve_cases import MESSAGES, MODEL, MakeApp, running, wait_until
 from starlette.testclient import TestClient
 
+from slipstream.serve.api.schema import ChatBody, CompletionBody
+from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.lanes import BOUNDS, size_of
-from slipstream.serve.schema import ChatBody, CompletionBody
-from slipstream.serve.tokens import Tokens
 
 JSON = {"Content-Type": "application/json"}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}

@@ -18,10 +18,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from slipstream.cli.flags.options import ENGINE, SPECULATION
+from slipstream.cli.flags.settings import merged
 from slipstream.cli.main import app
-from slipstream.cli.options import ENGINE, SPECULATION
 from slipstream.cli.serve import SERVER
-from slipstream.cli.settings import merged
 from slipstream.errors import ConfigError, SlipstreamError
 
 TOML = """

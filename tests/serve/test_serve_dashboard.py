@@ -21,13 +21,13 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
-from slipstream.control.alarms import Kind
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
-from slipstream.control.shift import Value
 from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Observation
 from slipstream.metrics.request import RequestMetrics
-from slipstream.serve.history import BUCKET_S, NUM_BUCKETS, History
+from slipstream.monitor.alarms import Kind
+from slipstream.monitor.shift import Value
+from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.logs import JsonFormatter
 from slipstream.serve.service import Service
 
@@ -279,7 +279,7 @@ def test_a_drift_shows_at_its_task(make_app: MakeApp) -> None:
 def test_a_step_that_takes_long_does_not_stop_the_page(
     make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.serve.dashboard.READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slipstream.serve.dashboard.dashboard.READ_TIMEOUT_S", 0.05)
     app = make_app()
     service: Service = app.state.service
     with TestClient(app) as client:

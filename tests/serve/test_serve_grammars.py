@@ -12,9 +12,9 @@ from serve_cases import QUESTION, MakeApp, running, wait_until
 from starlette.testclient import TestClient
 
 from slipstream import LLM
-from slipstream.engine.grammars import MAX_SOURCE_BYTES, GrammarCompiler
-from slipstream.sampling.footprint import heap_bytes
-from slipstream.serve.constraints import MAX_GRAMMAR_BYTES
+from slipstream.sampling.grammars.compiler import MAX_SOURCE_BYTES, GrammarCompiler
+from slipstream.sampling.grammars.footprint import heap_bytes
+from slipstream.serve.api.constraints import MAX_GRAMMAR_BYTES
 
 LONG = {"prompt": QUESTION, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 

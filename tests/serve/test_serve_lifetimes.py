@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.engine.engine import Engine
-from slipstream.serve import stream as streams
+from slipstream.serve.api import stream as streams
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 

@@ -19,11 +19,11 @@ from serve_cases import MODEL, MakeApp, counters, running, wait_until
 from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
-from slipstream.serve import body_room, connections
+from slipstream.serve.api.stream import Reply
+from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.connection import MAX_HEADERS, MAX_PIPELINED
-from slipstream.serve.stream import Reply
-from slipstream.serve.tokens import Tokens
+from slipstream.serve.network import body_room, connections
+from slipstream.serve.network.connection import MAX_HEADERS, MAX_PIPELINED
 
 BODY = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -281,7 +281,7 @@ def test_a_connection_in_use_outlives_the_deadlines(make_app: MakeApp) -> None:
 
 
 def test_who_does_not_read_is_not_waited_for(make_app: MakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.serve.connection.NOT_READ_S", 0.3)
+    monkeypatch.setattr("slipstream.serve.network.connection.NOT_READ_S", 0.3)
     app = make_app()
     with running(app, send_buffer=4096) as (url, _), connect(url) as connection:
         for _ in range(12):
@@ -293,7 +293,7 @@ def test_who_does_not_read_is_not_waited_for(make_app: MakeApp, monkeypatch: pyt
 def test_who_reads_slowly_gets_all_before_the_connection_closes(
     make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.serve.connection.LINGER_S", 0.1)
+    monkeypatch.setattr("slipstream.serve.network.connection.LINGER_S", 0.1)
     with running(make_app(), send_buffer=4096) as (url, _), connect(url, 4096) as connection:
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         time.sleep(0.6)
@@ -305,7 +305,7 @@ def test_who_reads_slowly_gets_all_before_the_connection_closes(
 def test_who_reads_nothing_of_the_last_answer_is_not_waited_for(
     make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.serve.connection.NOT_READ_S", 0.3)
+    monkeypatch.setattr("slipstream.serve.network.connection.NOT_READ_S", 0.3)
     app = make_app()
     with running(app, send_buffer=4096) as (url, _), connect(url, 4096) as connection:
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")

@@ -9,9 +9,9 @@ from serve_cases import MESSAGES, MODEL, QUESTION, MakeApp
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli.options import PYTHON_ONLY
+from slipstream.cli.flags.options import PYTHON_ONLY
 from slipstream.sampling.params import SamplingParams as Params
-from slipstream.serve.schema import CompletionBody
+from slipstream.serve.api.schema import CompletionBody
 
 BASE: dict[str, Any] = {"max_tokens": 24, "temperature": 1.3, "seed": 3}
 

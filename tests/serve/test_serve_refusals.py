@@ -11,11 +11,11 @@ from serve_cases import MESSAGES, MODEL, MakeApp
 from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
+from slipstream.serve.api.errors import MAX_MESSAGE, MAX_NAME
+from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import MAX_MESSAGE, MAX_NAME
-from slipstream.serve.foreign import FOREIGN, HARMLESS, IGNORED
-from slipstream.serve.json_body import num_parts
 from slipstream.serve.logs import MAX_PATH, JsonFormatter
+from slipstream.serve.network.json_body import num_parts
 
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 4}

@@ -15,9 +15,9 @@ from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, MakeApp, running
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.serve.api.responses.store import ENTRY_BYTES, Kept, ResponseStore
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.responses.store import ENTRY_BYTES, Kept, ResponseStore
 
 PATH = "/v1/responses"
 KEYS = ("test-key", "another-key")

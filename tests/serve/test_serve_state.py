@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 import slipstream
 from slipstream import LLM
-from slipstream.bench.counters import parse_counters
+from slipstream.bench.server.counters import parse_counters
 from slipstream.serve.logs import JsonFormatter, TextFormatter
 
 GREEDY = {"prompt": QUESTION, "temperature": 0, "max_tokens": 60, "ignore_eos": True}

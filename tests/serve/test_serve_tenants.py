@@ -9,7 +9,7 @@ from serve_cases import MESSAGES, MakeApp, counters
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine
-from slipstream.control.alarms import Kind
+from slipstream.monitor.alarms import Kind
 from slipstream.serve.app import create_app
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig

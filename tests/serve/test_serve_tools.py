@@ -12,9 +12,9 @@ from serve_cases import MESSAGES, MODEL, MakeApp, events
 from starlette.testclient import TestClient
 
 from slipstream import LLM
-from slipstream.serve.schema import ChatBody
-from slipstream.serve.tool_formats import FORMATS, ToolFormat, tool_format
-from slipstream.serve.tools import tool_use
+from slipstream.serve.api.schema import ChatBody
+from slipstream.serve.tools.formats import FORMATS, ToolFormat, tool_format
+from slipstream.serve.tools.tools import tool_use
 
 PATH = "/v1/chat/completions"
 WEATHER = {

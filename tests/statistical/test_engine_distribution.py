@@ -14,9 +14,9 @@ from scipy.stats import chisquare
 
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.engine.inputs import encode_chat
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
+from slipstream.text.prompts import encode_chat
 
 NUM_SAMPLES = 400
 NUM_REPEATED = 150

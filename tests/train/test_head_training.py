@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
+from slipstream.draft.heads.hydra_head import HydraHeads
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.errors import ConfigError, ModelError
-from slipstream.heads.hydra import HydraHeads
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.models import load_model
 from slipstream.train.batches import Cursor, Document, make_batch, row_batches
 from slipstream.train.eagle import EagleStudent, most_used

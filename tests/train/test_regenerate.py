@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.bench.client import Server
 from slipstream.cli.main import app
+from slipstream.client import Server
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, RemoteError, RequestError
 from slipstream.train.answerers import Answer, EngineAnswerer, ServerAnswerer

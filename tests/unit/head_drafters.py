@@ -16,8 +16,8 @@ import torch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.heads.hydra import HydraConfig, HydraHeads, save_hydra
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, save_hydra
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.sampling.params import SamplingParams

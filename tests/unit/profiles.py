@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.control.profile import CostProfile, ProfileKey, Rate, StepTime
+from slipstream.profiling.profile import CostProfile, ProfileKey, Rate, StepTime
 
 KEY = ProfileKey("a CPU", 2, "cpu", 2, "llama-0123", "float32", None, "decoder", "0.1.0", "2.13.0", "5.23.0")
 

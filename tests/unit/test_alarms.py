@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.control.alarms import FAILURE_MEMORY_S, MAX_TASKS, Alarm, Alarms, Kind, RequestFacts
-from slipstream.control.causes import Traits, suspected_causes
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
+from slipstream.monitor.alarms import FAILURE_MEMORY_S, MAX_TASKS, Alarm, Alarms, Kind, RequestFacts
+from slipstream.monitor.causes import Traits, suspected_causes
 
 TRAITS = Traits(
     num_prompt_tokens=100, num_output_tokens=60, temperature=0.7, structured=False, method="eagle3"

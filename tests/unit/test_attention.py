@@ -12,8 +12,8 @@ from torch import Tensor
 from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
-from slipstream.models.attention import PackedAttention, Variant, attend, slipstream_attention
-from slipstream.models.cache_route import CacheRoute
+from slipstream.models.attention.packed import PackedAttention, Variant, attend, slipstream_attention
+from slipstream.models.attention.posed import CacheRoute
 from slipstream.models.rows import Batch, tree_rows
 
 CPU = torch.device("cpu")

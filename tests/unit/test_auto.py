@@ -11,8 +11,8 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core import ROOT, Proposal, Sequence
-from slipstream.draft.auto import AutoDrafter, AutoOptions, Selection
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.combine.auto import AutoDrafter, AutoOptions, Selection
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams

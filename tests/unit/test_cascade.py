@@ -14,8 +14,8 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
 from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.cascade import CascadeDrafter, CascadeOptions
-from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.combine.cascade import CascadeDrafter, CascadeOptions
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
@@ -261,6 +261,6 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_inner_drafter_that_reads_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.draft.ngram.NgramDrafter.feature_layers", lambda _: (1,))
+    monkeypatch.setattr("slipstream.draft.lookup.ngram.NgramDrafter.feature_layers", lambda _: (1,))
     with pytest.raises(ConfigError, match="'ngram' reads hidden states"):
         make(NGRAM)

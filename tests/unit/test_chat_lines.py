@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.lines import MAX_LINE_BYTES, MAX_LINES, History
+from slipstream.cli.output.lines import MAX_LINE_BYTES, MAX_LINES, History
 
 pytest.importorskip("readline")
 
 SCRIPT = """
 import sys
-from slipstream.cli.lines import typed_lines
+from slipstream.cli.output.lines import typed_lines
 for line in typed_lines(sys.argv[1] == "yes"):
     print(f"<{line}>", flush=True)
 """

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 import slipstream
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli import chat as chat_verb
-from slipstream.cli.comparison import Comparison
-from slipstream.cli.flags import parse_bytes, with_flags
+from slipstream.cli.flags.flags import parse_bytes, with_flags
+from slipstream.cli.flags.options import DEFAULT_MAX_TOKENS, ENGINE, PYTHON_ONLY, SAMPLING, SPECULATION
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.main import app
-from slipstream.cli.options import DEFAULT_MAX_TOKENS, ENGINE, PYTHON_ONLY, SAMPLING, SPECULATION
-from slipstream.cli.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.output.comparison import Comparison
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams

@@ -52,7 +52,7 @@ def test_chat_without_a_template_says_raw(tmp_path: Path) -> None:
 
 def test_a_drafter_of_ones_own_by_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_drafters.py").write_text(
-        "from slipstream.draft.ngram import NgramDrafter\n\n\nclass Mine(NgramDrafter):\n    pass\n"
+        "from slipstream.draft.lookup.ngram import NgramDrafter\n\n\nclass Mine(NgramDrafter):\n    pass\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -90,6 +90,6 @@ def test_json_is_compact_and_a_cut_answer_is_marked() -> None:
 def test_more_threads_than_cores_are_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.models.threads.num_cores", lambda: 0)
+    monkeypatch.setattr("slipstream.models.cpu.threads.num_cores", lambda: 0)
     run("generate", "hi", "--spec", "off", "--max-tokens", "1", "--threads", "1")
     assert "num_threads is 1, but this process may use 0 cores" in caplog.text

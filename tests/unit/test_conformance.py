@@ -11,9 +11,9 @@ import torch
 
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.ngram import NgramDrafter, NgramOptions
+from slipstream.draft.lookup.ngram import NgramDrafter, NgramOptions
+from slipstream.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from slipstream.draft.off import OffDrafter, OffOptions
-from slipstream.draft.suffix import SuffixDrafter, SuffixOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import (

@@ -20,7 +20,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.decoder import _Rows
+from slipstream.models.cpu.decoder import _Rows
 from slipstream.models.loading import adapt
 from slipstream.models.rows import tree_rows
 

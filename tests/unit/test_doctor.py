@@ -19,9 +19,9 @@ from slipstream.cli.main import app
 from slipstream.doctor import Finding, Verdict, canary, examine
 from slipstream.doctor.canary import Canary
 from slipstream.doctor.examination import kind_of
+from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.errors import ConfigError, ModelError
-from slipstream.heads.eagle import EagleConfig, EagleHead
-from slipstream.heads.eagle_files import save_eagle
 from slipstream.models import load_tokenizer
 
 

@@ -14,7 +14,7 @@ import torch
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.core import Sequence
-from slipstream.draft.growth import Growths, NotFiniteError, Shape
+from slipstream.draft.model.growth import Growths, NotFiniteError, Shape
 from slipstream.sampling.params import SamplingParams
 
 WIDTH = 10

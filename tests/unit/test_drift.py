@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from slipstream.control.drift import REFERENCE_SIZES, SETTLE_REQUESTS, ShiftWatch
-from slipstream.control.shift import FALSE_ALARM_RATE, MIN_SHIFT, Bets, Reference, ShiftTest, Value, mean
+from slipstream.monitor.drift import REFERENCE_SIZES, SETTLE_REQUESTS, ShiftWatch
+from slipstream.monitor.shift import FALSE_ALARM_RATE, MIN_SHIFT, Bets, Reference, ShiftTest, Value, mean
 
 
 def requests(num: int, level: float, seed: int, rho: float = 0.1) -> list[Value]:

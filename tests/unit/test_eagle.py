@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.base import DraftContext
-from slipstream.draft.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
+from slipstream.draft.heads.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
+from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError, ModelError
-from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
-from slipstream.heads.eagle_files import load_eagle, save_eagle
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams as Params

@@ -14,8 +14,8 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft import registry
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.ensemble import EnsembleDrafter, EnsembleOptions
-from slipstream.draft.merging import TrackRecord, merge, part_of
+from slipstream.draft.combine.ensemble import EnsembleDrafter, EnsembleOptions
+from slipstream.draft.combine.merging import TrackRecord, merge, part_of
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape

@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
-from slipstream.control import store
-from slipstream.control.profile import CostProfile, Rate
-from slipstream.engine import floors, limits
 from slipstream.models import CausalLM, load_model
 from slipstream.models.loading import adapt
+from slipstream.profiling import floors, limits, store
+from slipstream.profiling.profile import CostProfile, Rate
 
 TINY = floors.Survey((1, 2, 5, 8), (16, 256), budget_s=0.1, array_bytes=2**20, max_repeats=3)
 SHAPE: dict[str, Any] = {
@@ -271,7 +270,7 @@ def test_refused_where_nothing_can_be_saved_or_drawn(tmp_path: Path, monkeypatch
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside other tests may be refused, and is not what such a test is about."""
     monkeypatch.setattr("slipstream.cli.measure.implausible", lambda profile: None)
-    monkeypatch.setattr("slipstream.control.store.implausible", lambda profile: None)
+    monkeypatch.setattr("slipstream.profiling.store.implausible", lambda profile: None)
 
 
 def beyond(profile: CostProfile) -> CostProfile:

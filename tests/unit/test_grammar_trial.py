@@ -16,13 +16,14 @@ import pytest
 from llguidance import LLMatcher
 
 from slipstream import LLM, SamplingParams, StructuredOutput
-from slipstream.engine import grammar_trial, grammars
-from slipstream.engine.byte_tokens import ByteTokens
-from slipstream.engine.grammar_trial import TooComplexError, Vocabulary, Worker
-from slipstream.engine.grammars import GrammarCompiler
 from slipstream.errors import RequestError
-from slipstream.sampling import footprint
-from slipstream.sampling.footprint import Footprint, heap_bytes
+from slipstream.sampling.grammars import compiler as grammars
+from slipstream.sampling.grammars import footprint
+from slipstream.sampling.grammars import trial as grammar_trial
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
+from slipstream.sampling.grammars.trial import TooComplexError, Vocabulary, Worker
+from slipstream.text.byte_tokens import ByteTokens
 
 EOS = 1
 RECKLESS = """

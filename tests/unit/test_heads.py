@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from slipstream.draft.heads import hydra_head as hydra
+from slipstream.draft.heads import medusa_head as medusa
+from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
+from slipstream.draft.heads.residual import Projecting
 from slipstream.errors import ModelError
-from slipstream.heads import hydra, medusa
-from slipstream.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, load_medusa, save_medusa
-from slipstream.heads.residual import Projecting
 
 HIDDEN, VOCAB = 8, 13
 BATCH, LENGTH = 2, 7

@@ -8,7 +8,7 @@ import pytest
 import torch
 from head_drafters import CONFORMS, VOCAB, computed, context, random_heads, target, text
 
-from slipstream.draft.hydra import HydraDrafter, HydraOptions
+from slipstream.draft.heads.hydra import HydraDrafter, HydraOptions
 from slipstream.errors import ModelError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.jacobi import JacobiDrafter, JacobiOptions, first_guess
+from slipstream.draft.parallel.jacobi import JacobiDrafter, JacobiOptions, first_guess
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter

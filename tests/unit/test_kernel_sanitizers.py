@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models import native
+from slipstream.models.cpu import native
 
 DRIVER = Path(__file__).with_name("odd_shapes.cpp")
 NUM_CASES = 300

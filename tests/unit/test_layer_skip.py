@@ -14,8 +14,8 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core import EMPTY_PROPOSAL, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.layer_search import LayerSearch, evenly_spread
-from slipstream.draft.layer_skip import LayerSkipDrafter, LayerSkipOptions
+from slipstream.draft.model.layer_search import LayerSearch, evenly_spread
+from slipstream.draft.model.layer_skip import LayerSkipDrafter, LayerSkipOptions
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache

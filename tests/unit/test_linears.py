@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_model
-from slipstream.models.linears import Int8Linear, NativeLinear, PackedLinear, check_quantization, pack_linears
+from slipstream.models.linear.packed import (
+    Int8Linear,
+    NativeLinear,
+    PackedLinear,
+    check_quantization,
+    pack_linears,
+)
 
 FLOAT32: dict[str, Callable[[nn.Linear], nn.Module]] = {"onednn": PackedLinear, "native": NativeLinear}
 INT8: dict[str, Callable[[nn.Linear], nn.Module]] = {

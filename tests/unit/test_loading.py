@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_config, load_model, load_tokenizer
+from slipstream.models.files.quantized import settle_quantized
 from slipstream.models.loading import resolve_device, resolve_dtype
-from slipstream.models.quantized_files import settle_quantized
 from slipstream.models.support import context_length
 
 

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.lookahead import Branches, LookaheadDrafter, LookaheadOptions, NgramPool
+from slipstream.draft.parallel.lookahead import Branches, LookaheadDrafter, LookaheadOptions, NgramPool
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ModelError
 from slipstream.kv.pool import KVPool
-from slipstream.models import RowGroup, load_model, lora
+from slipstream.models import RowGroup, load_model
+from slipstream.models.files import lora
 from slipstream.train.attention import block_diagonal_mask
 from slipstream.train.target import load_model as load_for_training
 

@@ -10,7 +10,7 @@ import torch
 from head_drafters import CHOICES, CONFORMS, VOCAB, computed, context, random_heads, text
 
 from slipstream.core import ROOT, ProposalKind
-from slipstream.draft.medusa import MedusaDrafter, MedusaOptions
+from slipstream.draft.heads.medusa import MedusaDrafter, MedusaOptions
 from slipstream.errors import ConfigError, ModelError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter

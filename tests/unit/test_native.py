@@ -14,7 +14,8 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.errors import ConfigError
-from slipstream.models import load_model, loading, native
+from slipstream.models import load_model, loading
+from slipstream.models.cpu import native
 
 
 @pytest.fixture

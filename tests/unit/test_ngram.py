@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core import Sequence
-from slipstream.draft.ngram import NgramDrafter, NgramIndex, NgramOptions
+from slipstream.draft.lookup.ngram import NgramDrafter, NgramIndex, NgramOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import draft_context
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import KEY, profile, step_time
 
-from slipstream.control import machine, store
-from slipstream.control.payoff import acceptance_length, break_even, draft_cost, round_cost
-from slipstream.control.plausible import implausible
-from slipstream.control.profile import CostProfile, ProfileKey, Rate, isotonic
 from slipstream.errors import ConfigError
+from slipstream.profiling import machine, store
+from slipstream.profiling.break_even import acceptance_length, break_even, draft_cost, round_cost
+from slipstream.profiling.plausible import implausible
+from slipstream.profiling.profile import CostProfile, ProfileKey, Rate, isotonic
 
 grids = st.lists(st.integers(2, 64), min_size=0, max_size=5, unique=True).flatmap(
     lambda rows: st.lists(st.integers(0, 4096), min_size=1, max_size=4, unique=True).flatmap(
@@ -323,7 +323,6 @@ def test_the_machine_says_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_no_torch() -> None:
-    program = (
-        "import sys, slipstream.control.store, slipstream.control.payoff; sys.exit('torch' in sys.modules)"
-    )
+    modules = "slipstream.profiling.store, slipstream.profiling.break_even"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

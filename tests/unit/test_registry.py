@@ -14,7 +14,7 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core import ProposalKind
 from slipstream.draft import registry
 from slipstream.draft.base import Fit
-from slipstream.draft.ngram import NgramDrafter
+from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
 from slipstream.errors import ConfigError
 from slipstream.testing.stub_drafters import OracleDrafter, draft_context
@@ -77,12 +77,12 @@ def test_a_bad_configuration_is_one_clear_line(method: str, options: dict[str, A
 
 
 def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "slipstream.draft.suffix", raising=False)
+    monkeypatch.delitem(sys.modules, "slipstream.draft.lookup.suffix", raising=False)
     names = registry.drafter_names()
     assert names == sorted(names)
     assert {"draft_model", "eagle", "hydra", "medusa", "ngram", "off", "self", "suffix"} <= set(names)
     registry.validate(config("ngram"))
-    assert "slipstream.draft.suffix" not in sys.modules
+    assert "slipstream.draft.lookup.suffix" not in sys.modules
 
 
 def test_a_package_adds_a_drafter_and_cannot_replace_ours(monkeypatch: pytest.MonkeyPatch) -> None:

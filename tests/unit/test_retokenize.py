@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.draft.retokenize import Encoder, Translator, anchor
-from slipstream.draft.token_bytes import TokenBytes, match_special, shared_tokens
 from slipstream.errors import VocabularyMismatchError
+from slipstream.text.retokenize import Encoder, Translator, anchor
+from slipstream.text.token_bytes import TokenBytes, match_special, shared_tokens
 
 PAIRS = list(permutations(FAMILIES, 2))
 

@@ -9,8 +9,8 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.model.self_model import SelfOptions
 from slipstream.draft.registry import validate
-from slipstream.draft.self_model import SelfOptions
 from slipstream.errors import ConfigError
 
 

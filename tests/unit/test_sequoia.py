@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.bench.ranks import RankCounts, measure_rank_acceptance, with_tree
+from slipstream.bench.engine.ranks import RankCounts, measure_rank_acceptance, with_tree
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.growth import check_choices
+from slipstream.draft.model.growth import check_choices
+from slipstream.draft.model.sequoia import RankAcceptance, best_tree, comb, fastest_tree
 from slipstream.draft.registry import validate
-from slipstream.draft.sequoia import RankAcceptance, best_tree, comb, fastest_tree
-from slipstream.engine.inputs import encode_chat
 from slipstream.errors import ConfigError
+from slipstream.text.prompts import encode_chat
 
 Tree = frozenset[tuple[int, ...]]
 

@@ -11,13 +11,13 @@ from test_draft_model import seen, sequence
 from tokenizer_families import FAMILIES, SENTENCES, save_model
 
 from slipstream.core import Proposal, Sequence
-from slipstream.draft.cached import Feed
-from slipstream.draft.retokenize import Encoder
-from slipstream.draft.slem import SlemDrafter, SlemOptions
+from slipstream.draft.model.cached import Feed
+from slipstream.draft.model.slem import SlemDrafter, SlemOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
+from slipstream.text.retokenize import Encoder
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 

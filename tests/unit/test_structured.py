@@ -20,11 +20,11 @@ from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.draft.base import Observation
 from slipstream.draft.forced import under_grammar
-from slipstream.draft.ngram import NgramDrafter
-from slipstream.engine import grammars
-from slipstream.engine.grammars import GrammarCompiler
+from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.errors import RequestError
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars import compiler as grammars
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.processors import LogitsProcessor
 
 EOS = 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core import ROOT, FinishReason, Proposal, Sequence
-from slipstream.draft.suffix import MAX_OCCURRENCES, SuffixDrafter, SuffixOptions
+from slipstream.draft.lookup.suffix import MAX_OCCURRENCES, SuffixDrafter, SuffixOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import draft_context

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.models import threads
+from slipstream.models.cpu import threads
 
 PROCESS = 3
 

@@ -13,14 +13,14 @@ from tokenizer_families import FAMILIES, SENTENCES, byte_level, save_model
 from torch import Tensor
 
 from slipstream.core import ProposalKind, Sequence
-from slipstream.draft.retokenize import Encoder
-from slipstream.draft.tli import TliDrafter, TliOptions
-from slipstream.draft.token_bytes import shared_tokens
+from slipstream.draft.model.tli import TliDrafter, TliOptions
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
+from slipstream.text.retokenize import Encoder
+from slipstream.text.token_bytes import shared_tokens
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 

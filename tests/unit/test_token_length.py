@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.draft.token_bytes import TokenBytes
-from slipstream.serve.token_length import SHRINKS, max_bytes_a_token
+from slipstream.serve.api.token_length import SHRINKS, max_bytes_a_token
+from slipstream.text.token_bytes import TokenBytes
 
 DECOMPOSED = "\u1100\u1161\u11a8" * 9  # Hangul, which takes 9 bytes a syllable as letters and 3 as a whole
 

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core import ROOT, FinishReason, Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.token_recycling import (
+from slipstream.draft.lookup.token_recycling import (
     RANK_PROBS,
     TokenRecyclingDrafter,
     TokenRecyclingOptions,

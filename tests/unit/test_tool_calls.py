@@ -10,13 +10,13 @@ import pytest
 from transformers import AddedToken, AutoTokenizer
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.engine.grammars import GrammarCompiler, check_followed
 from slipstream.errors import ConfigError
-from slipstream.sampling.grammar import Grammar
-from slipstream.serve.schema import ChatBody
-from slipstream.serve.tool_calls import ID_LENGTH, CallReader
-from slipstream.serve.tool_formats import DEFAULT, FORMATS, ToolFormat, shows_tools, tool_format
-from slipstream.serve.tools import ToolUse, tool_use
+from slipstream.sampling.grammars.compiler import GrammarCompiler, check_followed
+from slipstream.sampling.grammars.grammar import Grammar
+from slipstream.serve.api.schema import ChatBody
+from slipstream.serve.tools.calls import ID_LENGTH, CallReader
+from slipstream.serve.tools.formats import DEFAULT, FORMATS, ToolFormat, shows_tools, tool_format
+from slipstream.serve.tools.tools import ToolUse, tool_use
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.draft.vocabulary import check_same_vocabulary
 from slipstream.errors import VocabularyMismatchError
+from slipstream.text.vocabulary import check_same_vocabulary
 
 WORDS = ["<s>", "</s>", "<unk>", "<pad>", "alpha", "beta", "gamma", "delta"]
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

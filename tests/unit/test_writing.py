@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.cli.writing import check_file, unwritable, write_text
+from slipstream.cli.output.writing import check_file, unwritable, write_text
 from slipstream.errors import ConfigError
 
 FULL = "/dev/full"
@@ -53,7 +53,7 @@ def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
     """Its writer makes the file anew beside it, so a limit on the size of files stands for the full disk."""
     program = (
         "import resource, torch; from safetensors.torch import save_file\n"
-        "from slipstream.cli.writing import unwritable\n"
+        "from slipstream.cli.output.writing import unwritable\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         f"try: save_file({{'a': torch.zeros(10**4)}}, {str(tmp_path / 'w.safetensors')!r})\n"
         "except Exception as error: print(unwritable(error))"

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.bench.prompts import Chosen
 from slipstream.bench.result import WorkloadFacts
-from slipstream.bench.workload import Workload
 from slipstream.sampling.params import SamplingParams
+from slipstream.workload.prompts import Chosen
+from slipstream.workload.reading import Workload
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The terms of τ/(γ·c + v), measured in the same runs as `slipstream.bench.steps` says, and what they predict."""
+    """The terms of τ/(γ·c + v), measured in the same runs as `bench.engine.steps` says, and what they predict."""
 
     target_step_s: float
     gamma: float
@@ -230,7 +230,7 @@ class ServerCounts:
     num_prompt_tokens: int | None
     num_requests: int | None
     acceptance: Acceptance | None
-    """Here a step is one that drafted; `slipstream.bench.counters` says what the rates then mean."""
+    """Here a step is one that drafted; `slipstream.bench.server.counters` says what the rates then mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.bench.acceptance import acceptance
-from slipstream.bench.measure import Answer, Run
-from slipstream.bench.prompts import Prompt, task_names
+from slipstream.bench.engine.measure import Answer, Run
+from slipstream.bench.engine.steps import StepTally, cost_model
 from slipstream.bench.result import (
     Comparison,
     Difference,
@@ -29,8 +29,8 @@ from slipstream.bench.statistics import (
     ratio,
     speedup_interval,
 )
-from slipstream.bench.steps import StepTally, cost_model
 from slipstream.metrics.request import RequestMetrics
+from slipstream.workload.prompts import Prompt, task_names
 
 OFF = 0
 """Speculation off is the first configuration."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.console import notes, wide_results
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.options import ENGINE, Json, ModelArgument, print_json, with_model
-from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
-from slipstream.cli.speculation import SpeculationFlags, speculative_config
-from slipstream.cli.writing import Overwrite, check_file, check_folder, write_text
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import ENGINE, Json, ModelArgument, print_json, with_model
+from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -132,8 +132,8 @@ def bench(
     With --url, measure a server as its clients see it instead, and compare with what its own counters say.
     """
     from slipstream.bench.asked import Asked
-    from slipstream.bench.configurations import parse_counts
-    from slipstream.bench.workload import read_workload
+    from slipstream.bench.engine.configurations import parse_counts
+    from slipstream.workload.reading import read_workload
 
     files = _files(output, html, overwrite)
     asked = Asked(
@@ -191,10 +191,10 @@ def _drafters(
 def _bench_engines(
     asked: Asked, model: str | None, drafters: list[SpeculativeConfig], lengths: list[int], engine: Values
 ) -> BenchResult:
-    from slipstream.bench.configurations import sweep
+    from slipstream.bench.engine.configurations import sweep
 
     configurations = sweep(drafters, lengths)
-    from slipstream.bench.local import (
+    from slipstream.bench.engine.local import (
         Plan,
         run,
     )  # loads PyTorch: last, after all that can be refused without it
@@ -212,8 +212,8 @@ def _bench_server(
     sampling: Values,
     tokenizer: Values,
 ) -> ServerResult:
-    from slipstream.bench.client import Server, find_model
-    from slipstream.bench.remote import RemotePlan, run
+    from slipstream.bench.server.remote import RemotePlan, run
+    from slipstream.client import Server, find_model
 
     name = model or find_model(url, api_key, timeout_s)
     server = Server(url, name, metrics_url or metrics_url_of(url), api_key, timeout_s)
@@ -275,18 +275,18 @@ def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Pa
 
 
 def _page(result: BenchResult | ServerResult) -> str:
-    from slipstream.bench.report import render
+    from slipstream.bench.report.report import render
+    from slipstream.bench.report.server_report import render_server
     from slipstream.bench.result import BenchResult
-    from slipstream.bench.server_report import render_server
 
     return render(result) if isinstance(result, BenchResult) else render_server(result)
 
 
 def _print(result: BenchResult | ServerResult) -> None:
+    from slipstream.bench.report.server_tables import server_remarks, server_tables
+    from slipstream.bench.report.tables import remarks, tables
+    from slipstream.bench.report.verdict import verdicts
     from slipstream.bench.result import BenchResult
-    from slipstream.bench.server_tables import server_remarks, server_tables
-    from slipstream.bench.tables import remarks, tables
-    from slipstream.bench.verdict import verdicts
 
     if isinstance(result, BenchResult):
         grids, lines = tables(result), [*verdicts(result), *remarks(result)]

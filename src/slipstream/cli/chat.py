@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.console import Painter, notes
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.lines import typed_lines
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import (
     ENGINE,
     SAMPLING,
     SPECULATION,
@@ -27,7 +25,9 @@ from slipstream.cli.options import (
     short_speculation,
     with_model,
 )
-from slipstream.cli.report import print_summary, summarise
+from slipstream.cli.output.console import Painter, notes
+from slipstream.cli.output.lines import typed_lines
+from slipstream.cli.output.report import print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import Message
 from slipstream.sampling.params import SamplingParams
@@ -109,7 +109,7 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Answer one message; what cannot be answered is reported and forgotten."""
-        from slipstream.engine.inputs import encode_chat
+        from slipstream.text.prompts import encode_chat
 
         asked = [*self.messages, {"role": "user", "content": text}]
         try:

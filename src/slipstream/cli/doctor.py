@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.console import notes, results
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.options import ENGINE, Json, print_json
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import ENGINE, Json, print_json
+from slipstream.cli.output.console import notes, results
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream import __version__
-from slipstream.cli.comparison import Comparison, time_pairs
-from slipstream.cli.console import Painter, notes, results
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.logprobs import print_logprobs, print_prompt_logprobs
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import (
     ENGINE,
     SAMPLING,
     SPECULATION,
@@ -33,8 +30,11 @@ from slipstream.cli.options import (
     recommended,
     short_speculation,
 )
-from slipstream.cli.prompts import Job, prepare, read_jobs
-from slipstream.cli.report import as_json, print_summary, summarise
+from slipstream.cli.flags.prompts import Job, prepare, read_jobs
+from slipstream.cli.output.comparison import Comparison, time_pairs
+from slipstream.cli.output.console import Painter, notes, results
+from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
+from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import read_text
 from slipstream.sampling.params import SamplingParams
@@ -42,7 +42,7 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-    from slipstream.engine.text import Piece
+    from slipstream.text.stream import Piece
 
 
 @with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.console import notes, print_rows, results, wide_results
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.measure import Measurement
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import (
     ENGINE,
     Json,
     ModelArgument,
@@ -20,11 +18,13 @@ from slipstream.cli.options import (
     print_json,
     with_model,
 )
-from slipstream.cli.profile_plot import check_plot, plot_profiles
-from slipstream.cli.writing import Overwrite
+from slipstream.cli.measure import Measurement
+from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.profile_plot import check_plot, plot_profiles
+from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
-from slipstream.control.store import prepare_folder
 from slipstream.errors import ConfigError, VocabularyMismatchError
+from slipstream.profiling.store import prepare_folder
 
 if TYPE_CHECKING:
     from slipstream.draft.base import Fit
@@ -189,8 +189,8 @@ def _costs(fit: Fit) -> str:
 
 def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:
     """'yes', or why the vocabularies differ. Raises `ModelError` when a tokenizer cannot be loaded."""
-    from slipstream.draft.vocabulary import check_same_vocabulary
     from slipstream.models import load_tokenizer
+    from slipstream.text.vocabulary import check_same_vocabulary
 
     try:
         check_same_vocabulary(load_tokenizer(target, **options), load_tokenizer(draft, **options), name)

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.console import notes, wide_results
-from slipstream.cli.flags import Values, parse_json, with_flags
-from slipstream.cli.options import Json, print_json
-from slipstream.cli.profile_plot import check_plot
-from slipstream.cli.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
-from slipstream.cli.writing import Overwrite, check_file, write_text
+from slipstream.cli.flags.flags import Values, parse_json, with_flags
+from slipstream.cli.flags.options import Json, print_json
+from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
+from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.profile_plot import check_plot
+from slipstream.cli.output.writing import Overwrite, check_file, write_text
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -99,10 +99,10 @@ def load(
 
     Ctrl-C ends the load, not the report: it is then of the requests that had ended.
     """
-    from slipstream.bench.client import Server, find_model, find_url
-    from slipstream.bench.load import LoadPlan, first_turns, run
-    from slipstream.bench.load_result import Arrivals
-    from slipstream.bench.workload import read_workload
+    from slipstream.bench.server.load import LoadPlan, first_turns, run
+    from slipstream.bench.server.load_result import Arrivals
+    from slipstream.client import Server, find_model, find_url
+    from slipstream.workload.reading import read_workload
 
     if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency is a closed loop and --rate an open one; give one of them")
@@ -147,7 +147,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 def _deliver(result: Any, json: bool, output: Path | None, plot: Path | None) -> None:
     """Files first, so that no closed pipe can lose them."""
-    from slipstream.bench.load_report import load_remarks, load_tables, plot_load
+    from slipstream.bench.report.load_report import load_remarks, load_tables, plot_load
 
     if output is not None:
         text = json_.dumps(result.as_json(), ensure_ascii=False, indent=1)

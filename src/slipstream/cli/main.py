@@ -14,8 +14,8 @@ from typer.exceptions import TyperException
 
 from slipstream import __version__
 from slipstream.cli import bench, chat, doctor, generate, info, load, serve, train, tree
-from slipstream.cli.help import PlainHelp
-from slipstream.cli.writing import unwritable
+from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
 
 

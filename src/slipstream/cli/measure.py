@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.cli.console import notes
-from slipstream.control.payoff import break_even, draft_cost, round_cost
-from slipstream.control.plausible import implausible
-from slipstream.control.profile import CostProfile, StepTime
+from slipstream.cli.output.console import notes
 from slipstream.errors import ConfigError
+from slipstream.profiling.break_even import break_even, draft_cost, round_cost
+from slipstream.profiling.plausible import implausible
+from slipstream.profiling.profile import CostProfile, StepTime
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -43,7 +43,7 @@ class Measurement:
         """Measure now, with a bar on a terminal."""
         from rich.progress import Progress
 
-        from slipstream.engine.floors import QUICK, Survey, measure
+        from slipstream.profiling.floors import QUICK, Survey, measure
 
         models = [model for model in (llm.engine.model, _draft_model(llm)) if model is not None]
         # Drawn between the timed passes only: a bar that refreshes by itself would slow them down.
@@ -61,8 +61,8 @@ class Measurement:
     @classmethod
     def find(cls, llm: LLM) -> Measurement | None:
         """What was saved for these models on this machine; None unless there is a profile of the target."""
-        from slipstream.control.store import find
-        from slipstream.engine.floors import profile_key
+        from slipstream.profiling.floors import profile_key
+        from slipstream.profiling.store import find
 
         target, model = find(profile_key(llm.engine.model)), _draft_model(llm)
         if target is None:
@@ -83,7 +83,7 @@ class Measurement:
 
     def save(self) -> list[str]:
         """Keep the profiles for later runs; returns their files. Raises `ConfigError` where they cannot be true."""
-        from slipstream.control.store import save
+        from slipstream.profiling.store import save
 
         if self.fault is not None:
             raise ConfigError(f"nothing is saved: {self.fault}")

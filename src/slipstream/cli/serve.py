@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.flags import FlagSet, Values, with_flags
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import FlagSet, Values, with_flags
+from slipstream.cli.flags.options import (
     ENGINE,
     SPECULATION,
     ModelArgument,
@@ -19,7 +19,7 @@ from slipstream.cli.options import (
     engine_labels,
     with_model,
 )
-from slipstream.cli.settings import merged
+from slipstream.cli.flags.settings import merged
 from slipstream.serve.config import ServeConfig
 
 logger = logging.getLogger(__name__)

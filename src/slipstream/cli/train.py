@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.console import notes
-from slipstream.cli.faults import Faults
-from slipstream.cli.flags import FlagSet, Values, with_flags
-from slipstream.cli.help import PlainHelp
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import FlagSet, Values, with_flags
+from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.options import (
     ENGINE,
     SPECULATION,
     ModelArgument,
@@ -28,6 +26,8 @@ from slipstream.cli.options import (
     model_name,
     with_model,
 )
+from slipstream.cli.output.console import notes
+from slipstream.cli.output.faults import Faults
 from slipstream.errors import ConfigError
 from slipstream.train.options import (
     DistillOptions,
@@ -198,7 +198,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
 
 def _workload(measured: EvaluationOptions) -> None:
     """Raises `RequestError` where there is nothing to ask."""
-    from slipstream.bench.workload import read_workload
+    from slipstream.workload.reading import read_workload
 
     read_workload(measured.eval_workload)
 
@@ -315,7 +315,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def _server(
     url: str, model: str | None, api_key_env: str | None, timeout_s: float, engine: Values
 ) -> tuple[Answerer, dict[str, Any]]:
-    from slipstream.bench.client import Server, find_model
+    from slipstream.client import Server, find_model
     from slipstream.train.answerers import ServerAnswerer
 
     for name in engine:

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.assets import sample_prompts
-from slipstream.cli.console import notes
-from slipstream.cli.flags import Values, with_flags
-from slipstream.cli.measure import Measurement
-from slipstream.cli.options import (
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.options import (
     ENGINE,
     SAMPLING,
     SPECULATION,
@@ -24,12 +22,14 @@ from slipstream.cli.options import (
     print_json,
     with_model,
 )
-from slipstream.cli.prompts import Job, prepare, read_jobs
+from slipstream.cli.flags.prompts import Job, prepare, read_jobs
+from slipstream.cli.measure import Measurement
+from slipstream.cli.output.console import notes
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.draft.sequoia import RankAcceptance, TreePlan
+    from slipstream.draft.model.sequoia import RankAcceptance, TreePlan
     from slipstream.engine.llm import LLM
 
 FEW_STEPS = 100
@@ -68,7 +68,7 @@ def tree(
 
     Prints the speculative configuration with its tree_choices, ready for --speculative-config.
     """
-    from slipstream.bench.ranks import measure_rank_acceptance, with_tree
+    from slipstream.bench.engine.ranks import measure_rank_acceptance, with_tree
 
     speculative = chosen_speculation(speculation, model)
     with_tree(speculative, [[0]])  # refuse a drafter without fixed trees before anything is loaded
@@ -117,7 +117,7 @@ def _step_times(llm: LLM) -> Measurement:
 
 
 def _plan(rates: RankAcceptance, num_nodes: int, depth: int, measurement: Any) -> TreePlan:
-    from slipstream.draft.sequoia import best_tree, fastest_tree
+    from slipstream.draft.model.sequoia import best_tree, fastest_tree
 
     if measurement is None:
         return best_tree(rates, num_nodes, depth)

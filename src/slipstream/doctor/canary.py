@@ -16,12 +16,12 @@ from typing import Any
 
 from slipstream.assets import sample_prompts
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.engine.engine import Engine
-from slipstream.engine.inputs import encode_chat
 from slipstream.errors import RequestError
-from slipstream.heads.eagle import default_feature_layers
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import encode_chat
 
 NUM_PROMPTS, MAX_TOKENS = 14, 32
 POOR = 0.15

@@ -10,10 +10,10 @@ from typing import Any
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
 from slipstream.doctor.canary import BETTER, POOR, Canary, sing, variations, with_config
 from slipstream.doctor.findings import Finding, fault, ok, warning
-from slipstream.draft.vocabulary import check_same_vocabulary
 from slipstream.engine.engine import Engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
 from slipstream.models import load_config, load_tokenizer
+from slipstream.text.vocabulary import check_same_vocabulary
 
 KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from slipstream.core import ROOT, Proposal
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 
 
 def under_grammar(proposal: Proposal, grammar: Grammar, output: Seq[int], max_nodes: int) -> Proposal:

@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
-from slipstream.engine.inputs import EncodedPrompt, Prompt, encode_chat
 from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import ConfigError, EngineStoppedError
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
+from slipstream.text.prompts import EncodedPrompt, Prompt, encode_chat
 
 T = TypeVar("T")
 

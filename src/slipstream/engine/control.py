@@ -7,13 +7,13 @@ from collections.abc import Callable
 from slipstream.config import SpeculativeConfig
 from slipstream.control.choice import Member
 from slipstream.control.controller import Controller
-from slipstream.control.profile import interpolate, isotonic
-from slipstream.control.store import find
 from slipstream.core import ProposalKind
-from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import Drafter
-from slipstream.engine.floors import profile_key, time_passes
+from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.models import CausalLM
+from slipstream.profiling.floors import profile_key, time_passes
+from slipstream.profiling.profile import interpolate, isotonic
+from slipstream.profiling.store import find
 
 AUTO_PROBE_SHARE = 0.005
 ROW_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 64, 128, 256)

@@ -18,11 +18,11 @@ from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport, MethodReport
 from slipstream.control.step_cost import Drafted
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
-from slipstream.draft.auto import AutoDrafter, Selection, Wish
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.combine.auto import AutoDrafter, Selection, Wish
+from slipstream.draft.combine.merging import depth_along, share_of
 from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
-from slipstream.draft.merging import depth_along, share_of
 from slipstream.metrics.step import StepReport
 
 SCORED_EVERY = 4

@@ -29,14 +29,12 @@ from slipstream.core import (
     StepPlan,
     Verdict,
 )
-from slipstream.draft.auto import AutoDrafter
 from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
-from slipstream.engine.grammars import GrammarCompiler
-from slipstream.engine.inputs import EncodedPrompt, Prompt, encode_request, end_token_ids
 from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs, token_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
@@ -53,17 +51,20 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.steps import StepTimes, record_acceptance, report_of
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
-from slipstream.engine.text import NoText, TextStream
 from slipstream.errors import RequestError
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
-from slipstream.models import CausalLM, threads
-from slipstream.sampling.grammar import Grammar
+from slipstream.models import CausalLM
+from slipstream.models.cpu import threads
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
+from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request, end_token_ids
+from slipstream.text.stream import NoText, TextStream
 from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
 

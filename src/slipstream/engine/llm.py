@@ -13,12 +13,12 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig, reject_unknown
 from slipstream.engine.factory import make_engine
-from slipstream.engine.inputs import Prompt, as_list, encode_chat, is_token_id
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import UseTqdm, progress
 from slipstream.engine.requests import UpdateCallback
 from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import Prompt, as_list, encode_chat, is_token_id
 from slipstream.vllm_names import CALL, METHODS, split_off
 
 Messages = Seq[dict[str, Any]]

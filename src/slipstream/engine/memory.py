@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.kv.accounting import CHUNK
 from slipstream.models import CausalLM
+from slipstream.profiling.memory import available_bytes, total_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -112,34 +111,6 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int
             f"{format_bytes(total_bytes(device))}, and the weights alone take {format_bytes(weight_bytes)}; raise it"
         )
     return min(free, share - weight_bytes)
-
-
-def total_bytes(device: torch.device) -> int:
-    """All memory of the device; on a CPU no more than the container's limit."""
-    if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        return int(total)
-    total = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return int(total)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Free memory of the device; on a CPU no more than the container's limit leaves."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").is_file() and (text := (group / "memory.max").read_text().strip()).isdigit():
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(
-            stat["inactive_file"]
-        )  # file cache gives way
-        available = min(available, max(0, int(text) - used))
-    return int(available)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.core import FinishReason, Sequence, TokenLogprob
 from slipstream.engine.logprobs import Logprob, TokenTexts, by_token
-from slipstream.engine.text import Piece
 from slipstream.metrics.request import RequestMetrics
+from slipstream.text.stream import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from slipstream.core import Sequence
 from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
-from slipstream.engine.text import TextStream
 from slipstream.errors import RequestError
-from slipstream.sampling.characters import check_characters
 from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
+from slipstream.text.characters import check_characters
+from slipstream.text.stream import TextStream
 
 UpdateCallback = Callable[[Update], None]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from slipstream.core import FinishReason, Sequence
-from slipstream.engine.text import TextStream
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.processors import LogitsProcessor
+from slipstream.text.stream import TextStream
 
 
 class StopRules:

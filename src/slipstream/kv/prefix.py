@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from slipstream.text.common_prefix import common_prefix_length
+
 if TYPE_CHECKING:
     from slipstream.kv.accounting import Segment
 
@@ -18,14 +20,6 @@ def block_keys(token_ids: Sequence[int], tenant: str, known: Sequence[int] = ())
     for end in range((len(known) + 1) * BLOCK, len(token_ids) + 1, BLOCK):
         key = hash((key, tuple(token_ids[end - BLOCK : end])))
         yield key
-
-
-def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
-    for position, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return position
-    return min(len(a), len(b))
 
 
 class PrefixIndex:

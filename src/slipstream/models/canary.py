@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.kv.pool import KVPool, LayerShape
-from slipstream.models.attention import ATTENTION_NAME, LayerProbe, Variant, slipstream_attention
+from slipstream.models.attention.packed import ATTENTION_NAME, LayerProbe, Variant, slipstream_attention
 from slipstream.models.causal_lm import CausalLM, Route
 from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, text_config, unsupported

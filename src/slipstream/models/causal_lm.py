@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
-from slipstream.models.attention import LayerProbe
-from slipstream.models.decoder import Decoder
+from slipstream.models.attention.packed import LayerProbe
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.native import instructions
 from slipstream.models.layers import LayerStack, layer_stack
-from slipstream.models.linears import NativeLinear, packed_bytes
-from slipstream.models.native import instructions
+from slipstream.models.linear.packed import NativeLinear, packed_bytes
 from slipstream.models.rows import Batch, RowGroup
 
 

@@ -16,23 +16,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
-from slipstream.models.attention import HookRoute
-from slipstream.models.cache_route import CACHE_ROUTES, CacheRoute
+from slipstream.models.attention.packed import HookRoute
+from slipstream.models.attention.posed import CACHE_ROUTES, CacheRoute
 from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.decoder import fuse
-from slipstream.models.folder import (
+from slipstream.models.cpu.decoder import fuse
+from slipstream.models.cpu.native import unavailable
+from slipstream.models.files.folder import (
     chat_template_beside,
     check_folder,
     check_tokenizer_files,
     check_weight_files,
     without_adapter,
 )
-from slipstream.models.linears import check_quantization, pack_linears
+from slipstream.models.files.lora import chosen_adapter, merge_adapter
+from slipstream.models.files.quantized import settle_quantized
+from slipstream.models.linear.packed import check_quantization, pack_linears
 from slipstream.models.longrope import settle_frequencies
-from slipstream.models.lora import chosen_adapter, merge_adapter
-from slipstream.models.native import unavailable
-from slipstream.models.quantized_files import settle_quantized
 from slipstream.models.support import check_config, context_length, unsupported
 from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
 

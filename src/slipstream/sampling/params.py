@@ -12,10 +12,10 @@ from typing import Any
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError, RequestError
-from slipstream.sampling.characters import check_characters
 from slipstream.sampling.keywords import strict_keywords
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.sampling.structured_outputs import StructuredOutputsParams
+from slipstream.text.characters import check_characters
 from slipstream.vllm_names import SAMPLING
 
 MAX_SEED = 2**63 - 1

@@ -36,7 +36,7 @@ import torch
 from slipstream.sampling.params import MIN_TEMPERATURE, SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.sampling.grammar import Grammar
+    from slipstream.sampling.grammars.grammar import Grammar
 
 NUM_NUCLEUS_CANDIDATES = 1024
 """Sorting a vocabulary is slow on a CPU: top-p ranks this many tokens first, all only if they fall short."""

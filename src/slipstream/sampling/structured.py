@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import RequestError
-from slipstream.sampling.characters import check_characters
 from slipstream.sampling.keywords import strict_keywords
+from slipstream.text.characters import check_characters
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """The fields of `StructuredOutput` of which exactly one is set."""

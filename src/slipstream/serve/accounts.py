@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from slipstream.serve.task_labels import TaskLabels
+from slipstream.serve.api.task_labels import TaskLabels
 
 
 class Asked(Protocol):

@@ -20,22 +20,15 @@ from starlette.responses import JSONResponse, Response
 from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
-from slipstream.serve import dashboard, errors, openapi
-from slipstream.serve.auth import KeyGuard, tenant_of
-from slipstream.serve.body_room import BodyRoom
-from slipstream.serve.chat import ChatAnswer
-from slipstream.serve.completions import CompletionAnswer, echo_of
-from slipstream.serve.config import ServeConfig
-from slipstream.serve.constraints import Constraint, constraint_of
-from slipstream.serve.errors import FACTS, ApiError
-from slipstream.serve.head_requests import HeadRequests
-from slipstream.serve.job import Job
-from slipstream.serve.limits import check_json, forget_body, read_body
-from slipstream.serve.logs import ID_HEADER, RequestLog
-from slipstream.serve.responses import routes as responses
-from slipstream.serve.responses.body import ResponseBody
-from slipstream.serve.sampling import check_unsupported, drafting, sampling_params, seeds_of
-from slipstream.serve.schema import (
+from slipstream.serve.api import errors, openapi
+from slipstream.serve.api.chat import ChatAnswer
+from slipstream.serve.api.completions import CompletionAnswer, echo_of
+from slipstream.serve.api.constraints import Constraint, constraint_of
+from slipstream.serve.api.errors import FACTS, ApiError
+from slipstream.serve.api.responses import routes as responses
+from slipstream.serve.api.responses.body import ResponseBody
+from slipstream.serve.api.sampling import check_unsupported, drafting, sampling_params, seeds_of
+from slipstream.serve.api.schema import (
     Body,
     ChatBody,
     CompletionBody,
@@ -44,8 +37,16 @@ from slipstream.serve.schema import (
     TokenizeBody,
     parse,
 )
+from slipstream.serve.api.stream import IGNORED_FACT, IGNORED_HEADER, SEED_HEADER, Reply
+from slipstream.serve.auth import KeyGuard, tenant_of
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.dashboard import dashboard
+from slipstream.serve.job import Job
+from slipstream.serve.limits import check_json, forget_body, read_body
+from slipstream.serve.logs import ID_HEADER, RequestLog
+from slipstream.serve.network.body_room import BodyRoom
+from slipstream.serve.network.head_requests import HeadRequests
 from slipstream.serve.service import Service
-from slipstream.serve.stream import IGNORED_FACT, IGNORED_HEADER, SEED_HEADER, Reply
 from slipstream.serve.tracing import TraceRequests, make_provider
 
 if TYPE_CHECKING:

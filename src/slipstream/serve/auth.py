@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from slipstream.serve.errors import ApiError
+from slipstream.serve.api.errors import ApiError
 
 API = ("/v1", "/tokenize", "/detokenize")
 GUARDED = (*API, "/dashboard/data", "/dashboard/acknowledge")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
-from slipstream.serve.tool_formats import FORMAT_NAMES
+from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "text")

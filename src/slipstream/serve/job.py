@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.sampling.params import SamplingParams
-from slipstream.serve.constraints import Constraint
+from slipstream.serve.api.constraints import Constraint
 
 
 @dataclass(frozen=True, slots=True)

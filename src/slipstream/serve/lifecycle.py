@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from slipstream.errors import ConfigError
-from slipstream.serve.connection import Connection
-from slipstream.serve.connections import Connections
+from slipstream.serve.network.connection import Connection
+from slipstream.serve.network.connections import Connections
 from slipstream.serve.service import Service
 
 logger = logging.getLogger(__name__)

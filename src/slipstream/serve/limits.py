@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from slipstream.serve.body_room import taken
-from slipstream.serve.errors import CLIENT_LEFT, ApiError, unavailable
+from slipstream.serve.api.errors import CLIENT_LEFT, ApiError, unavailable
+from slipstream.serve.network.body_room import taken
 
 DRAIN_BYTES = 64 * 2**20
 DRAIN_S = 5.0

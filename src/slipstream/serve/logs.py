@@ -14,10 +14,10 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.serve.api.errors import CLIENT_LEFT, FACTS, clipped
 from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import CLIENT_LEFT, FACTS, clipped
-from slipstream.serve.metrics import Metrics
+from slipstream.serve.metrics.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.access")
 

@@ -10,14 +10,14 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import Update
 from slipstream.errors import ConfigError, RequestError
 from slipstream.serve.accounts import Accounts
+from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.sampling import Limits
+from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.errors import ApiError
 from slipstream.serve.job import Job
 from slipstream.serve.limits import Admission
-from slipstream.serve.metrics import Metrics
-from slipstream.serve.sampling import Limits
-from slipstream.serve.task_labels import TaskLabels
-from slipstream.serve.tokens import Tokens
+from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.watching import Watching
 
 PromptUpdate = tuple[int, Update]

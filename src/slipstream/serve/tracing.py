@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream import __version__
 from slipstream.errors import ConfigError
 from slipstream.metrics.request import RequestMetrics
-from slipstream.serve.answer import Answer
-from slipstream.serve.errors import FACTS
-from slipstream.serve.stream import ANSWER
+from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.errors import FACTS
+from slipstream.serve.api.stream import ANSWER
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

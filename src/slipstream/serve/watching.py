@@ -10,8 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from slipstream.control.alarms import TASK_KINDS, Alarm, Alarms, Kind, RequestFacts
-from slipstream.control.causes import Traits
 from slipstream.control.report import ControlReport
 from slipstream.core import FinishReason
 from slipstream.draft.base import Observation
@@ -21,12 +19,14 @@ from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
+from slipstream.monitor.alarms import TASK_KINDS, Alarm, Alarms, Kind, RequestFacts
+from slipstream.monitor.causes import Traits
 from slipstream.serve.accounts import Accounts
-from slipstream.serve.control_metrics import ControlMetrics
-from slipstream.serve.history import History, Snapshot
+from slipstream.serve.dashboard.history import History, Snapshot
+from slipstream.serve.dashboard.recent import Pieces, Recent
 from slipstream.serve.job import Job
-from slipstream.serve.metrics import Metrics
-from slipstream.serve.recent import Pieces, Recent
+from slipstream.serve.metrics.control_metrics import ControlMetrics
+from slipstream.serve.metrics.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.alarms")
 

@@ -32,7 +32,7 @@ def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> D
         llm.reset_caches()
         with (
             patch("slipstream.engine.engine.Noise", branching),
-            patch("slipstream.draft.growth.Noise", branching),
+            patch("slipstream.draft.model.growth.Noise", branching),
         ):
             [output] = llm.generate([list(prompt)], params)
         return tuple(output.outputs[0].token_ids)

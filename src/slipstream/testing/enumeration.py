@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.core import Proposal
-from slipstream.sampling.grammar import Grammar
+from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models import load_config, load_model
-from slipstream.models.lora import has_adapter
+from slipstream.models.files.lora import has_adapter
 
 IDEAL_LAYERS = 24
 INTERMEDIATE_RATIO = 2.75

@@ -24,12 +24,14 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from slipstream.draft.heads import eagle_files
+from slipstream.draft.heads import hydra_head as hydra
+from slipstream.draft.heads import medusa_head as medusa
+from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.heads.fit import check_fits
+from slipstream.draft.heads.residual import ResidualBlock
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
-from slipstream.heads import eagle_files, hydra, medusa
-from slipstream.heads.checkpoints import WEIGHT_FILES, read_checkpoint
-from slipstream.heads.eagle import EagleConfig, EagleHead
-from slipstream.heads.fit import check_fits
-from slipstream.heads.residual import ResidualBlock
 from slipstream.models import CausalLM, load_model
 from slipstream.testing.expand import (
     Parser,

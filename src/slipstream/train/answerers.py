@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import httpx2
 
-from slipstream.bench.client import Server, error_of
+from slipstream.client import Server, error_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.inputs import encode_chat, encode_prompt
 from slipstream.errors import RemoteError, RequestError
 from slipstream.jsonl import Message
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import encode_chat, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engine.inputs import encode_chat
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import check_messages, read_rows
+from slipstream.text.prompts import encode_chat
 from slipstream.train.attention import PADDING, block_diagonal_mask
 from slipstream.train.target import Target
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError
-from slipstream.heads.eagle import EagleConfig, EagleHead, default_feature_layers
-from slipstream.heads.eagle_files import read_eagle, save_eagle
 from slipstream.train.batches import Batch, Document, Rows
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.heads.eagle import EagleHead
+from slipstream.draft.heads.eagle_head import EagleHead
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.heads.fit import check_fits
+from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.errors import ConfigError
-from slipstream.heads.fit import check_fits
-from slipstream.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
-from slipstream.heads.medusa import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.train.batches import Batch, Rows
 from slipstream.train.options import HeadTrainOptions
 from slipstream.train.target import Target

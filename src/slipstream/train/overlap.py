@@ -20,8 +20,8 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.workload import Question
 from slipstream.jsonl import read_rows
+from slipstream.workload.reading import Question
 
 RUN = 5
 """Words of a run."""

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.provenance import provenance
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import Message
+from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.train.answerers import Answer, Answerer

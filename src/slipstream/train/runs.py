@@ -14,7 +14,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.bench.workload import Question, read_workload
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.train.allocator import keep_freed_memory
@@ -25,6 +24,7 @@ from slipstream.train.overlap import Overlap, find_overlap
 from slipstream.train.processes import Processes
 from slipstream.train.target import FeatureCache, Target
 from slipstream.train.trainer import Progress, Student, Trainer
+from slipstream.workload.reading import Question, read_workload
 
 
 @dataclass(frozen=True)

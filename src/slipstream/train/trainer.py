@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench.provenance import provenance, without_folders
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
+from slipstream.provenance import provenance, without_folders
 from slipstream.train.batches import Batch, Cursor, Document, Rows, make_batch, row_batches
 from slipstream.train.evaluation import Figures
 from slipstream.train.journal import Journal

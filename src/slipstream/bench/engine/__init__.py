@@ -1,0 +1,1 @@
+"""Measuring engines in this process."""

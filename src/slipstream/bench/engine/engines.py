@@ -1,0 +1,122 @@
+"""One engine a configuration, all on one target: side by side where memory allows, else one after another."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from slipstream.bench.engine.configurations import Configuration
+from slipstream.config import EngineConfig, options_from
+from slipstream.engine.engine import Engine
+from slipstream.engine.factory import make_engine
+from slipstream.engine.memory import MemoryPlan
+from slipstream.errors import CapacityError, ConfigError
+from slipstream.profiling.memory import available_bytes
+
+
+class Engines:
+    """Engines by configuration.
+
+    Side by side they share the target's weights, and each gets an equal share of the memory for keys and values. When
+    their plans together exceed what was free before, or one cannot be made beside the others, one engine is held at
+    a time: a change of configuration loads the new one, and `side_by_side` is False.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        configurations: Seq[Configuration],
+        engine_options: Mapping[str, Any],
+        max_concurrency: int,
+    ) -> None:
+        self._model = model
+        self.configurations = list(configurations)
+        self._options = {"max_num_seqs": max_concurrency, **engine_options}
+        _check_room(self._options["max_num_seqs"], max_concurrency)
+        self._held: dict[int, Engine] = {}
+        self._warm: set[tuple[int, int]] = set()
+        self.memory_plans: dict[int, MemoryPlan] = {}
+        """What each engine planned to hold, once it has been made."""
+        self.labels: list[str] = []
+        """What must be said beside the results of the engines that were made."""
+        self.side_by_side = self._make_all()
+
+    def get(self, number: int) -> Engine:
+        """The engine of configuration `number`."""
+        if number not in self._held:
+            self._held.clear()
+            gc.collect()  # engines hold themselves in cycles; their memory must be free before the next plans its own
+            self._held[number] = self._make(number, share=1, like=None)
+        return self._held[number]
+
+    def is_cold(self, number: int, concurrency: int) -> bool:
+        """True when engine `number` has not been asked this since it was made: it wants a warm-up."""
+        cold = (number, concurrency) not in self._warm
+        self._warm.add((number, concurrency))
+        return cold
+
+    def _make_all(self) -> bool:
+        """Make all engines; False, and none is held, when there is no room for all."""
+        free_bytes: int | None = None
+        like: Engine | None = None
+        try:
+            for number in range(len(self.configurations)):
+                like = self._held[number] = self._make(number, len(self.configurations), like)
+                if free_bytes is None:  # the target is in memory now, and its device known
+                    free_bytes = available_bytes(like.model.device)
+            planned = sum(plan.draft_bytes + plan.kv_bytes for plan in self.memory_plans.values())
+            if free_bytes is not None and planned <= free_bytes:
+                return True
+        except (CapacityError, MemoryError, torch.OutOfMemoryError):
+            pass  # each may still fit alone; `get` raises what does not
+        self._held.clear()
+        del like
+        gc.collect()
+        return False
+
+    def _make(self, number: int, share: int, like: Engine | None) -> Engine:
+        """The engine of configuration `number`, with one `share`-th of the memory for keys and values."""
+        options = dict(self._options)
+        if options.get("gpu_memory_utilization") is not None:
+            raise ConfigError(
+                "gpu_memory_utilization counts the weights, which several engines share here; use kv_memory_fraction"
+            )
+        if options.get("kv_cache_bytes") is None:
+            options["kv_memory_fraction"] = (
+                options.get("kv_memory_fraction", EngineConfig.kv_memory_fraction) / share
+            )
+        engine = make_engine(self._model, self.configurations[number].speculative, options, like)
+        self.memory_plans[number] = engine.memory_plan
+        self._label(engine, self.configurations[number].name)
+        self._warm = {(other, concurrency) for other, concurrency in self._warm if other != number}
+        return engine
+
+    def _label(self, engine: Engine, name: str) -> None:
+        draft = getattr(engine.drafter, "model", None)
+        runs_as = f"the target runs as {engine.model.runs_as}"
+        if runs_as not in self.labels:
+            self.labels.append(runs_as)
+        found = {
+            "the target is cost-expanded: a smaller model's text at a larger model's cost": engine.model,
+            f"{name}: the draft is cost-expanded: a smaller model's text at a larger model's cost": draft,
+        }
+        for label, model in found.items():
+            if getattr(model, "cost_expanded", False) and label not in self.labels:
+                self.labels.append(label)
+
+
+def check_options(model: str | None, engine_options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what can be told before anything is loaded."""
+    options_from(EngineConfig, {"model": model or "embedded", **engine_options}, "engine")
+
+
+def _check_room(max_num_seqs: int, max_concurrency: int) -> None:
+    if max_num_seqs < max_concurrency:
+        raise ConfigError(
+            f"{max_concurrency} concurrent requests need --max-num-seqs of at least {max_concurrency}, "
+            f"got {max_num_seqs}"
+        )

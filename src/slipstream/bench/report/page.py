@@ -1,0 +1,77 @@
+"""One self-contained HTML page: nothing is fetched, dark and light, readable on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from slipstream.bench.report.grid import Grid, number
+from slipstream.bench.report.plots import series_variable
+
+Legend = list[tuple[str, str]]
+"""Names, and the names of the page's colours."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing with what must be said about it."""
+
+    title: str
+    svg: str
+    caption: str
+    legend: Legend = field(default_factory=list)
+    """Where its colours mean something else than the page's."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the page shows, from top to bottom."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    warnings: Seq[str]
+    legend: Legend
+    plots: Seq[Plot]
+    grids: Seq[Grid]
+    remarks: Seq[str]
+    method: Seq[str]
+    facts: Seq[tuple[str, str]]
+    command: str
+
+    def html(self) -> str:
+        """All of it, with every text escaped."""
+        loader = PackageLoader("slipstream.bench.report", ".")
+        environment = Environment(
+            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        return environment.get_template("page.html.j2").render(vars(self))
+
+
+def legend(names: Seq[str], first: int) -> Legend:
+    """Names in the order of the series, of which the first is number `first`."""
+    return [(name, series_variable(place)) for place, name in enumerate(names, first)]
+
+
+def provenance_facts(provenance: dict[str, Any], workload: Any, repeats: int) -> list[tuple[str, str]]:
+    """What a reader needs to run it again, in words."""
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    prompts = ", ".join(f"{task} {num}" for task, num in workload.num_prompts.items())
+    lengths = "from the data" if workload.max_tokens is None else f"at most {workload.max_tokens} tokens"
+    threads = "1 thread" if provenance["threads"] == 1 else f"{provenance['threads']} threads"
+    memory = number(provenance["memory_bytes"] / 2**30, 0)
+    return [
+        ("date", provenance["date"]),
+        (
+            "machine",
+            f"{provenance['cpu']}, {provenance['num_cores']} cores, {memory} GiB, {provenance['platform']}",
+        ),
+        ("runs on", f"{provenance['device']}, {threads}"),
+        ("commit", provenance["commit"] or "not from a checkout"),
+        ("versions", f"Slipstream {provenance['slipstream']}, Python {provenance['python']}, {versions}"),
+        ("workload", f"{workload.source}: {prompts}"),
+        ("answers", f"{lengths}, {repeats} times each"),
+    ]

@@ -1,0 +1,1 @@
+"""Measuring servers from their clients' side."""

@@ -1,0 +1,233 @@
+"""A benchmark of an OpenAI-compatible server: closed loops of clients, and the server's own counters beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.bench.asked import Asked
+from slipstream.bench.progress import Meter, meter
+from slipstream.bench.result import (
+    SCHEMA,
+    ServerCounts,
+    ServerFigures,
+    ServerResult,
+)
+from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
+from slipstream.bench.statistics import percentiles, ratio
+from slipstream.client import Exchange, Server, ask, connect, scrape
+from slipstream.errors import RemoteError
+from slipstream.provenance import provenance
+from slipstream.sampling.noise import derive_seed
+from slipstream.workload.prompts import Count, Lengths, Prompt, choose, task_names
+
+
+@dataclass(frozen=True)
+class RemotePlan:
+    """What is to be measured on which server."""
+
+    asked: Asked
+    server: Server
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that were given; they are sent as they are."""
+    count: Count | None = None
+    """Counts tokens of reference answers; needed only where lengths come from them."""
+
+
+@dataclass(slots=True)
+class _Level:
+    """All that happened at one concurrency."""
+
+    concurrency: int
+    exchanges: list[Exchange] = field(default_factory=list)
+    wall_s: float = 0.0
+    counters: Counters | None = None
+    complete: bool = False
+
+
+def run(plan: RemotePlan) -> ServerResult:
+    """Warm up, measure, summarise. Ctrl-C ends it early: the result says so, and holds what there was.
+
+    Raises `RemoteError` when the server does not answer, and `RequestError` for a workload that cannot be asked.
+    """
+    chosen = choose(
+        plan.asked.workload,
+        plan.asked.prompts_per_task,
+        Lengths(plan.asked.max_tokens, plan.count),
+        fits=lambda prompt: True,
+        answer=lambda prompt: _must_answer(plan, prompt).text,
+    )
+    _must_answer(plan, chosen.prompts[0])  # the warm-up
+    levels: list[_Level] = []
+    total = len(chosen.prompts) * len(plan.asked.concurrencies) * plan.asked.repeats
+    metrics = "not read"
+    try:
+        with meter(total, auto_refresh=True) as progress:
+            for concurrency in plan.asked.concurrencies:
+                levels.append(_Level(concurrency))
+                metrics = _measure(plan, chosen.prompts, levels[-1], progress)
+    except KeyboardInterrupt:
+        pass
+    return ServerResult(
+        schema=SCHEMA,
+        kind="server",
+        complete=len(levels) == len(plan.asked.concurrencies) and all(level.complete for level in levels),
+        provenance=provenance(),
+        url=plan.server.url,
+        model=plan.server.model,
+        metrics=metrics,
+        workload=plan.asked.facts(chosen),
+        sampling=_sampling(plan, 0) | {"seed": plan.asked.params.seed},
+        repeats=plan.asked.repeats,
+        figures=[
+            figures for level in levels if level.exchanges for figures in _figures(level, chosen.prompts)
+        ],
+    )
+
+
+def _measure(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
+    """Fill `level`; returns where the counters came from, or why there are none."""
+    before, where = read_counters(plan.server)
+    for _ in range(plan.asked.repeats):
+        asyncio.run(_closed_loop(plan, prompts, level, progress))
+    after, _ = read_counters(plan.server)
+    if before is not None and after is not None:
+        level.counters = growth(before, after)
+        if level.counters is None:
+            where = f"{plan.server.metrics_url}: the counters went back, as when a server restarts"
+    level.complete = True
+    return where
+
+
+async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> None:
+    """Ask every prompt, `level.concurrency` at a time: when one ends, the next is sent."""
+    waiting = iter(enumerate(prompts))
+    started_s = time.perf_counter()
+    earlier_s = level.wall_s
+
+    async with connect(plan.server) as client:
+
+        async def work() -> None:
+            for number, prompt in waiting:
+                body = _sampling(plan, number)
+                exchange = await ask(client, plan.server, number, prompt, plan.asked.raw, body)
+                level.exchanges.append(exchange)
+                level.wall_s = earlier_s + time.perf_counter() - started_s
+                progress.advance(1, exchange.num_output_tokens or 0, f"{level.concurrency} at once")
+
+        await asyncio.gather(*(work() for _ in range(level.concurrency)))
+
+
+def _must_answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
+    """One answer outside the measurement."""
+
+    async def once() -> Exchange:
+        async with connect(plan.server) as client:
+            return await ask(client, plan.server, 0, prompt, plan.asked.raw, _sampling(plan, 0))
+
+    exchange = asyncio.run(once())
+    if exchange.error is not None:
+        raise RemoteError(f"{plan.server.url} does not answer: {exchange.error}")
+    return exchange
+
+
+def read_counters(server: Server) -> tuple[Counters | None, str]:
+    """The counters, and where they came from or why there are none."""
+    text = scrape(server)
+    if text is None:
+        return None, f"{server.metrics_url} has none"
+    try:
+        counters = parse_counters(text, server.model)
+    except RemoteError as error:
+        return None, f"{server.metrics_url}: {error}"
+    if counters is None:
+        return None, f"{server.metrics_url} has no counters that are known here"
+    return counters, server.metrics_url
+
+
+def _sampling(plan: RemotePlan, number: int) -> dict[str, Any]:
+    """Sampling parameters of a request, as OpenAI and vLLM name them."""
+    params = plan.asked.params
+    seed = derive_seed(params.seed or 0, number)
+    lengths = {"ignore_eos": True} if plan.asked.ignore_eos else {}
+    return {**plan.sampling, "temperature": params.temperature, "seed": seed, **lengths}
+
+
+def _figures(level: _Level, prompts: Seq[Prompt]) -> Iterator[ServerFigures]:
+    """Over all tasks, then by task where there are several."""
+    yield summarised(level.exchanges, level.wall_s, level.concurrency, None, level.counters)
+    tasks = task_names(prompts)
+    for task in tasks if len(tasks) > 1 else []:
+        of_task = [exchange for exchange in level.exchanges if prompts[exchange.prompt].task == task]
+        if of_task:
+            yield summarised(of_task, level.wall_s, level.concurrency, task)
+
+
+def summarised(
+    exchanges: Seq[Exchange],
+    wall_s: float,
+    concurrency: int,
+    task: str | None = None,
+    counters: Counters | None = None,
+) -> ServerFigures:
+    """The figures of some exchanges that took `wall_s` together. `counters` are about all tasks, so a task has none."""
+    answered = [exchange for exchange in exchanges if exchange.error is None]
+    counts = ClientCounts(
+        num_requests=len(answered),
+        num_failed=len(exchanges) - len(answered),
+        num_prompt_tokens=_sum(answered, lambda exchange: exchange.num_prompt_tokens),
+        num_output_tokens=_sum(answered, lambda exchange: exchange.num_output_tokens),
+        num_chunks=sum(exchange.num_chunks for exchange in answered),
+    )
+    firsts = [e.time_to_first_token_s for e in answered if e.time_to_first_token_s is not None]
+    tokens = counts.num_output_tokens
+    return ServerFigures(
+        concurrency=concurrency,
+        task=task,
+        num_requests=counts.num_requests,
+        num_failed=counts.num_failed,
+        errors=dict(Counter(exchange.error for exchange in exchanges if exchange.error is not None)),
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_output_tokens=tokens,
+        num_chunks=counts.num_chunks,
+        tokens_per_s=ratio(tokens, wall_s) if task is None and tokens is not None else None,
+        requests_per_s=ratio(len(answered), wall_s) if task is None else None,
+        time_to_first_token_s=percentiles(firsts),
+        time_per_output_token_s=percentiles([*_seconds_per_token(answered)]),
+        inter_token_latency_s=percentiles([gap for exchange in answered for gap in exchange.gaps_s]),
+        latency_s=percentiles([exchange.latency_s for exchange in answered]),
+        server=_server_counts(counters),
+        disagreements=disagreements(counts, counters),
+    )
+
+
+def _server_counts(counters: Counters | None) -> ServerCounts | None:
+    if counters is None:
+        return None
+    return ServerCounts(
+        num_drafts=counters.num_drafts,
+        num_output_tokens=counters.num_output_tokens,
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_requests=counters.num_requests,
+        acceptance=counters.acceptance,
+    )
+
+
+def _sum(exchanges: Seq[Exchange], of: Callable[[Exchange], int | None]) -> int | None:
+    """None where some exchange does not say, or there is none."""
+    values = [of(exchange) for exchange in exchanges]
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _seconds_per_token(exchanges: Iterable[Exchange]) -> Iterator[float]:
+    """Of each answer of two tokens or more, after the first."""
+    for exchange in exchanges:
+        first_s, tokens = exchange.time_to_first_token_s, exchange.num_output_tokens
+        if first_s is not None and tokens is not None and tokens > 1:
+            yield (exchange.latency_s - first_s) / (tokens - 1)

@@ -1,0 +1,1 @@
+"""Flags and what is read from them."""

@@ -1,0 +1,152 @@
+"""What several verbs have in common: the flags of a model and its drafter, and making the engine from them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.flags.flags import FlagSet, Values
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.output.console import notes
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.errors import ConfigError
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.engine.llm import LLM
+
+SPECULATION = FlagSet(SpeculationFlags, "Speculation")
+PYTHON_ONLY = frozenset({"structured_outputs", "detokenize", "output_kind", "extra_args"})
+"""Sampling parameters without a flag: another name for one that has it, or nothing for a terminal."""
+DEFAULT_MAX_TOKENS = 256
+"""Where a verb's answers end; `SamplingParams` keeps vLLM's 16, which is little to read."""
+SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_tokens": DEFAULT_MAX_TOKENS})
+ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
+"""`--model` is an option of its own. `--seed` is the answers' seed, so the engine has none to draw others from."""
+
+_MODEL_FLAG = typer.Option(
+    "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target unless given."
+)
+Model = Annotated[str | None, _MODEL_FLAG]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
+]
+"""For commands that are decorated `with_model`."""
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def with_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command's `model` be given as its argument or as `--model`, as `generate` takes it."""
+
+    @functools.wraps(command)
+    def run(*, model: str | None = None, model_flag: str | None = None, **others: Any) -> None:
+        if model is not None and model_flag not in (None, model):
+            raise ConfigError(f"two models are given: {model!r} and --model {model_flag!r}; leave one out")
+        command(model=model if model is not None else model_flag, **others)
+
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+    place = [parameter.name for parameter in parameters].index("model")
+    flag = inspect.Parameter(
+        "model_flag",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, _MODEL_FLAG],
+    )
+    parameters[place + 1 : place + 1] = [flag]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__wrapped__
+    return run
+
+
+def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
+    """The speculation that was asked for, checked as far as that goes without loading anything."""
+    return speculative_config(SpeculationFlags(**speculation), model)
+
+
+def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:
+    """The engine. Say `announce` once everything has been checked that can be refused."""
+    from slipstream.engine.llm import LLM
+
+    return LLM(model, speculative_config=speculative, **engine)
+
+
+def recommended(llm: LLM, params: SamplingParams, given: Values) -> SamplingParams:
+    """`params` with what the checkpoint recommends for the flags that were not given."""
+    others = {name: value for name, value in llm.engine.sampling_defaults.items() if name not in given}
+    return replace(params, **others)
+
+
+def announce(llm: LLM) -> None:
+    """What the engine will hold in memory, and any label its results must carry, to standard error."""
+    console = notes()
+    for line in engine_notes(llm.engine):
+        console.print(line, markup=False)
+
+
+def engine_notes(engine: Engine) -> list[str]:
+    """What is said of an engine before it begins."""
+    return [f"memory: {engine.memory_plan}", *(f"note: {label}" for label in engine_labels(engine))]
+
+
+def labels(llm: LLM) -> list[str]:
+    """What must be said beside every result of this engine."""
+    return engine_labels(llm.engine)
+
+
+def engine_labels(engine: Engine) -> list[str]:
+    """The same for an engine alone."""
+    found = []
+    if engine.model.cost_expanded:
+        found.append("the target is cost-expanded: a smaller model's text at a larger model's cost")
+    if is_cost_expanded(engine.drafter):
+        found.append("the draft is cost-expanded: a smaller model's text at a larger model's cost")
+    return found
+
+
+def is_cost_expanded(drafter: Any) -> bool:
+    """True when the drafter runs an artificially enlarged model."""
+    return bool(getattr(getattr(drafter, "model", None), "cost_expanded", False))
+
+
+def describe_speculation(llm: LLM) -> dict[str, Any]:
+    """Method, verifier and all options, the defaults included."""
+    speculative = llm.engine.speculative
+    return {
+        "method": speculative.method,
+        "verifier": speculative.verifier,
+        **asdict(llm.engine.drafter.options),
+    }
+
+
+def short_speculation(llm: LLM) -> str:
+    """'draft_model, 4 tokens' for a heading."""
+    tokens = getattr(llm.engine.drafter.options, "num_speculative_tokens", None)
+    method = llm.engine.speculative.method
+    return method if tokens is None else f"{method}, {tokens} tokens"
+
+
+def model_name(model: str | None) -> str:
+    """As results name it."""
+    return model if model is not None else "embedded pair"
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

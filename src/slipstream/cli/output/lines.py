@@ -1,0 +1,112 @@
+"""Lines that a person types, with editing and a history where there is a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from slipstream.cli.output.console import notes
+from slipstream.config import cache_folder
+
+SIGN = "> "
+MAX_LINES = 1000
+"""Of the history."""
+MAX_LINE_BYTES = 16 * 2**10
+"""A longer line is not kept."""
+
+
+def typed_lines(with_history: bool) -> Iterator[str]:
+    """Messages from standard input, without the blanks around them.
+
+    On a terminal a line can be edited, and the arrow keys bring back earlier ones; `with_history` keeps them for
+    later conversations. Where they cannot be kept, a note says so.
+    """
+    readline = _readline()
+    history = History.opened(readline) if readline is not None and with_history else None
+    while True:
+        line = _edited() if readline is not None else _plain()
+        if line is None:
+            return
+        if history is not None:
+            history.add(line)
+        yield line.strip()
+
+
+class History:
+    """The last lines, one a line, in a file that only its owner may read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def default_path() -> Path:
+        """Where it is kept."""
+        return cache_folder() / "chat_history"
+
+    @classmethod
+    def opened(cls, readline: ModuleType) -> History | None:
+        """The history, its earlier lines in reach of the arrow keys; None where there can be none."""
+        history = cls(cls.default_path())
+        try:
+            lines = history.read()
+        except OSError as error:
+            notes().print(f"no history is kept: {history.path}: {error.strerror}", markup=False)
+            return None
+        for line in lines:
+            readline.add_history(line)
+        return history
+
+    def read(self) -> list[str]:
+        """The lines, the oldest first; a file of more than `MAX_LINES` is cut to them."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(self._open(os.O_RDWR), "r+", encoding="utf-8", errors="replace", newline="\n") as file:
+            os.fchmod(file.fileno(), 0o600)  # also where it was there before
+            lines = file.read().split("\n")[:-1]
+            kept = [line for line in lines if 0 < len(line.encode()) <= MAX_LINE_BYTES][-MAX_LINES:]
+            if kept != lines:
+                file.seek(0)
+                file.writelines(f"{line}\n" for line in kept)
+                file.truncate()
+        return kept
+
+    def add(self, line: str) -> None:
+        """Keep a line. What cannot be written is not kept: a conversation does not end for it."""
+        text = " ".join(line.split())  # what is pasted may have ends of lines
+        raw = text.encode(errors="replace")
+        if raw and len(raw) <= MAX_LINE_BYTES:
+            with contextlib.suppress(OSError), os.fdopen(self._open(os.O_WRONLY | os.O_APPEND), "wb") as file:
+                file.write(raw + b"\n")
+
+    def _open(self, flags: int) -> int:
+        return os.open(self.path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _readline() -> ModuleType | None:
+    """What edits lines, where both ends are a terminal and Python has it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
+
+
+def _edited() -> str | None:
+    """A line by way of `readline`; None at the end of the input."""
+    try:
+        return input(SIGN)
+    except EOFError:
+        print()
+        return None
+
+
+def _plain() -> str | None:
+    """A line as it comes, with a prompt sign on a terminal."""
+    if sys.stdin.isatty():
+        print(SIGN, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline() or None

@@ -1,0 +1,235 @@
+"""One client of an OpenAI-compatible server: an answer, timed as it arrives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from slipstream.errors import RemoteError
+from slipstream.workload.prompts import Prompt
+
+_BODY_SHOWN = 200
+"""Characters of an unknown answer that an error message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the server is and how it is spoken to."""
+
+    url: str
+    """With `/v1`, without a slash at its end."""
+    model: str
+    metrics_url: str
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    """Seconds without a byte until a request fails."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and what came of it. Seconds count from when it was sent."""
+
+    prompt: int
+    status: int | None = None
+    """HTTP's; None where no response came."""
+    started_s: float = 0.0
+    """When it was sent, on `time.perf_counter`'s clock."""
+    text: str = ""
+    num_chunks: int = 0
+    time_to_first_token_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    """Between one streamed piece and the next. A step of speculation streams several tokens as one piece."""
+    latency_s: float = 0.0
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    """From `usage`; None where the server does not say."""
+    speculation: dict[str, Any] | None = None
+    """`metrics.speculative_decoding` in vLLM's shape, from servers that show a request its own figures."""
+    error: str | None = None
+
+
+def connect(server: Server) -> httpx2.AsyncClient:
+    """A client that opens as many connections as it is asked for."""
+    return httpx2.AsyncClient(
+        headers=server.headers,
+        timeout=server.timeout_s,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+    )
+
+
+async def ask(
+    client: httpx2.AsyncClient,
+    server: Server,
+    number: int,
+    prompt: Prompt,
+    raw: bool,
+    extra: Mapping[str, Any],
+    stream: bool = True,
+) -> Exchange:
+    """Ask one prompt and read its answer. What goes wrong is in `Exchange.error`."""
+    path, body = request_body(server.model, prompt, raw, extra, stream)
+    started_s = time.perf_counter()
+    exchange = Exchange(number, started_s=started_s)
+    try:
+        async with client.stream("POST", f"{server.url}/{path}", json=body) as response:
+            exchange.status = response.status_code
+            if response.status_code >= 400:
+                exchange.error = error_of(response.status_code, await response.aread())
+            elif stream:
+                await _read(response, exchange, started_s)
+            else:
+                _read_whole(await response.aread(), exchange)
+    except httpx2.TimeoutException:
+        exchange.error = f"no byte came for {server.timeout_s:g} s"
+    except httpx2.HTTPError as error:
+        exchange.error = f"the connection failed: {error or type(error).__name__}"
+    exchange.latency_s = time.perf_counter() - started_s
+    return exchange
+
+
+def request_body(
+    model: str, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
+) -> tuple[str, dict[str, Any]]:
+    """Path below `/v1`, and JSON: a chat, or a completion for plain prompts that stay as they are."""
+    streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    common = {"model": model, "max_tokens": prompt.max_tokens, **streamed, **extra}
+    if prompt.text is not None and raw:
+        return "completions", {**common, "prompt": prompt.text}
+    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    return "chat/completions", {**common, "messages": messages}
+
+
+def error_of(status: int, body: bytes) -> str:
+    """The message of OpenAI's error shape, or what there is."""
+    text = body.decode(errors="replace").strip()
+    try:
+        message = _message(json.loads(text)) or text
+    except ValueError:
+        message = text
+    return f"HTTP {status}: {' '.join(message.split())[:_BODY_SHOWN]}"
+
+
+async def _read(response: httpx2.Response, exchange: Exchange, started_s: float) -> None:
+    """Fill the exchange from the stream of events."""
+    last_s: float | None = None
+    finished = False
+    async for event in httpx2.EventSource(response):
+        if event.data == "[DONE]":
+            finished = True
+            break
+        try:
+            payload = json.loads(event.data)
+        except ValueError:
+            exchange.error = f"an event of the stream is not JSON: {event.data[:_BODY_SHOWN]}"
+            return
+        message = _message(payload)
+        if message is not None:
+            exchange.error = f"in the stream: {message}"
+            return
+        _take_figures(payload, exchange)
+        for choice in payload.get("choices") or []:
+            finished = finished or choice.get("finish_reason") is not None
+            text = _text(choice)
+            if not text:
+                continue
+            now_s = time.perf_counter()
+            if last_s is None:
+                exchange.time_to_first_token_s = now_s - started_s
+            else:
+                exchange.gaps_s.append(now_s - last_s)
+            last_s = now_s
+            exchange.num_chunks += 1
+            exchange.text += text
+    if not finished:
+        exchange.error = "the stream ended before the answer did"
+
+
+def _read_whole(body: bytes, exchange: Exchange) -> None:
+    """Fill the exchange from a response in one piece."""
+    try:
+        payload = json.loads(body)
+        exchange.text = "".join(_text(choice) for choice in payload["choices"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        exchange.error = f"the response is no answer: {body[:_BODY_SHOWN].decode(errors='replace')}"
+        return
+    exchange.num_chunks = 1
+    _take_figures(payload, exchange)
+
+
+def _take_figures(payload: Mapping[str, Any], exchange: Exchange) -> None:
+    """Token counts, and the request's own figures of speculation, where the server sends them."""
+    usage = payload.get("usage") or {}
+    exchange.num_prompt_tokens = usage.get("prompt_tokens", exchange.num_prompt_tokens)
+    exchange.num_output_tokens = usage.get("completion_tokens", exchange.num_output_tokens)
+    metrics = payload.get("metrics")
+    found = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if isinstance(found, dict):
+        exchange.speculation = found
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """What a chunk adds to the answer, thoughts included: they are tokens too."""
+    delta = choice.get("delta") or choice.get("message") or {}
+    parts = (
+        delta.get("reasoning_content") or delta.get("reasoning"),
+        delta.get("content"),
+        choice.get("text"),
+    )
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _message(payload: Any) -> str | None:
+    """The message of `{"error": {"message": …}}`; None where there is no error."""
+    error = payload.get("error") if isinstance(payload, dict) else None
+    if error is None:
+        return None
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def find_url(url: str, api_key: str | None, timeout_s: float) -> str:
+    """`url` as the server's interface begins, with the `/v1` that people leave out; asks only where that is open.
+
+    Raises `RemoteError` when nobody is there, or nobody who speaks HTTP.
+    """
+    url = url.rstrip("/")
+    if url.endswith("/v1") or _models(url, api_key, timeout_s).status_code != 404:
+        return url
+    longer = f"{url}/v1"
+    return url if _models(longer, api_key, timeout_s).status_code == 404 else longer
+
+
+def find_model(url: str, api_key: str | None, timeout_s: float) -> str:
+    """The first model that the server lists; raises `RemoteError` when it cannot be asked."""
+    response = _models(url, api_key, timeout_s)
+    if response.status_code >= 400:
+        raise RemoteError(f"{url}/models answers {error_of(response.status_code, response.content)}")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise RemoteError(f"{url}/models lists no model; name one with --served-model") from None
+
+
+def _models(url: str, api_key: str | None, timeout_s: float) -> httpx2.Response:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return httpx2.get(f"{url}/models", headers=headers, timeout=timeout_s)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
+
+
+def scrape(server: Server) -> str | None:
+    """The server's metrics as text; None where it has none."""
+    try:
+        response = httpx2.get(server.metrics_url, headers=server.headers, timeout=min(server.timeout_s, 30))
+    except (httpx2.HTTPError, httpx2.InvalidURL):
+        return None
+    return response.text if response.status_code == 200 else None

@@ -1,0 +1,267 @@
+"""A draft model that is itself decoded speculatively: a smaller drafter guesses what the larger one will guess.
+
+Chen et al., "Cascade speculative drafting for even faster LLM inference" (NeurIPS 2024); Spector and Re, "Accelerating
+LLM inference with staged speculative decoding" (2023). A draft model's token is a function of its logits, also where it
+is drawn, for the noise is keyed by position. So the inner drafter is checked exactly, by equality, and the chain is the
+one that the draft model alone would propose; it only takes fewer of its passes. The inner drafter may be a cascade.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.config import DTYPES, QUANTIZATIONS, SpeculativeConfig, check_types, reject_unknown
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.guard import Guard
+from slipstream.draft.model.cached import Feed
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.model.growth import Growth, GrowthOptions
+from slipstream.draft.model.self_model import self_model
+from slipstream.draft.registry import create_drafter, validate
+from slipstream.errors import ConfigError
+from slipstream.models.rows import tree_rows
+from slipstream.text.common_prefix import common_prefix_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeOptions(GrowthOptions):
+    """Keys of `speculative_config` for `method: cascade`: a draft model's, and its own drafter's under `draft`."""
+
+    num_speculative_tokens: int = 6
+    draft: Mapping[str, Any]
+    """`method` and keys of the drafter that guesses for the draft model, which is the target in its eyes."""
+    model: str | None = None
+    """Folder or hub id of the draft model; None is the target's own weights, quantised, as in `method: self`."""
+    dtype: str = "auto"
+    quantization: str | None = None
+    """`int8`: the draft model's weights as 8-bit integers, on a CPU. None: as the target's, or int8 without `model`."""
+    device: str = "auto"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "cascade")
+        self.check_growth("cascade")
+        reject_unknown([self.dtype], DTYPES, "cascade dtype")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "cascade quantization")
+        if self.tree_top_k > 1 or self.tree_choices is not None:
+            raise ConfigError(
+                "cascade drafts are chains; leave tree_top_k and tree_choices to the inner draft"
+            )
+        if "verifier" in self.draft:
+            raise ConfigError(
+                "cascade draft has a verifier; inner drafts are checked by equality, leave it out"
+            )
+        validate(SpeculativeConfig.from_mapping(self.draft))
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """A sequence as the inner drafter sees it: guesses of the draft model are committed tokens."""
+
+    sequence: Sequence
+    num_committed: int = 0
+    """Leading tokens that are known to be in the real text."""
+
+
+class CascadeDrafter(DraftModelDrafter):
+    """Drafts with a draft model whose passes check the guesses of an inner drafter."""
+
+    summary = "a draft model that itself drafts with a cheaper drafter"
+
+    Options = CascadeOptions  # type: ignore[assignment]
+
+    def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
+        super().__init__(_draft_model(options, context), context)
+        self.inner = self._create_inner(options)
+        self._guard = Guard(self.inner, self._growths.vocab_size, self.inner.kinds, context.draft_timeout_s)
+        self._shadows: dict[int, _Shadow] = {}
+
+    def _create_inner(self, options: CascadeOptions) -> Drafter:
+        config, model = self.context.engine_config, self.options
+        verifier = self.context.verifier
+        inner = create_drafter(
+            dataclasses.replace(SpeculativeConfig.from_mapping(options.draft), verifier=verifier),
+            DraftContext(
+                engine_config=dataclasses.replace(
+                    config,
+                    model=model.model,
+                    revision=model.revision,
+                    dtype=model.dtype,
+                    quantization=self.model.quantization,
+                ),
+                tokenizer=self.context.tokenizer,
+                vocab_size=self._growths.vocab_size,
+                max_model_len=min(self.context.max_model_len, self.context_length),
+                device=self.model.device,
+                dtype=self.model.dtype,
+                verifier=verifier,
+                target=self.model,
+            ),
+        )
+        if inner.feature_layers():
+            method = options.draft["method"]
+            raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
+        return inner
+
+    # --- the contract -----------------------------------------------------------------------------------------
+
+    @property
+    def num_failures(self) -> int:
+        """How often the inner drafter has been retired for a sequence."""
+        return self._guard.num_failures
+
+    def kv_bytes_per_token(self) -> int:
+        return super().kv_bytes_per_token() + self.inner.kv_bytes_per_token()
+
+    def allocate(self, num_tokens: int) -> None:
+        super().allocate(num_tokens)
+        self.inner.allocate(num_tokens)
+        self._guard.attach(self.cache)
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self.inner.memory_bytes()
+
+    def rewind(self, sequence: Sequence) -> None:
+        super().rewind(sequence)
+        if shadow := self._shadows.get(sequence.id):
+            shadow.num_committed = min(shadow.num_committed, len(sequence.token_ids))
+
+    def remembers(self) -> bool:
+        """As the inner drafter does."""
+        return self.inner.remembers()
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        if sequence.id in self._shadows:
+            shadow = self._shadow(sequence)
+            shadow.finish_reason = sequence.finish_reason
+            self._guard.release(shadow)
+            del self._shadows[sequence.id]
+
+    def reset(self) -> None:
+        super().reset()
+        self.inner.reset()
+
+    def num_held(self) -> int:
+        return max(super().num_held(), len(self._shadows), self.inner.num_held())
+
+    def integrity(self) -> list[str]:
+        return [*super().integrity(), *(f"inner {fault}" for fault in self.inner.integrity())]
+
+    # --- drafting ---------------------------------------------------------------------------------------------
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        if not super()._has_room(sequence):
+            return False
+        self._shadow(sequence)
+        return True
+
+    def _max_stored(self) -> int:
+        return super()._max_stored() + self.inner.max_nodes()
+
+    def _compute(self, feeds: list[Feed]) -> None:
+        """One pass over the feeds and, below each, the inner drafter's guesses of what follows."""
+        shadows = [self._shadows[feed.growth.sequence.id].sequence for feed in feeds]
+        budgets: list[int] = []
+        for feed, shadow in zip(feeds, shadows, strict=True):
+            shadow.num_computed = feed.rows.num_past
+            # The pass yields one token without the inner drafter's help.
+            missing = feed.growth.max_depth - len(feed.growth.nodes) - 1
+            budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
+        served = [place for place, shadow in enumerate(shadows) if self._guard.serves(shadow)]
+        asked = self._guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
+        proposals = [EMPTY_PROPOSAL] * len(shadows)
+        for place, proposal in zip(served, asked, strict=True):
+            proposals[place] = proposal
+        own_rows = [feed.rows for feed in feeds]
+        for feed, proposal in zip(feeds, proposals, strict=True):
+            rows = feed.rows
+            if len(proposal):
+                first = rows.logit_rows[0]
+                feed.rows = tree_rows(rows.start, rows.num_past, rows.token_ids, proposal, first)
+        logits = self._forward(feeds)
+        seen: list[Observation] = []
+        end = 0
+        for feed, shadow, proposal, rows in zip(feeds, shadows, proposals, own_rows, strict=True):
+            feed.rows = rows
+            self._commit(feed)
+            if rows.logit_rows:
+                begin, end = end, end + 1 + len(proposal)
+                accepted = self._walk(feed.growth, proposal, logits[begin:end])
+                self.cache.pool.gather([rows.end_slot + node for node in accepted], rows.end_slot)
+                tokens = [node.token_id for node in feed.growth.nodes]
+                shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
+                seen.append(Observation(shadow, proposal, len(accepted), logits[begin:end]))
+        self._guard.observe(seen)
+
+    def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:
+        """Grow the chain by the draft model's own tokens for as long as the inner drafter foresaw them.
+
+        `logits` is [1 + n, vocab]: row 0 follows the chain, row i + 1 node i. Returns the nodes that were right.
+        """
+        accepted: list[int] = []
+        node: int | None = ROOT
+        while node is not None and growth.frontier:
+            guesses = growth.grow(logits[node + 1 : node + 2])
+            if not guesses:
+                break
+            (guess,) = guesses
+            children = {proposal.token_ids[child]: child for child in proposal.children.get(node, ())}
+            node = children.get(guess.token_id)
+            if node is not None:
+                accepted.append(node)
+                guess.stored = len(growth.stored)
+                growth.stored.append(guess)
+        return accepted
+
+    def _shadow(self, sequence: Sequence) -> Sequence:
+        """The sequence for the inner drafter, with the committed text and no guesses."""
+        shadow = self._shadows.get(sequence.id)
+        if shadow is None:
+            shadow = self._shadows[sequence.id] = _Shadow(self._new_shadow(sequence))
+        seen, text = shadow.sequence.token_ids, sequence.token_ids
+        common = shadow.num_committed
+        common += common_prefix_length(seen[common:], text[common:])
+        if common < len(seen):
+            del seen[common:]
+            self._guard.rewind(shadow.sequence)
+        seen.extend(text[common:])
+        shadow.num_committed = len(seen)
+        return shadow.sequence
+
+    def _new_shadow(self, sequence: Sequence) -> Sequence:
+        params = sequence.params
+        if self.shape.method == "greedy" and params.temperature > 0:
+            params = dataclasses.replace(params, temperature=0.0)  # what is to be foreseen is the argmax
+        return Sequence(
+            id=sequence.id,
+            request_id=sequence.request_id,
+            index=sequence.index,
+            token_ids=[],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            params=params,
+            seed=sequence.seed,
+            tenant=sequence.tenant,
+            grammar=sequence.grammar and sequence.grammar.copy(),  # it is asked about another text
+        )
+
+
+def _draft_model(options: CascadeOptions, context: DraftContext) -> DraftModelOptions:
+    """The options of the draft model alone."""
+    if options.model is None:
+        return self_model(options.quantization or "int8", options, context)
+    return DraftModelOptions(
+        model=options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        device=options.device,
+        revision=options.revision,
+        **{field.name: getattr(options, field.name) for field in fields(GrowthOptions)},
+    )

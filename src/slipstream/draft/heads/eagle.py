@@ -1,0 +1,163 @@
+"""EAGLE: a one-layer head drafts from the target's own features (heads/eagle.py has the papers).
+
+An entry stands for a token and the feature before it, so committed text is fed with the target's true features, and
+guesses with the head's own estimates. After a verdict the estimates are forgotten: accepted tokens are fed again with
+what the target really computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
+from slipstream.core import Sequence
+from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.eagle_files import load_eagle
+from slipstream.draft.model.cached import CachedDrafter, Feed
+from slipstream.draft.model.growth import GrowthOptions
+from slipstream.errors import ConfigError
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pool import LayerShape
+from slipstream.models.attention.packed import PackedAttention, Variant
+from slipstream.models.linear.packed import check_quantization, pack_linears, packed_bytes
+from slipstream.models.rows import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(GrowthOptions):
+    """Keys of `speculative_config` for `method: eagle` (EAGLE-1, EAGLE-2) and `method: eagle3`."""
+
+    model: str
+    """Folder or hub id of the head."""
+    num_speculative_tokens: int = 5
+    tree_top_k: int = 4
+    num_draft_nodes: int | None = 16
+    revision: str | None = None
+    quantization: str | None = None
+    """`int8`: the head's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "eagle")
+        self.check_growth("eagle")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "eagle quantization")
+
+
+class EagleDrafter(CachedDrafter):
+    """Drafts with an EAGLE head; chains, fixed trees and EAGLE-2's dynamic trees."""
+
+    Options = EagleOptions
+    version: ClassVar[int | None] = None
+    """Of the heads that it takes; None takes both."""
+    first_entry = 1  # the first token has no feature before it
+    keeps_accepted = False
+
+    def __init__(self, options: EagleOptions, context: DraftContext) -> None:
+        if context.target is None:
+            raise ConfigError("eagle drafts from a target's features and needs the target")
+        self.target = context.target
+        self.head = load_eagle(options.model, self.target, revision=options.revision)
+        if self.version is not None and self.head.config.version != self.version:
+            own = {1: "eagle", 3: "eagle3"}[self.head.config.version]
+            raise ConfigError(
+                f"{options.model!r} is an EAGLE-{self.head.config.version} head; its method is {own}"
+            )
+        quantization = options.quantization or self.target.quantization
+        check_quantization(quantization, self.target.device, self.target.dtype)
+        if self.target.kernels != "torch" or quantization is not None:
+            pack_linears(self.head, quantization, native=self.target.kernels != "torch")
+        config = self.head.config
+        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        super().__init__(
+            options,
+            context,
+            vocab_size=context.vocab_size,
+            context_length=config.max_position_embeddings,
+            shapes=[shape],
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+        self._variant = Variant(config.head_dim**-0.5)
+        self._target_cache: KVCache | None = None
+
+    def feature_layers(self) -> Seq[int]:
+        return self.head.config.feature_layers
+
+    def attach(self, cache: KVCache) -> None:
+        self._target_cache = cache
+
+    def weight_bytes(self) -> int:
+        table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
+        return table + packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        return min(len(sequence.token_ids), sequence.num_computed + 1)
+
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        batch = Batch([feed.rows for feed in feeds], self.cache.pool, self._device)
+        attention = PackedAttention(batch)
+        token_ids = batch.input_ids()  # [1, N]
+        states = torch.cat([self._states(feed) for feed in feeds])[None]  # [1, N, hidden]
+        states = self.head(
+            self._embed(token_ids[0])[None],
+            states,
+            batch.position_ids(),
+            lambda query, key, value: attention.attend(0, query, key, value, self._variant, None),
+        )[0]
+        self._remember(feeds, states)
+        wanted = states[batch.logit_rows()]
+        if self.head.config.version == 1:
+            return self.target.project(wanted)
+        logits: Tensor = self.head.logits(wanted)  # [wanted, draft vocab]
+        if logits.shape[1] == self.context.vocab_size:
+            return logits
+        full = logits.new_full((len(logits), self.context.vocab_size), float("-inf"))
+        full[:, self.head.draft_token_ids] = logits
+        return full
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        if self.head.embedding is not None:
+            return self.head.embedding[token_ids]
+        return self.target.embed(token_ids)
+
+    def _states(self, feed: Feed) -> Tensor:
+        """[rows, hidden]: what each row starts from, the true feature or the estimate before it."""
+        if feed.nodes is None:
+            assert self._target_cache is not None, "attach() comes before the first proposal"
+            end = feed.first - 1 + len(feed.rows.token_ids)
+            features = self._target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
+            return self.head.encode(features)
+        return torch.stack([node.parent.state if node.parent else feed.growth.state for node in feed.nodes])
+
+    def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:
+        """Keep the estimates that the next level starts from."""
+        end = 0
+        for feed in feeds:
+            begin, end = end, end + len(feed.rows.token_ids)
+            if feed.nodes is None:
+                feed.growth.state = states[end - 1]
+                continue
+            for node, state in zip(feed.nodes, states[begin:end], strict=True):
+                node.state = state
+
+
+class Eagle1Drafter(EagleDrafter):
+    """Drafts with an EAGLE-1 head; as chains, fixed trees and EAGLE-2's dynamic trees."""
+
+    summary = "a head of one layer, trained on the target's hidden states (EAGLE, EAGLE-2)"
+
+    version = 1
+
+
+class Eagle3Drafter(EagleDrafter):
+    """Drafts with an EAGLE-3 head; as chains, fixed trees and dynamic trees."""
+
+    summary = "a head of one layer, trained on three of the target's hidden states (EAGLE-3)"
+
+    version = 3

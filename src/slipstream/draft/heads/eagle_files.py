@@ -1,0 +1,272 @@
+"""EAGLE heads on disk: the layouts that exist, read strictly and written back.
+
+| layout | who writes it | how it is told |
+|---|---|---|
+| `eagle` | EAGLE-1 and EAGLE-2's own code | `layers.0.*` and `fc.*`, no output layer |
+| `eagle3` | EAGLE-3's own code, SpecForge, for SGLang and vLLM | `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d` |
+| `speculators` | the speculators library, for vLLM | `speculators_model_type` in the configuration |
+
+Layer numbers: EAGLE-3's own code, SGLang and vLLM number a hidden state by the layer that *reads* it, which is
+Slipstream's number too; SpecForge's and TensorRT-LLM's count the layer that *wrote* it, one less.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from slipstream.draft.heads.fit import TargetShape
+from slipstream.errors import ModelError
+from slipstream.models.causal_lm import CausalLM
+
+_ROWS_AT_ONCE = 4096
+
+
+def load_eagle(path: str, target: CausalLM, *, revision: str | None = None) -> EagleHead:
+    """`read_eagle`, ready to draft for `target`: on its device, in its dtype, without gradients."""
+    head = read_eagle(path, target, revision=revision)
+    if head.embedding is not None:
+        head.embedding = head.embedding.to(target.device, target.dtype)
+    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -> EagleHead:
+    """The head in a folder or on the hub, in float32; raises `ModelError` where it does not fit, with the reason."""
+    raw, tensors = read_checkpoint(path, revision=revision)
+    config = eagle_config(raw, tensors, target, path)
+    head = EagleHead(config)
+    _check_fit(config, target, path)
+    head.embedding = _own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
+    head.load_state_dict(_renamed(tensors, head, path))
+    return head
+
+
+def eagle_config(
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape, path: str
+) -> EagleConfig:
+    """What a checkpoint's configuration and tensors say; raises `ModelError` where they are not an EAGLE head's."""
+    if "fc.weight" not in tensors:
+        raise ModelError(f"{path!r} is not an EAGLE head: it has no tensor fc.weight")
+    layer = raw
+    if "speculators_model_type" in raw:
+        if raw["speculators_model_type"] != "eagle3":
+            raise ModelError(
+                f"{path!r} is a {raw['speculators_model_type']!r} speculator; eagle3 loads eagle3"
+            )
+        layer = raw.get("transformer_layer_config") or {}
+    three = "lm_head.weight" in tensors or any(name.startswith("midlayer.") for name in tensors)
+    hidden = _number(layer, "hidden_size", path)
+    heads = _number(layer, "num_attention_heads", path)
+    taps = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = taps or raw.get("eagle_aux_hidden_state_layer_ids") or default_feature_layers(target.num_layers)
+    rope = layer.get("rope_parameters") or _old_rope(layer)
+    draft_vocab = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else target.vocab_size
+    return EagleConfig(
+        version=3 if three else 1,
+        hidden_size=hidden,
+        target_hidden_size=raw.get("target_hidden_size") or target.hidden_size,
+        vocab_size=_number(layer, "vocab_size", path),
+        draft_vocab_size=draft_vocab,
+        intermediate_size=_number(layer, "intermediate_size", path),
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or hidden // heads,
+        feature_layers=tuple(taps) if three else (target.num_layers,),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        fc_bias="fc.bias" in tensors,
+        attention_bias=bool(layer.get("attention_bias", False)),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=layer.get("max_position_embeddings") or target.context_length,
+        rope_parameters=rope,
+        hidden_act=layer.get("hidden_act", "silu"),
+    )
+
+
+def save_eagle(
+    head: EagleHead,
+    folder: str | Path,
+    *,
+    target: str,
+    layout: str = "eagle3",
+    num_speculative_tokens: int = 4,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `head` for the target called `target`; `notes` goes into `training.json` beside it."""
+    config = head.config
+    fits = layout == "eagle" if config.version == 1 else layout in ("eagle3", "speculators")
+    if not fits:
+        raise ModelError(f"an EAGLE-{config.version} head cannot be written in the layout {layout!r}")
+    prefix = "midlayer." if layout == "eagle3" else "layers.0."
+    tensors = {
+        name.replace("layer.", prefix, 1) if name.startswith("layer.") else name: tensor
+        for name, tensor in head.state_dict().items()
+        if name != "draft_token_ids"
+    }
+    if head.embedding is not None:
+        tensors["embed_tokens.weight"] = head.embedding
+    if config.draft_vocab_size < config.vocab_size:  # others refuse a map that maps nothing
+        ids = head.draft_token_ids.cpu()
+        known = torch.zeros(config.vocab_size, dtype=torch.bool)
+        known[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    write_checkpoint(folder, _written(config, target, layout, num_speculative_tokens), tensors)
+    if notes is not None:
+        (Path(folder) / "training.json").write_text(json.dumps(notes, indent=1) + "\n")
+
+
+def _written(config: EagleConfig, target: str, layout: str, num_speculative_tokens: int) -> dict[str, Any]:
+    layer = config.llama().to_diff_dict() | {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": dict(config.rope_parameters),
+        "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
+        "tie_word_embeddings": False,
+    }
+    taps = list(config.feature_layers)
+    if layout == "eagle":
+        return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias}
+    common = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+    }
+    if layout == "eagle3":
+        aux = {"eagle_aux_hidden_state_layer_ids": taps, "use_aux_hidden_state": True}
+        return layer | common | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": aux}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return common | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": layer,
+    }
+
+
+def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[str, Tensor]:
+    """The tensors under the module's own names; raises `ModelError` for any that are missing, odd or left over."""
+    renamed: dict[str, Tensor] = {}
+    offsets, known = tensors.get("d2t"), tensors.get("t2d")
+    for name, tensor in tensors.items():
+        for prefix in ("midlayer.", "layers.0."):
+            if name.startswith(prefix):
+                name = "layer." + name.removeprefix(prefix)
+        if name not in ("d2t", "t2d") and not name.endswith("rotary_emb.inv_freq"):
+            renamed[name] = tensor
+    renamed["draft_token_ids"] = _draft_token_ids(offsets, known, head.config, path)
+    expected = head.state_dict()
+    missing = sorted(expected.keys() - renamed.keys())
+    unknown = sorted(renamed.keys() - expected.keys())
+    if missing or unknown:
+        raise ModelError(
+            f"{path!r} is not a whole EAGLE-{head.config.version} head: "
+            + "; ".join(
+                f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+                for what, names in (("missing", missing), ("unknown", unknown))
+                if names
+            )
+        )
+    for name, tensor in renamed.items():
+        if tensor.shape != expected[name].shape:
+            raise ModelError(
+                f"{path!r}: tensor {name} is {list(tensor.shape)}, the configuration says {list(expected[name].shape)}"
+            )
+    return renamed
+
+
+def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: EagleConfig, path: str) -> Tensor:
+    """d2t holds offsets: the target's id is the draft's id plus its offset."""
+    ids = torch.arange(config.draft_vocab_size)
+    if offsets is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise ModelError(
+                f"{path!r} guesses {config.draft_vocab_size} of {config.vocab_size} tokens but has no map d2t"
+            )
+        return ids
+    if len(offsets) != len(ids):
+        raise ModelError(f"{path!r}: d2t maps {len(offsets)} tokens, the head guesses {len(ids)}")
+    ids = ids + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise ModelError(
+            f"{path!r}: d2t does not map into the target's {config.vocab_size} tokens, one to one"
+        )
+    if known is not None and not torch.equal(known.nonzero()[:, 0], ids.sort().values):
+        raise ModelError(f"{path!r}: t2d and d2t name different tokens")
+    return ids
+
+
+def _check_fit(config: EagleConfig, target: TargetShape, path: str) -> None:
+    """Raise `ModelError` where the head was made for another target."""
+    for what, mine, its in (
+        ("hidden size", target.hidden_size, config.target_hidden_size),
+        ("vocabulary", target.vocab_size, config.vocab_size),
+    ):
+        if mine != its:
+            raise ModelError(
+                f"{path!r} was made for a target with a {what} of {its}, this one has {mine}; use its own head"
+            )
+    if config.version == 1 and config.hidden_size != target.hidden_size:
+        raise ModelError(f"{path!r}: an EAGLE-1 head is as wide as its target, {target.hidden_size}")
+    if any(not 0 <= layer <= target.num_layers for layer in config.feature_layers):
+        raise ModelError(
+            f"{path!r} reads hidden states {list(config.feature_layers)}, the target has {target.num_layers} layers"
+        )
+
+
+def _own_embedding(table: Tensor | None, target: TargetShape, path: str) -> Tensor | None:
+    """The head's own embedding table; None where it is the target's."""
+    if table is None:
+        return None
+    if table.shape[0] != target.vocab_size:
+        raise ModelError(f"{path!r} embeds {table.shape[0]} tokens, the target has {target.vocab_size}")
+    if table.shape[1] != target.hidden_size:
+        return table
+    for token_ids in torch.split(torch.arange(target.vocab_size), _ROWS_AT_ONCE):
+        mine = target.embed(token_ids).float().cpu()
+        # As near as half-precision copies of one table are.
+        if not torch.allclose(mine, table[token_ids].float(), rtol=0.01, atol=1e-4):
+            return table
+    return None
+
+
+def _number(config: Mapping[str, Any], name: str, path: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int):
+        raise ModelError(f"{path!r}: its configuration has no {name}")
+    return value
+
+
+def _old_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings as configurations held them before Transformers 5."""
+    rope = dict(config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    return rope | {"rope_theta": config.get("rope_theta", 10000.0)}

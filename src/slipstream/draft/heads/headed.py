@@ -1,0 +1,136 @@
+"""Drafters that are heads on the target: they read the state behind its last computed token and nothing else.
+
+No keys and values of their own, nothing to catch up with, nothing to roll back: what a sequence's next guesses are
+made from stands in the target's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.heads.fit import check_fits
+from slipstream.draft.heads.hydra_head import HydraHeads
+from slipstream.draft.heads.medusa_head import MedusaHeads
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Shape
+from slipstream.errors import ConfigError
+from slipstream.kv.cache import KVCache
+from slipstream.models.causal_lm import CausalLM
+from slipstream.models.linear.packed import check_quantization, pack_linears, packed_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(GrowthOptions):
+    """The keys that drafters of heads have in common."""
+
+    model: str
+    """Folder or hub id of the heads; they must have been trained for this target."""
+    num_speculative_tokens: int = 4
+    """Depth: draft tokens in a chain, levels in a tree; at most one a head, and more are cut to that."""
+    quantization: str | None = None
+    """`int8`: the heads' weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    revision: str | None = None
+
+    def check(self, what: str) -> None:
+        """Raise `ConfigError` for what cannot be."""
+        check_types(self, what)
+        self.check_growth(what)
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, f"{what} quantization")
+
+
+class HeadDrafter(Drafter):
+    """Grows a chain or a tree for all sequences at once; a subclass computes the logits."""
+
+    kinds = frozenset(ProposalKind)
+
+    def __init__(
+        self,
+        options: HeadOptions,
+        context: DraftContext,
+        target: CausalLM,
+        heads: MedusaHeads | HydraHeads,
+    ) -> None:
+        """Takes `heads` over: moved to the target's device and type, and packed for its kernels."""
+        super().__init__(options, context)
+        config = heads.config
+        check_fits(options.model, config.hidden_size, config.vocab_size, target)
+        depth = min(options.num_speculative_tokens, config.num_heads)
+        self.shape = Shape.of(dataclasses.replace(options, num_speculative_tokens=depth), context.verifier)
+        if self.shape.depth > config.num_heads:
+            raise ConfigError(
+                f"tree_choices is {self.shape.depth} levels deep, but the heads {options.model!r} are "
+                f"{config.num_heads}; leave out the deeper nodes"
+            )
+        quantization = options.quantization or target.quantization
+        check_quantization(quantization, target.device, target.dtype)
+        heads.to(target.device, target.dtype).eval().requires_grad_(False)
+        if target.kernels != "torch" or quantization is not None:
+            pack_linears(heads, quantization, native=target.kernels != "torch")
+        self.target = target
+        self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
+        self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
+        self._target_cache: KVCache | None = None
+
+    @abstractmethod
+    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
+        """Grow all trees to the end; `features` [growths, hidden] are the states behind the tokens computed last."""
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
+    def max_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    def feature_layers(self) -> Seq[int]:
+        return (self.target.num_layers,)
+
+    def attach(self, cache: KVCache) -> None:
+        self._target_cache = cache
+
+    def memory_bytes(self) -> int:
+        return self._weight_bytes
+
+    def num_held(self) -> int:
+        return len(self._growths)
+
+    def release(self, sequence: Sequence) -> None:
+        self._growths.release(sequence)
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        growths = {
+            sequence.id: self._growths.begin(sequence, budget)
+            for sequence, budget in zip(sequences, budgets, strict=True)
+            # The heads guess what follows the one token that the target has not computed.
+            if budget > 0
+            and 0 < sequence.num_computed == len(sequence.token_ids) - 1
+            and self._growths.may_draft(sequence)
+        }
+        if growths:
+            features = [self._feature(growth.sequence) for growth in growths.values()]
+            self._grow(list(growths.values()), torch.cat(features))
+        return [
+            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            for sequence in sequences
+        ]
+
+    def _feature(self, sequence: Sequence) -> Tensor:
+        """[1, hidden]: the state behind the token that the target computed last."""
+        assert self._target_cache is not None, "attach() comes before the first proposal"
+        return self._target_cache.features(sequence.id, sequence.num_computed - 1, sequence.num_computed)
+
+
+def target_of(context: DraftContext, what: str) -> CausalLM:
+    """The loaded target; raises `ConfigError` where there is none."""
+    if context.target is None:
+        raise ConfigError(f"{what} reads the target's hidden states, and no target is loaded")
+    return context.target

@@ -1,0 +1,74 @@
+"""Hydra heads draft a chain or a tree (Ankner et al., COLM 2024); see `slipstream.draft.heads.hydra_head`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.headed import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.heads.hydra_head import load_hydra
+from slipstream.draft.model.growth import Growth
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraOptions(HeadOptions):
+    """Keys of `speculative_config` for `method: hydra`."""
+
+    def __post_init__(self) -> None:
+        self.check("hydra")
+
+
+class HydraDrafter(HeadDrafter):
+    """One pass over one head a level, with a row for each node of the frontier."""
+
+    summary = "small heads on the target, each of which reads the tokens before its own (Hydra)"
+
+    Options = HydraOptions
+
+    def __init__(self, options: HydraOptions, context: DraftContext) -> None:
+        target = target_of(context, "hydra")
+        self.heads = load_hydra(options.model, target.project, options.revision)
+        super().__init__(options, context, target, self.heads)
+
+    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
+        for growth, feature in zip(growths, features, strict=True):
+            growth.state = feature
+        level, growing = 0, list(growths)
+        while growing:
+            rows = torch.cat([self._above(growing), self.target.embed(self._tokens(growing))], dim=-1)
+            logits = self.heads.step(level, rows)
+            end = 0
+            for growth in growing:
+                begin, end = end, end + len(growth.frontier)
+                for node, row in zip(growth.frontier, rows[begin:end], strict=True):
+                    if node is None:
+                        growth.state = row
+                    else:
+                        node.state = row
+                growth.grow(logits[begin:end])
+            level, growing = level + 1, [growth for growth in growing if growth.frontier]
+
+    def _above(self, growths: Seq[Growth]) -> Tensor:
+        """What the head above read of every frontier node's parent; for the committed text, the target's state."""
+        return torch.stack(
+            [
+                node.parent.state if node and node.parent else growth.state
+                for growth in growths
+                for node in growth.frontier
+            ]
+        )
+
+    def _tokens(self, growths: Seq[Growth]) -> Tensor:
+        """Of every frontier node; the committed text's is its last."""
+        return torch.tensor(
+            [
+                node.token_id if node else growth.sequence.token_ids[-1]
+                for growth in growths
+                for node in growth.frontier
+            ],
+            device=self.target.device,
+        )

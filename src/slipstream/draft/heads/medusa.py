@@ -1,0 +1,45 @@
+"""Medusa heads draft a chain or a tree (Cai et al., ICML 2024); see `slipstream.draft.heads.medusa_head`.
+
+Typical acceptance, the paper's second half, changes the text and is not used: the verifiers keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.headed import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.heads.medusa_head import load_medusa
+from slipstream.draft.model.growth import Growth
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadOptions):
+    """Keys of `speculative_config` for `method: medusa`."""
+
+    def __post_init__(self) -> None:
+        self.check("medusa")
+
+
+class MedusaDrafter(HeadDrafter):
+    """One pass over the heads gives the guesses of all levels: every node of a level has the same ones."""
+
+    summary = "small heads on the target, one for each place ahead (Medusa)"
+
+    Options = MedusaOptions
+
+    def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
+        target = target_of(context, "medusa")
+        self.heads = load_medusa(options.model, target.project, options.revision)
+        super().__init__(options, context, target, self.heads)
+
+    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
+        depth = max(growth.max_depth for growth in growths)
+        logits = self.heads(features, depth)  # [depth, growths, vocab]
+        for number, growth in enumerate(growths):
+            for level in range(growth.max_depth):
+                if growth.frontier:
+                    growth.grow(logits[level, number].expand(len(growth.frontier), -1))

@@ -1,0 +1,254 @@
+"""Suffix decoding: guess from what this text, and the tenant's past answers, said after the same words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+
+from slipstream.config import check_at_least
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Fit
+from slipstream.draft.lookup.suffix_cache import SuffixCache, check_cache_file
+from slipstream.draft.lookup.suffix_index import SuffixIndex
+from slipstream.errors import ConfigError
+
+MAX_OCCURRENCES = 64
+"""Links followed in each chain of an index: what bounds the time of a proposal."""
+
+
+@dataclass(frozen=True)
+class SuffixOptions:
+    """Keys of `speculative_config` for `suffix`; `suffix_decoding_*` keys that vLLM has keep its defaults."""
+
+    num_speculative_tokens: int = 16
+    """The deepest draft, however long the match."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Tokens of the text's tail that are looked up; agreement beyond them is not measured."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Past answers kept over all tenants, first in first out; 0 looks only into each request's own text."""
+    suffix_decoding_max_cached_tokens: int = 1_000_000
+    """Tokens of past answers kept over all tenants; a token costs about 80 bytes."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Draft tokens for each token of the match."""
+    suffix_decoding_max_spec_offset: int = 0
+    """Draft tokens on top of `suffix_decoding_max_spec_factor`."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """A draft token whose estimated probability, its path's included, is below this is not proposed."""
+    tree: bool = False
+    """Propose a tree, most probable nodes first, instead of the most probable path."""
+    num_draft_nodes: int = 16
+    """The most nodes of a tree; of no effect without `tree`."""
+    suffix_decoding_cache_file: str | None = None
+    """Past answers to start with: a file that `SuffixDrafter.save` wrote for this vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            "suffix",
+            1,
+            num_speculative_tokens=self.num_speculative_tokens,
+            suffix_decoding_max_tree_depth=self.suffix_decoding_max_tree_depth,
+            suffix_decoding_max_cached_tokens=self.suffix_decoding_max_cached_tokens,
+            num_draft_nodes=self.num_draft_nodes,
+        )
+        check_at_least(
+            "suffix",
+            0,
+            suffix_decoding_max_cached_requests=self.suffix_decoding_max_cached_requests,
+            suffix_decoding_max_spec_offset=self.suffix_decoding_max_spec_offset,
+        )
+        _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, float("inf"))
+        _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 1.0)
+        if not isinstance(self.tree, bool):
+            raise ConfigError(f"suffix tree must be true or false, got {self.tree!r}")
+        if self.suffix_decoding_cache_file is not None:
+            if not isinstance(self.suffix_decoding_cache_file, str):
+                raise ConfigError(
+                    f"suffix suffix_decoding_cache_file must be a path, got {self.suffix_decoding_cache_file!r}"
+                )
+            check_cache_file(self.suffix_decoding_cache_file)
+
+
+def _check_number(name: str, value: object, maximum: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
+        limit = f"between 0 and {maximum:g}" if maximum < float("inf") else "of at least 0"
+        raise ConfigError(f"suffix {name} must be a number {limit}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess and what it is worth."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    score: float = 0.0
+    """Sum of the nodes' estimated probabilities: the tokens that it is expected to save."""
+
+
+def grow(
+    index: SuffixIndex, places: list[int], max_depth: int, max_nodes: int, min_prob: float, tree: bool
+) -> Draft:
+    """The most probable continuation of a context that ended before each of `places`.
+
+    A token's probability is the share of the places that go on with it among those that go on at all, times
+    its parent's. Nodes are taken best first; a tree that is not wanted keeps the most frequent child only.
+    Equal counts are decided by the order of `places`.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    score = 0.0
+    order = itertools.count()
+    frontier: list[tuple[float, int, int, int, int, list[int]]] = []
+
+    def add_children(node: int, places: list[int], depth: int, prob: float) -> None:
+        children = index.continuations(places, depth)
+        num_places = sum(map(len, children.values()))
+        # Stable, and the groups come in the order of their first place.
+        ranked = sorted(children, key=lambda token: -len(children[token]))
+        for token in ranked if tree else ranked[:1]:
+            child_prob = prob * len(children[token]) / num_places
+            if child_prob >= min_prob:
+                heappush(frontier, (-child_prob, next(order), node, token, depth + 1, children[token]))
+
+    if max_depth > 0:
+        add_children(ROOT, places, 0, 1.0)
+    while frontier and len(token_ids) < max_nodes:
+        negative_prob, _, parent, token, depth, places = heappop(frontier)
+        token_ids.append(token)
+        parents.append(parent)
+        score -= negative_prob
+        if depth < max_depth:
+            add_children(len(token_ids) - 1, places, depth, -negative_prob)
+    return Draft(tuple(token_ids), tuple(parents), score)
+
+
+class SuffixDrafter(Drafter):
+    """SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) over hash chains instead of suffix trees.
+
+    The text's tail is looked up in the sequence's own prompt and answer, and in the tenant's past answers.
+    For each length at which it matches, the draft may have `max_spec_factor * length + max_spec_offset`
+    tokens and goes on while its counted probability stays above `min_token_prob`; of all lengths and both
+    places the draft with the highest expected gain is proposed, the longer match and the own text first among
+    equals.
+
+    What is shared: a released sequence that has finished, for whatever reason, leaves its *answer* behind,
+    once, for later requests of the same tenant and for nobody else. Of the prompt only the last
+    `max_tree_depth` tokens go with it, as the context in which the answer began; nothing in a prompt is ever
+    proposed to another request. A preempted sequence leaves nothing, because it comes back.
+
+    Measured on chats, code and SQL, one core: a proposal takes 0.015 ms with the sequence's own text alone,
+    and 0.08 ms (99 in 100 below 0.3 ms) beside a cache of 600,000 tokens. A cached token costs about 80
+    bytes, one of a live sequence 170.
+    """
+
+    summary = "drafts what followed the same words in this text and in earlier answers (suffix decoding)"
+
+    Options = SuffixOptions
+    observes_all = False
+    looks_up = True
+
+    @classmethod
+    def fit(cls, context: DraftContext) -> Fit:
+        """Running texts and past answers."""
+        return Fit(grows_with=f"past answers, at most {cls.Options.suffix_decoding_max_cached_requests:,}")
+
+    def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._own: dict[int, SuffixIndex] = {}
+        self.cache = SuffixCache(
+            options.suffix_decoding_max_tree_depth,
+            MAX_OCCURRENCES,
+            options.suffix_decoding_max_cached_requests,
+            options.suffix_decoding_max_cached_tokens,
+        )
+        if options.suffix_decoding_cache_file is not None:
+            self.load(options.suffix_decoding_cache_file)
+
+    def remembers(self) -> bool:
+        """Past answers of the tenant."""
+        return True
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """One chain or tree a sequence, or nothing where no match promises enough."""
+        return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def _propose(self, sequence: Sequence, budget: int) -> Proposal:
+        if budget <= 0:
+            return EMPTY_PROPOSAL
+        own = self._own.get(sequence.id)
+        if own is None:
+            own = self._own[sequence.id] = SuffixIndex(
+                self.options.suffix_decoding_max_tree_depth, MAX_OCCURRENCES
+            )
+            own.begin_document()
+        own.extend(sequence.token_ids[len(own) - 1 :])
+        best = self._best_draft(own, sequence.token_ids, budget, Draft())
+        shared = self.cache.index(sequence.tenant)
+        if shared is not None:
+            best = self._best_draft(shared, sequence.token_ids, budget, best)
+        return Proposal(best.token_ids, best.parents)
+
+    def _best_draft(self, index: SuffixIndex, token_ids: list[int], budget: int, best: Draft) -> Draft:
+        """The better of `best` and what `index` can offer.
+
+        Only the lengths at which some occurrence stops agreeing are tried: between two of them the places are
+        the same and the longer match may draft more. A draft cannot score more than its depth, which ends the
+        search.
+        """
+        options = self.options
+        max_nodes = min(budget, self.max_nodes())
+        occurrences = index.occurrences(token_ids)
+        for length in sorted({length for _, length in occurrences}, reverse=True):
+            earned = int(options.suffix_decoding_max_spec_factor * length)
+            earned += options.suffix_decoding_max_spec_offset
+            max_depth = min(budget, options.num_speculative_tokens, earned)
+            if max_depth <= best.score:
+                break
+            places = [place for place, agreed in occurrences if agreed >= length]
+            min_prob = options.suffix_decoding_min_token_prob
+            draft = grow(index, places, max_depth, max_nodes, min_prob, options.tree)
+            if draft.score > best.score:
+                best = draft
+        return best
+
+    def max_nodes(self) -> int:
+        """`num_draft_nodes` for a tree, `num_speculative_tokens` for a chain."""
+        max_nodes: int = (
+            self.options.num_draft_nodes if self.options.tree else self.options.num_speculative_tokens
+        )
+        return max_nodes
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence's own index; a finished answer goes into the tenant's memory."""
+        self._own.pop(sequence.id, None)
+        if sequence.finished and sequence.num_output_tokens:
+            num_context = min(sequence.num_prompt_tokens, self.options.suffix_decoding_max_tree_depth)
+            answer = sequence.token_ids[sequence.num_prompt_tokens - num_context :]
+            self.cache.add(sequence.tenant, answer, num_context)
+
+    def reset(self) -> None:
+        """Forget every past answer; live sequences keep their own index."""
+        self.cache.clear()
+
+    def save(self, path: str | Path) -> None:
+        """Write the past answers to a file that `suffix_decoding_cache_file` names at the next start."""
+        self.cache.save(path, self.context.vocab_size)
+
+    def load(self, path: str | Path) -> None:
+        """Add the past answers of a saved file; raises `ConfigError` if it does not fit or is damaged."""
+        self.cache.load(path, self.context.vocab_size)
+
+    def num_held(self) -> int:
+        """Sequences whose text is indexed."""
+        return len(self._own)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the live sequences' own indexes and of the past answers."""
+        return sum(index.memory_bytes() for index in self._own.values()) + self.cache.memory_bytes()
+
+    def integrity(self) -> list[str]:
+        """What is wrong in any index or in the cache's books."""
+        own = [problem for index in self._own.values() for problem in index.integrity()]
+        return own + self.cache.integrity()

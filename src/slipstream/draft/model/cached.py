@@ -1,0 +1,275 @@
+"""Drafters that compute: probabilities for guesses, over keys and values of their own.
+
+The cache needs no special case for what it has not seen: whatever committed tokens lie behind it (the last guess after
+full acceptance, a stretch decoded without speculation, a whole prompt) are fed before the first guess.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Node, NotFiniteError, Shape
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.rows import RowGroup
+
+
+@dataclass(slots=True)
+class Feed:
+    """The rows of one sequence in a pass of the drafter: committed tokens, or the frontier of its tree."""
+
+    growth: Growth
+    rows: RowGroup
+    first: int
+    """Position in the text of the first row's token."""
+    nodes: list[Node] | None = None
+    """One a row when the rows are guesses."""
+    num_new: int = 0
+    """How many of the rows, the last ones, are committed tokens that had no entries before."""
+
+
+class CachedDrafter(Drafter):
+    """Grows a chain or a tree for all sequences at once, one pass a level.
+
+    A subclass computes `_forward`. By default every committed token has an entry and accepted guesses keep theirs.
+    """
+
+    kinds = frozenset(ProposalKind)
+    observes_all = False
+    first_entry = 0
+    """Committed tokens before this one are never computed and never seen."""
+    keeps_accepted = True
+    """False where a guess's entry is an estimate, so that an accepted token must be computed anew."""
+
+    def __init__(
+        self,
+        options: GrowthOptions,
+        context: DraftContext,
+        *,
+        vocab_size: int,
+        context_length: int,
+        shapes: Seq[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`vocab_size` is the number of target tokens that the drafter has logits for."""
+        super().__init__(options, context)
+        self.shape = Shape.of(options, context.verifier)
+        self.context_length = context_length
+        self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self._growths = Growths(self.shape, vocab_size, options.confidence_threshold)
+        self._cache: KVCache | None = None
+        self._open: dict[int, Growth] = {}
+        """The last proposal of each sequence, until its verdict has been observed."""
+
+    @abstractmethod
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        """One pass over the rows of all feeds; logits, [wanted rows, target's vocab], feed after feed."""
+
+    def _token_ids(self, sequence: Sequence) -> list[int]:
+        """The committed text in the drafter's own tokens; what its cache holds is the beginning of it."""
+        return sequence.token_ids
+
+    def _own_id(self, token_id: int) -> int:
+        """The drafter's own id of a guess."""
+        return token_id
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        """How many of the committed tokens could be fed now."""
+        return len(self._token_ids(sequence))
+
+    def _can_read(self, token_ids: Seq[int]) -> bool:
+        """False where the drafter has no embedding for some token."""
+        return True
+
+    # --- the contract -----------------------------------------------------------------------------------------
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
+    def max_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    def chain_length(self) -> int | None:
+        return self.shape.depth if self.shape.is_chain else None
+
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self._shapes, self._dtype)
+
+    def allocate(self, num_tokens: int) -> None:
+        prefix_caching = self.context.engine_config.enable_prefix_caching
+        self._cache = KVCache(self._shapes, num_tokens, self._dtype, self._device, prefix_caching)
+
+    def memory_bytes(self) -> int:
+        return self.weight_bytes() + (self.cache.memory_bytes() if self._cache else 0)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are the drafter's own."""
+        return 0
+
+    @property
+    def cache(self) -> KVCache:
+        """The drafter's own keys and values."""
+        assert self._cache is not None, "allocate() comes before the first proposal"
+        return self._cache
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        # Room for all first: making room for one may move another's entries.
+        roomy = [self._has_room(sequence) for sequence in sequences]
+        growths = {
+            sequence.id: self._begin(sequence, budget)
+            for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
+            if fits
+        }
+        feeds = self._committed(list(growths.values()))
+        try:
+            while feeds:
+                self._compute(feeds)
+                growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
+                feeds = [self._frontier(growth) for growth in growing]
+        except NotFiniteError as error:
+            self._drop_entries(error.sequence_id)
+            raise
+        self._open.update({i: growth for i, growth in growths.items() if growth.nodes})
+        return [
+            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            for sequence in sequences
+        ]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Keep the entries of the accepted path; the last guess of a path was never fed and is not among them."""
+        for seen in observations:
+            sequence = seen.sequence
+            growth = self._open.pop(sequence.id, None)
+            if growth is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
+                continue
+            first = growth.length
+            token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
+            segment = self.cache.accounting.segment(sequence.id)
+            if segment.start != growth.start or len(segment.token_ids) != first:
+                continue  # moved since, and only the committed entries came along; or the text's end reads otherwise
+            by_path = {self._own_path(node): node.stored for node in growth.stored}
+            kept: list[int] = []
+            while len(kept) < len(token_ids):
+                stored = by_path.get(tuple(token_ids[: len(kept) + 1]))
+                if stored is None:
+                    break
+                kept.append(stored)
+            self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Entries of the text that is left stay."""
+        self._open.pop(sequence.id, None)
+        if sequence.id in self.cache.accounting:
+            self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
+
+    def release(self, sequence: Sequence) -> None:
+        self._open.pop(sequence.id, None)
+        self._growths.release(sequence)
+        if sequence.id in self.cache.accounting:
+            self.cache.accounting.close(sequence.id)
+
+    def reset(self) -> None:
+        self.cache.accounting.clear()
+
+    def num_held(self) -> int:
+        return max(self.cache.accounting.num_owners, len(self._growths), len(self._open))
+
+    def integrity(self) -> list[str]:
+        return [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
+
+    # --- drafting ---------------------------------------------------------------------------------------------
+
+    def _drop_entries(self, sequence_id: int) -> None:
+        """Of a sequence after which no logits are finite, so that nobody reuses them; nor earlier ones' like them."""
+        self.cache.accounting.close(sequence_id, retain=False)
+        self.cache.accounting.clear()
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """True when the drafter can hold the committed text and its guesses, in its context and in its cache."""
+        token_ids = self._token_ids(sequence)
+        length = len(token_ids)
+        if not length or length + self.shape.depth > self.context_length:
+            return False
+        accounting = self.cache.accounting
+        opened = sequence.id in accounting
+        seen = len(accounting.segment(sequence.id).token_ids) if opened else 0
+        if not self._can_read(token_ids[seen:]):
+            return False
+        if not opened and accounting.open(sequence.id, token_ids, sequence.tenant) is None:
+            return False
+        return accounting.reserve(sequence.id, length + self._max_stored())
+
+    def _max_stored(self) -> int:
+        """The most entries that are ever behind the committed ones."""
+        return self.shape.max_stored
+
+    def _begin(self, sequence: Sequence, budget: int) -> Growth:
+        self._open.pop(sequence.id, None)
+        growth = self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
+        growth.length = len(self._token_ids(sequence))
+        return growth
+
+    def _own_path(self, node: Node) -> tuple[int, ...]:
+        return tuple(self._own_id(token_id) for token_id in node.token_ids())
+
+    def _committed(self, growths: list[Growth]) -> list[Feed]:
+        """The committed tokens that the drafter has not seen; where they are all of them, guesses are wanted.
+
+        The rows of one call are bounded as a target step's are, so that a long prompt delays nobody for long: a
+        sequence that is not through proposes nothing in this step.
+        """
+        rows_left = self.context.engine_config.max_num_batched_tokens
+        feeds: list[Feed] = []
+        for growth in growths:
+            sequence = growth.sequence
+            text = self._token_ids(sequence)
+            segment = self.cache.accounting.segment(sequence.id)
+            if len(segment.token_ids) < self.first_entry:
+                skipped = text[len(segment.token_ids) : self.first_entry]
+                self.cache.accounting.commit(sequence.id, skipped)
+            seen = len(segment.token_ids)
+            length = len(text)
+            # The last row is fed again when the engine asks again.
+            past = max(min(seen, length - 1), self.first_entry)
+            end = min(past + rows_left, self._num_ready(sequence))
+            if end <= past:
+                continue
+            token_ids = text[past:end]
+            rows_left -= len(token_ids)
+            wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
+            rows = RowGroup(segment.start + self.first_entry, past - self.first_entry, token_ids, wanted)
+            feeds.append(Feed(growth, rows, past, num_new=end - seen))
+        return feeds
+
+    def _compute(self, feeds: list[Feed]) -> None:
+        """One pass; keeps the entries of committed tokens, and grows every tree whose logits it yields."""
+        logits = self._forward(feeds)
+        end = 0
+        for feed in feeds:
+            begin, end = end, end + len(feed.rows.logit_rows)
+            self._commit(feed)
+            if end > begin:
+                feed.growth.grow(logits[begin:end])
+
+    def _commit(self, feed: Feed) -> None:
+        """Count those of a feed's tokens that are committed and new among the valid entries."""
+        if feed.num_new:
+            token_ids = list(feed.rows.token_ids[-feed.num_new :])
+            self.cache.accounting.commit(feed.growth.sequence.id, token_ids)
+
+    def _frontier(self, growth: Growth) -> Feed:
+        segment = self.cache.accounting.segment(growth.sequence.id)
+        length = len(segment.token_ids)
+        nodes = [node for node in growth.frontier if node is not None]
+        first = self.first_entry
+        rows = growth.store_frontier(segment.start + first, length - first, self._own_id)
+        return Feed(growth, rows, length + nodes[0].depth - 1, nodes)

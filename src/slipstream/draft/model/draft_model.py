@@ -1,0 +1,102 @@
+"""A smaller model of the same vocabulary drafts a chain or a tree (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.config import DTYPES, QUANTIZATIONS, EngineConfig, check_types, reject_unknown
+from slipstream.draft.base import DraftContext
+from slipstream.draft.model.cached import CachedDrafter, Feed
+from slipstream.draft.model.growth import GrowthOptions
+from slipstream.models import load_model, load_tokenizer
+from slipstream.text.vocabulary import check_same_vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelOptions(GrowthOptions):
+    """Keys of `speculative_config` for `method: draft_model`."""
+
+    model: str
+    """Folder or hub id of the draft model; its vocabulary must be the target's."""
+    dtype: str = "auto"
+    quantization: str | None = None
+    """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    device: str = "auto"
+    revision: str | None = None
+    lora: str | None = None
+    """Folder of a LoRA adapter that is merged into the draft's weights; None takes one that lies beside them."""
+
+    def __post_init__(self) -> None:
+        self.check_draft("draft_model")
+
+    def check_draft(self, what: str) -> None:
+        """Raise `ConfigError`, calling the drafter `what`, for a value that cannot be."""
+        check_types(self, what)
+        self.check_growth(what)
+        reject_unknown([self.dtype], DTYPES, f"{what} dtype")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, f"{what} quantization")
+
+
+class DraftModelDrafter(CachedDrafter):
+    """Drafts with a small causal language model."""
+
+    summary = "a smaller model with the same vocabulary writes ahead"
+
+    Options = DraftModelOptions
+
+    def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
+        trust = context.engine_config.trust_remote_code
+        self.tokenizer = self._load_tokenizer(options, context.engine_config) or context.tokenizer
+        self._check_tokenizer(options, context)
+        self.model = load_model(
+            options.model,
+            dtype=options.dtype,
+            device=str(context.device) if options.device == "auto" else options.device,
+            revision=options.revision,
+            trust_remote_code=trust,
+            quantization=options.quantization or context.engine_config.quantization,
+            cpu_kernels=context.engine_config.cpu_kernels,
+            lora=options.lora,
+            max_model_len=context.engine_config.max_model_len,
+        )
+        super().__init__(
+            options,
+            context,
+            vocab_size=self._num_guesses(context.vocab_size),
+            context_length=self.model.context_length,
+            shapes=self.model.shapes,
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )
+
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @staticmethod
+    def _load_tokenizer(options: DraftModelOptions, target: EngineConfig) -> Any | None:
+        """None for the target itself, whose tokenizer is loaded already, and may lie elsewhere than its weights."""
+        if (options.model, options.revision) == (target.model, target.revision):
+            return None
+        return load_tokenizer(
+            options.model, revision=options.revision, trust_remote_code=target.trust_remote_code
+        )
+
+    def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:
+        """Raise `VocabularyMismatchError` unless this drafter can use the draft's tokenizer."""
+        check_same_vocabulary(context.tokenizer, self.tokenizer, options.model)
+
+    def _num_guesses(self, target_vocab_size: int) -> int:
+        """Width of the logits that guesses are chosen from; padding beyond the vocabulary may differ."""
+        return min(self.model.vocab_size, target_vocab_size)
+
+    def _can_read(self, token_ids: Seq[int]) -> bool:
+        return max(token_ids, default=0) < self.model.vocab_size  # the target's embedding may be wider
+
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
+        return logits[:, : self._growths.vocab_size]

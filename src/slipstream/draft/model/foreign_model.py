@@ -1,0 +1,52 @@
+"""A draft model that reads the target's text in tokens of its own; what it guesses in is up to the subclass."""
+
+from __future__ import annotations
+
+import math
+
+from slipstream.core import Sequence
+from slipstream.draft.base import DraftContext
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.text.retokenize import Translation, Translator
+
+
+class ForeignModelDrafter(DraftModelDrafter):
+    """A causal language model with a tokenizer of its own."""
+
+    def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._translations: dict[int, Translation] = {}
+        self._slots_per_token = self.translator.tokens_per_token()
+
+    def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:
+        target_name = context.engine_config.model
+        self.translator = Translator(context.tokenizer, self.tokenizer, target_name, options.model)
+
+    def kv_bytes_per_token(self) -> int:
+        return math.ceil(super().kv_bytes_per_token() * self._slots_per_token)
+
+    def allocate(self, num_tokens: int) -> None:
+        super().allocate(math.ceil(num_tokens * self._slots_per_token))
+
+    def release(self, sequence: Sequence) -> None:
+        self._translations.pop(sequence.id, None)
+        super().release(sequence)
+
+    def num_held(self) -> int:
+        return max(super().num_held(), len(self._translations))
+
+    def translate(self, sequence: Sequence) -> list[int]:
+        """The committed text of the target's `sequence` in the draft's tokens; the list grows with the text.
+
+        Entries of tokens that read otherwise than before are dropped.
+        """
+        if sequence.id not in self._translations:
+            self._translations[sequence.id] = self.translator.begin()
+        translation = self._translations[sequence.id]
+        self._forget_behind(sequence.id, translation.update(sequence.token_ids))
+        return translation.token_ids
+
+    def _forget_behind(self, sequence_id: int, num_tokens: int) -> None:
+        accounting = self.cache.accounting
+        if sequence_id in accounting and len(accounting.segment(sequence_id).token_ids) > num_tokens:
+            accounting.truncate(sequence_id, num_tokens)

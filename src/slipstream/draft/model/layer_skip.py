@@ -1,0 +1,241 @@
+"""The target drafts for itself with some of its layers, over its own keys and values.
+
+No weights and no cache are added. The draft's entries lie where the target's next pass will write the same tokens'
+entries, so nothing of them stays. Which layers: given (Zhang et al., "Draft & Verify: lossless large language model
+acceleration via self-speculative decoding", ACL 2024), the first few (Elhoushi et al., "LayerSkip: enabling early exit
+inference and self-speculative decoding", ACL 2024), or found on the traffic itself (SWIFT, see `layer_search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config import QUANTIZATIONS, check_at_least, check_types, reject_unknown
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Shape
+from slipstream.draft.model.layer_search import Layers, LayerSearch
+from slipstream.errors import ConfigError
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM, RowGroup, load_model
+
+MAX_TENANTS = 256
+"""Tenants whose search is remembered; the one that was begun first is forgotten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipOptions(GrowthOptions):
+    """Keys of `speculative_config` for `method: layer_skip`."""
+
+    skip_layers: list[int] | None = None
+    """Layers that a draft leaves out, counted from 0."""
+    exit_layer: int | None = None
+    """A draft ends after so many layers. Without this and without `skip_layers` the layers are found on the traffic,
+    for each tenant apart."""
+    quantization: str | None = None
+    """`int8`: draft with the layers of an int8 copy of the target, on a CPU. None: with the target's own."""
+    skip_ratio: float = 0.5
+    """The search begins with evenly spread layers and leaves out ever more of them, up to this share."""
+    drafts_per_trial: int = 32
+    """Drafts after which a set of layers is compared with the best one so far."""
+    patience: int = 16
+    """The search ends after so many trials in a row that found nothing better."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "layer_skip")
+        self.check_growth("layer_skip")
+        check_at_least("layer_skip", 1, drafts_per_trial=self.drafts_per_trial, patience=self.patience)
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "layer_skip quantization")
+        if not 0 <= self.skip_ratio < 1:
+            raise ConfigError(f"layer_skip skip_ratio must be at least 0 and below 1, got {self.skip_ratio}")
+        if self.skip_layers is not None:
+            if self.exit_layer is not None:
+                raise ConfigError("layer_skip has skip_layers and exit_layer; give one of them")
+            check_at_least("layer_skip", 0, **{"skip_layers item": min(self.skip_layers, default=0)})
+            if not self.skip_layers and self.quantization is None:
+                raise ConfigError("layer_skip skip_layers is empty: the draft would be the target itself")
+
+
+class LayerSkipDrafter(Drafter):
+    """Drafts where the target has computed all of the text but its last token, which is every step but the first.
+
+    A search that ends with no layers whose drafts pay ends the drafting with it, until `reset`.
+    """
+
+    summary = "the target itself with some layers left out, in the target's own cache"
+
+    Options = LayerSkipOptions
+    observes_all = False
+    kinds = frozenset(ProposalKind)
+
+    def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        if context.target is None:
+            raise ConfigError("layer_skip needs the target itself to draft with")
+        self.shape = Shape.of(options, context.verifier)
+        self.model = _model(options.quantization, context, context.target)
+        self.model.check_layers()
+        self._layers = _given(options, self.model.num_layers)
+        self._searches: dict[str, LayerSearch] = {}
+        self._growths = Growths(self.shape, context.vocab_size, options.confidence_threshold)
+        self._open: dict[int, Layers] = {}
+        """The layers behind the last proposal of each sequence, until its verdict has been observed."""
+        self._cache: KVCache | None = None
+
+    def remembers(self) -> bool:
+        """What drafts were accepted, where it searches."""
+        return self._layers is None
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.shape.kinds
+
+    def max_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    def chain_length(self) -> int | None:
+        return self.shape.depth if self.shape.is_chain else None
+
+    def attach(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def memory_bytes(self) -> int:
+        return 0 if self.model is self.context.target else self.model.weight_bytes
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        growths: dict[int, Growth] = {}
+        alike: dict[Layers, list[Growth]] = {}
+        for sequence, budget in zip(sequences, budgets, strict=True):
+            self._open.pop(sequence.id, None)
+            if budget == 0 or sequence.num_pending != 1 or not self._growths.may_draft(sequence):
+                continue
+            layers = self._layers or self._found(sequence.tenant)
+            if layers is None:
+                continue
+            growths[sequence.id] = self._growths.begin(sequence, budget)
+            self._open[sequence.id] = layers
+            alike.setdefault(layers, []).append(growths[sequence.id])
+        for layers, growing in alike.items():
+            self._draft(growing, layers)
+        return [growths[s.id].proposal() if s.id in growths else EMPTY_PROPOSAL for s in sequences]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Let the searches know what the layers that they chose are worth."""
+        for seen in observations:
+            layers = self._open.pop(seen.sequence.id, None)
+            if layers is not None and self._layers is None and len(seen.proposal):
+                num_passes = max(seen.proposal.depths)
+                self.search(seen.sequence.tenant).record(layers, num_passes, seen.num_accepted)
+
+    def release(self, sequence: Sequence) -> None:
+        self._open.pop(sequence.id, None)
+        self._growths.release(sequence)
+
+    def reset(self) -> None:
+        self._searches.clear()
+
+    def num_held(self) -> int:
+        return max(len(self._open), len(self._growths))
+
+    def search(self, tenant: str) -> LayerSearch:
+        """The search on a tenant's traffic, for when no layers were given."""
+        if tenant not in self._searches:
+            if len(self._searches) == MAX_TENANTS:
+                del self._searches[next(iter(self._searches))]
+            options: LayerSkipOptions = self.options
+            self._searches[tenant] = LayerSearch(
+                self.model.num_layers,
+                self._cost,
+                options.skip_ratio,
+                options.drafts_per_trial,
+                options.patience,
+            )
+        return self._searches[tenant]
+
+    def _found(self, tenant: str) -> Layers | None:
+        """The layers to draft with; None once the search has ended without any that pay."""
+        search = self.search(tenant)
+        return search.layers if search.pays else None
+
+    def _cost(self, layers: Layers) -> float:
+        """What a draft pass reads, as a share of what the target's reads."""
+        target = self.context.target
+        assert target is not None
+        head = target.vocab_size * target.hidden_size
+        tied = bool(getattr(target.config, "tie_word_embeddings", False))
+        in_layers = target.num_parameters - (head if tied else 2 * head)
+        share: float = (in_layers * len(layers) / target.num_layers + head) / (in_layers + head)
+        return share * self.model.weight_bytes / target.weight_bytes
+
+    def _draft(self, growths: list[Growth], layers: Layers) -> None:
+        """Grow all trees, one pass a level: first the row of the last committed token, then the frontiers."""
+        assert self._cache is not None, "attach() comes before the first proposal"
+        starts = {g.sequence.id: self._cache.accounting.segment(g.sequence.id).start for g in growths}
+        groups = [
+            RowGroup(starts[g.sequence.id], g.sequence.num_computed, g.sequence.token_ids[-1:], [0])
+            for g in growths
+        ]
+        while growths:
+            logits = self._forward(groups, layers)
+            end = 0
+            for growth, group in zip(growths, groups, strict=True):
+                begin, end = end, end + len(group.logit_rows)
+                growth.grow(logits[begin:end])
+                # No more slots than nodes are reserved behind the last committed token.
+                growth.frontier = growth.frontier[: growth.max_nodes - len(growth.stored)]
+            growths = [growth for growth in growths if growth.frontier]
+            groups = [g.store_frontier(starts[g.sequence.id], len(g.sequence.token_ids)) for g in growths]
+
+    def _forward(self, groups: list[RowGroup], layers: Layers) -> Tensor:
+        assert self._cache is not None
+        return self.model.forward(groups, self._cache.pool, layers=layers).logits
+
+
+def _model(quantization: str | None, context: DraftContext, target: CausalLM) -> CausalLM:
+    """The target, or its int8 copy; raises `ConfigError` where the copy cannot share the target's cache."""
+    if quantization is None:
+        return target
+    if target.quantization is not None:
+        raise ConfigError(f"the target is {target.quantization} already; leave layer_skip's quantization out")
+    config = context.engine_config
+    copy = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=str(context.device),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=quantization,
+        cpu_kernels=config.cpu_kernels,
+        lora=config.lora,
+        max_model_len=config.max_model_len,
+    )
+    if copy.shapes != target.shapes or copy.dtype != target.dtype:
+        raise ConfigError(f"{config.model!r} in {quantization} does not fit into the target's cache")
+    return copy
+
+
+def _given(options: LayerSkipOptions, num_layers: int) -> Layers | None:
+    """The layers that the options name; None where they are to be found."""
+    if options.exit_layer is not None:
+        if not 1 <= options.exit_layer < num_layers:
+            raise ConfigError(
+                f"layer_skip exit_layer must be from 1 to {num_layers - 1} for a target of {num_layers} layers, "
+                f"got {options.exit_layer}"
+            )
+        return tuple(range(options.exit_layer))
+    if options.skip_layers is None:
+        return None
+    beyond = [layer for layer in options.skip_layers if layer >= num_layers]
+    if beyond:
+        raise ConfigError(
+            f"layer_skip cannot skip layer {beyond[0]}: the target's last one is {num_layers - 1}"
+        )
+    layers = tuple(layer for layer in range(num_layers) if layer not in options.skip_layers)
+    if not layers:
+        raise ConfigError("layer_skip skip_layers leaves no layer to draft with")
+    return layers

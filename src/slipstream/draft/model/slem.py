@@ -1,0 +1,183 @@
+"""String-level exact match: a draft model with another tokenizer writes text, and the target's tokenizer reads it.
+
+Timor, Mamou, Korat, Berchansky, Pereg, Jain, Schwartz, Wasserblat and Harel, "Accelerating LLM inference with lossless
+speculative decoding algorithms for heterogeneous vocabularies" (ICML 2025).
+
+The draft may use its whole vocabulary. What it wrote is tokenised together with the end of the committed text, and what
+follows the committed tokens is proposed as a chain without probabilities.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from slipstream.config import DTYPES, QUANTIZATIONS, check_at_least, check_types, reject_unknown
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.model.draft_model import DraftModelOptions
+from slipstream.draft.model.foreign_model import ForeignModelDrafter
+from slipstream.errors import ConfigError
+from slipstream.sampling.params import SamplingParams
+from slipstream.text.retokenize import LOOKBEHIND, Encoder, anchor
+from slipstream.text.token_bytes import match_special
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlemOptions:
+    """Keys of `speculative_config` for `method: slem`."""
+
+    model: str
+    """Folder or hub id of the draft model; its tokenizer may be any byte-level or SentencePiece-like one."""
+    num_speculative_tokens: int = 5
+    """Tokens of its own that the draft writes in a step; in the target's they may be fewer or more."""
+    draft_temperature: float = 0.0
+    """0 writes the draft's most probable tokens; above, they are drawn from its own distribution."""
+    dtype: str = "auto"
+    quantization: str | None = None
+    """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    device: str = "auto"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "slem")
+        check_at_least("slem", 1, num_speculative_tokens=self.num_speculative_tokens)
+        if not 0 <= self.draft_temperature <= 10:
+            raise ConfigError(f"slem draft_temperature must be from 0 to 10, got {self.draft_temperature}")
+        reject_unknown([self.dtype], DTYPES, "slem dtype")
+        if self.quantization is not None:
+            reject_unknown([self.quantization], QUANTIZATIONS, "slem quantization")
+
+
+class _Writer(ForeignModelDrafter):
+    """The draft model among its own tokens: the sequences that it is given are in them too."""
+
+    def _num_guesses(self, target_vocab_size: int) -> int:
+        return self.model.vocab_size
+
+
+class SlemDrafter(Drafter):
+    """Lets a causal language model of another vocabulary write, and proposes what the target's tokenizer reads."""
+
+    summary = "a smaller model with another vocabulary writes ahead, in text"
+
+    Options = SlemOptions
+
+    def __init__(self, options: SlemOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._writer = _Writer(
+            DraftModelOptions(
+                model=options.model,
+                num_speculative_tokens=options.num_speculative_tokens,
+                draft_sample_method="probabilistic" if options.draft_temperature else "greedy",
+                dtype=options.dtype,
+                quantization=options.quantization,
+                device=options.device,
+                revision=options.revision,
+            ),
+            context,
+        )
+        self.model = self._writer.model
+        self._params = SamplingParams(temperature=options.draft_temperature)
+        self._target, self._draft = self._writer.translator.target, self._writer.translator.draft
+        self._special = {
+            theirs: ours
+            for ours, theirs in match_special(self._target, self._draft).items()
+            if ours < context.vocab_size
+        }
+        self._encoder = Encoder(context.tokenizer, self._target)
+        self._said = sorted(self._target.ordinary.values())
+        self._written: dict[int, Sequence] = {}
+        """Each sequence as the draft model knows it: the same text in its own tokens."""
+
+    # --- the contract -----------------------------------------------------------------------------------------
+
+    def max_nodes(self) -> int:
+        """Twice `num_speculative_tokens`: a token of the draft may be several of the target's."""
+        return 2 * int(self.options.num_speculative_tokens)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """One chain a sequence; nothing where the text, tokenised anew, does not begin with the committed tokens."""
+        # The last token written is often left out as unfinished.
+        lengths = [
+            min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets
+        ]
+        drafts = self._writer.propose([self._as_written(sequence) for sequence in sequences], lengths)
+        return [
+            self._read(sequence, draft.token_ids, budget)
+            for sequence, draft, budget in zip(sequences, drafts, budgets, strict=True)
+        ]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Keep the draft model's entries as far as it wrote the text that was committed."""
+        written = []
+        for seen in observations:
+            if seen.sequence.id in self._written:
+                text = self._as_written(seen.sequence)
+                # However many of its tokens stand: the writer compares them with the text.
+                written.append(replace(seen, sequence=text, num_accepted=len(text.token_ids)))
+        self._writer.observe(written)
+
+    def release(self, sequence: Sequence) -> None:
+        self._written.pop(sequence.id, None)
+        self._writer.release(sequence)
+
+    def reset(self) -> None:
+        self._writer.reset()
+
+    def kv_bytes_per_token(self) -> int:
+        return self._writer.kv_bytes_per_token()
+
+    def allocate(self, num_tokens: int) -> None:
+        self._writer.allocate(num_tokens)
+
+    def memory_bytes(self) -> int:
+        return self._writer.memory_bytes()
+
+    def num_held(self) -> int:
+        return max(self._writer.num_held(), len(self._written))
+
+    def integrity(self) -> list[str]:
+        return self._writer.integrity()
+
+    # --- drafting ---------------------------------------------------------------------------------------------
+
+    def _as_written(self, sequence: Sequence) -> Sequence:
+        token_ids = self._writer.translate(sequence)
+        if sequence.id not in self._written:
+            self._written[sequence.id] = replace(
+                sequence, token_ids=token_ids, num_prompt_tokens=0, params=self._params, leader=None
+            )
+        return self._written[sequence.id]
+
+    def _read(self, sequence: Sequence, written: Seq[int], budget: int) -> Proposal:
+        """The draft's tokens in the target's, behind the committed ones."""
+        text, ending = b"", None
+        for token in written:
+            if token not in self._draft.ordinary:
+                ending = self._special.get(token)
+                break
+            text += self._draft.ordinary[token]
+        shares = [self._target.ordinary.get(token) for token in sequence.token_ids[-LOOKBEHIND[1] :]]
+        first = anchor(shares)
+        committed = sequence.token_ids[len(sequence.token_ids) - len(shares) + first :]
+        end = b"".join(share or b"" for share in shares[first:])
+        token_ids, pieces = self._encoder.encode(end + text)
+        if token_ids[: len(committed)] != committed:
+            return EMPTY_PROPOSAL
+        guesses = token_ids[len(committed) :]
+        if ending is not None:
+            guesses.append(ending)
+        else:
+            guesses = guesses[: self._num_finished(pieces[len(committed) :])]
+        return Proposal.chain(guesses[:budget]) if guesses else EMPTY_PROPOSAL
+
+    def _num_finished(self, pieces: Seq[bytes]) -> int:
+        """How many of the tokens that say `pieces` can no longer become part of a longer one."""
+        for first in range(len(pieces)):
+            rest = b"".join(pieces[first:])
+            longer = bisect_right(self._said, rest)
+            if longer < len(self._said) and self._said[longer].startswith(rest):
+                return first
+        return len(pieces)

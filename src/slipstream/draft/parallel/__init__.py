@@ -1,0 +1,1 @@
+"""Drafters that let the target itself draft several positions at once."""

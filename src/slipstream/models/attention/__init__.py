@@ -1,0 +1,1 @@
+"""Attention backends over Slipstream's own cache."""

@@ -1,0 +1,103 @@
+"""What lies in a checkpoint's folder: one clear line where it is not what a model needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ModelError
+from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_FORMAT = "give a folder in Hugging Face format"
+
+
+def check_folder(path: str) -> None:
+    """Raise `ModelError` where `path` is a file, or a folder without a model; a hub id passes."""
+    folder = Path(path)
+    if path.lower().endswith(".gguf"):
+        raise ModelError(
+            f"{path!r} is a GGUF file, which Slipstream cannot read; {_FORMAT}, such as the one that it was made from"
+        )
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if folder.is_file() or (looks_local and not folder.is_dir()):
+        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if has_adapter(folder):
+        raise ModelError(
+            f"{path!r} is an adapter, not a model; give the model that it was made for{_base_model(folder)} and "
+            "--lora with this folder"
+        )
+    if any(folder.glob("*.gguf")):
+        raise ModelError(f"{path!r} holds GGUF files, which Slipstream cannot read; {_FORMAT}")
+    raise ModelError(f"{path!r} has no config.json; {_FORMAT}")
+
+
+def check_weight_files(path: str) -> None:
+    """Raise `ModelError` for a folder without weights."""
+    folder = Path(path)
+    if folder.is_dir() and not any(_weights(folder)):
+        raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
+
+
+def check_tokenizer_files(path: str) -> None:
+    """Raise `ModelError` for a folder without a tokenizer."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"{path!r} has no tokenizer; pass --tokenizer with a folder or hub id that has the model's "
+            "(tokenizer= in Python)"
+        )
+
+
+def chat_template_beside(path: str) -> str | None:
+    """The template that older checkpoints of image models keep in a file of its own."""
+    file = Path(path) / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_text())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"cannot read {str(file)!r}: it must be a JSON object with chat_template") from None
+    return str(template)
+
+
+@contextlib.contextmanager
+def without_adapter(path: str) -> Iterator[str]:
+    """The folder as Transformers should see it: it would put an adapter in place by itself, and not say whether the
+    model's own weights were whole."""
+    folder = Path(path)
+    if not has_adapter(folder):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as view:
+        for file in folder.iterdir():
+            if not file.name.startswith("adapter_"):
+                (Path(view) / file.name).symlink_to(file.resolve())
+        yield view
+
+
+def _weights(folder: Path) -> Iterator[Any]:
+    for pattern in ("*.safetensors", "*.bin"):
+        yield from (file for file in folder.glob(pattern) if not file.name.startswith("adapter_"))
+
+
+def _base_model(folder: Path) -> str:
+    """' (its name)', where the adapter says it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        name = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+        if name:
+            return f" ({name})"
+    return ""

@@ -1,0 +1,1 @@
+"""Linear layers and the formats of their weights."""

@@ -1,0 +1,1 @@
+"""Alarms: what changed in acceptance, and why."""

@@ -1,0 +1,314 @@
+"""Times the passes of models over rows and contexts, beside the least that the device could need for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import slipstream
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup
+from slipstream.models.cpu import threads
+from slipstream.models.cpu.native import fingerprint
+from slipstream.models.support import text_config
+from slipstream.profiling.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
+from slipstream.profiling.machine import cpu_name, num_cpus
+from slipstream.profiling.profile import CostProfile, ProfileKey, Rate, StepTime
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is measured, and for how long. Every model gets at least `min_repeats`, however slow it is."""
+
+    row_counts: tuple[int, ...] = (1, 2, 4, 5, 8, 16, 32, 64)
+    contexts: tuple[int, ...] = (16, 256, 1024)
+    budget_s: float = 15.0
+    """For all models together."""
+    array_bytes: int = 2**30
+    """Of the array over which the memory's bandwidth is measured; more where the caches are large."""
+    min_repeats: int = 3
+    max_repeats: int = 25
+
+
+QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, array_bytes=2**28, max_repeats=5)
+"""A rough look: few points, few repeats."""
+
+SETTLING_S = 0.01
+"""PyTorch's threads stay awake for some milliseconds after an operator, on the cores that a pass needs."""
+
+NUM_LOOKS = 8
+"""Timed passes of each size for a first idea."""
+
+FEW_ROWS = 32
+"""As many as steps have that wait for memory."""
+
+NUM_SETTLING = 4
+"""In serving, a step of few rows finds in the caches what the one before it has left there; after a pass of many rows
+as many passes are slower, by half with small models."""
+
+OnProgress = Callable[[int, int], None]
+"""Called between timed passes with how many passes are done, and of how many."""
+
+
+def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> list[CostProfile]:
+    """The profile of each model, in order.
+
+    The passes of all models and sizes and the readings of the device's limits take turns, so that a machine which
+    grows slower or faster in the meantime spoils no comparison between them.
+    """
+    limits = _Limits(models, survey)
+    benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
+    _take_turns(benches, limits, survey, on_progress)
+    return [bench.profile(limits) for bench in benches]
+
+
+def profile_key(model: CausalLM) -> ProfileKey:
+    """The key under which this model's profile is saved and found, with the number of threads that is set now."""
+    on_cpu = model.device.type == "cpu"
+    return ProfileKey(
+        cpu=cpu_name(),
+        num_cpus=num_cpus(),
+        device="cpu" if on_cpu else torch.cuda.get_device_name(model.device),
+        num_threads=threads.available(),
+        model=_fingerprint(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
+        slipstream=slipstream.__version__,
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+    )
+
+
+def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: float) -> dict[int, float]:
+    """Rows to the seconds of the quickest of a few passes, for a first idea of what rows cost.
+
+    Fewest rows first; what `budget_s` does not allow for is left out.
+    """
+    bench = _Bench(model, Survey(tuple(row_counts), (context,)), seed=0)
+    times_s: dict[int, float] = {}
+    started_s = time.perf_counter()
+    before = 0
+    for repeat in range(NUM_LOOKS):
+        for rows, context_ in bench.cells:
+            if repeat == 0:
+                bench.pass_s(rows, context_)  # kernels are made, buffers found
+            if repeat and before > FEW_ROWS >= rows:
+                for _ in range(NUM_SETTLING):
+                    bench.pass_s(rows, context_)
+            before = rows
+            took_s = bench.pass_s(rows, context_)
+            times_s[rows] = min(took_s, times_s.get(rows, took_s))
+            if time.perf_counter() - started_s > budget_s:
+                return times_s
+    return times_s
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that a pass of one row reads: not an embedding, of which it looks up a row, and of a mixture of
+    experts only as many as a row is sent to."""
+
+    number: int
+    """Of those that are multiplied with: matrices, not norms and biases."""
+    num_bytes: int
+    """Of all."""
+
+    @classmethod
+    def of(cls, model: CausalLM) -> Weights:
+        """Counted over the module tree. A packed layer says its own size; its bias is a parameter like others."""
+        if model.decoder is not None:
+            return cls(model.decoder.num_read, model.decoder.read_bytes)
+        share = _expert_share(model.config)
+        number, num_bytes = 0.0, 0.0
+        seen: set[int] = set()
+        for module in model.model.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            packed_bytes = getattr(module, "nbytes", None)
+            if isinstance(packed_bytes, int):
+                number += int(module.in_features) * int(module.out_features)
+                num_bytes += packed_bytes
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                read = share if parameter.ndim == 3 else 1.0  # [experts, out, in]
+                number += read * parameter.numel() if parameter.ndim > 1 else 0
+                num_bytes += read * parameter.nbytes
+        return cls(round(number), round(num_bytes))
+
+
+def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
+    """What a pass of `num_rows` rows behind `context` cached tokens must read at least: weights, keys and values."""
+    entries = context + num_rows
+    cached = 0
+    for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
+        seen = entries if window is None else min(entries, window + num_rows - 1)
+        cached += shape.elements() * seen * model.dtype.itemsize
+    return Weights.of(model).num_bytes + cached
+
+
+class _Limits:
+    """Readings of what the models' devices can do, taken again and again."""
+
+    def __init__(self, models: Seq[CausalLM], survey: Survey) -> None:
+        self._array_bytes = {
+            device: memory_array_bytes(survey.array_bytes, device)
+            for device in {model.device for model in models}
+        }
+        self._rates: dict[tuple[object, torch.device], list[float]] = {}
+        self._readings: dict[tuple[object, torch.device], Callable[[], float]] = {}
+        for model in models:
+            device = model.device
+            for size in {self._array_bytes[device], self._own_bytes(model)}:
+                if (size, device) not in self._readings:
+                    self._readings[size, device] = ReadStream(size, device).bytes_per_s
+            kind = (model.dtype, model.quantization)
+            if (kind, device) not in self._readings:
+                self._readings[kind, device] = MatrixProduct(*kind, device).flops_per_s
+
+    def read(self) -> None:
+        """Take one reading of each."""
+        for limit, reading in self._readings.items():
+            self._rates.setdefault(limit, []).append(reading())
+        time.sleep(SETTLING_S)
+
+    def memory_bytes_per_s(self, model: CausalLM) -> Rate:
+        """Over an array that no cache holds."""
+        return self._rate(self._array_bytes[model.device], model.device)
+
+    def read_bytes_per_s(self, model: CausalLM) -> Rate:
+        """Over an array of the size of the model's weights."""
+        return self._rate(self._own_bytes(model), model.device)
+
+    def flops_per_s(self, model: CausalLM) -> Rate:
+        """In the model's dtype and quantization."""
+        return self._rate((model.dtype, model.quantization), model.device)
+
+    def _own_bytes(self, model: CausalLM) -> int:
+        return min(Weights.of(model).num_bytes, self._array_bytes[model.device])
+
+    def _rate(self, limit: object, device: torch.device) -> Rate:
+        rates = self._rates[limit, device]
+        return Rate(statistics.median(rates), max(rates))
+
+
+class _Bench:
+    """One model with a cache of its own, and the times of its passes."""
+
+    def __init__(self, model: CausalLM, survey: Survey, seed: int) -> None:
+        self.model = model
+        longest = model.context_length
+        row_counts = [rows for rows in survey.row_counts if rows <= max(longest // 2, 1)]
+        contexts = sorted({min(context, longest - row_counts[-1]) for context in survey.contexts})
+        self.cells = [(rows, context) for context in contexts for rows in row_counts]
+        self.times_s: dict[tuple[int, int], list[float]] = {cell: [] for cell in self.cells}
+        num_slots = contexts[-1] + row_counts[-1]
+        self._pool = KVPool(model.shapes, num_slots, model.dtype, model.device)
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in (
+            *self._pool.keys,
+            *self._pool.values,
+        ):  # numbers as they occur: no NaN, nothing denormal
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        self._token_ids = torch.randint(model.vocab_size, (row_counts[-1],), generator=generator).tolist()
+
+    def pass_s(self, rows: int, context: int) -> float:
+        """Seconds of one pass of a chain whose every row's logits are wanted."""
+        group = RowGroup(0, context, self._token_ids[:rows], range(rows))
+        synchronize(self.model.device)
+        started_s = time.perf_counter()
+        self.model.forward([group], self._pool)
+        synchronize(self.model.device)
+        return time.perf_counter() - started_s
+
+    def profile(self, limits: _Limits) -> CostProfile:
+        """What was measured."""
+        return CostProfile(
+            key=profile_key(self.model),
+            path=self.model.path,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            num_weights=Weights.of(self.model).number,
+            memory_bytes_per_s=limits.memory_bytes_per_s(self.model),
+            read_bytes_per_s=limits.read_bytes_per_s(self.model),
+            flops_per_s=limits.flops_per_s(self.model),
+            step_times=tuple(self._step_time(*cell) for cell in self.cells),
+        )
+
+    def _step_time(self, rows: int, context: int) -> StepTime:
+        times_s = self.times_s[rows, context]
+        q1_s, median_s, q3_s = statistics.quantiles(times_s, n=4, method="inclusive")
+        return StepTime(
+            rows=rows,
+            context=context,
+            median_s=median_s,
+            q1_s=q1_s,
+            q3_s=q3_s,
+            best_s=min(times_s),
+            repeats=len(times_s),
+            bytes_read=bytes_read_per_step(self.model, rows, context),
+        )
+
+
+def _take_turns(benches: Seq[_Bench], limits: _Limits, survey: Survey, on_progress: OnProgress) -> None:
+    """Run every cell twice to warm it up, then time rounds over all cells, every other round backwards."""
+    num_cells = sum(len(bench.cells) for bench in benches)
+    total, done = num_cells * (1 + survey.max_repeats), 0
+    started_s = time.perf_counter()
+    round_s = 0.0
+    for bench in benches:
+        for cell in bench.cells:
+            on_progress(done, total)
+            bench.pass_s(*cell)  # kernels are made, buffers found
+            round_s += bench.pass_s(*cell)
+            done += 1
+    left_s = survey.budget_s - (time.perf_counter() - started_s)
+    repeats = min(max(int(left_s / round_s), survey.min_repeats), survey.max_repeats)
+    total = num_cells * (1 + repeats)
+    for turn in range(repeats):
+        limits.read()
+        for bench in benches:
+            bench.pass_s(*bench.cells[0])  # not timed: something else fills the caches
+            for cell in bench.cells if turn % 2 == 0 else reversed(bench.cells):
+                on_progress(done, total)
+                bench.times_s[cell].append(bench.pass_s(*cell))
+                done += 1
+    on_progress(total, total)
+
+
+def _fingerprint(model: CausalLM) -> str:
+    """Equal for equal architectures and sizes, wherever the checkpoint lies."""
+    volatile = {"_name_or_path", "transformers_version", "dtype", "architectures"}
+    values = {key: value for key, value in model.config.to_dict().items() if key not in volatile}
+    text = json.dumps([values, model.num_parameters], sort_keys=True, default=str)
+    return f"{model.family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _expert_share(config: Any) -> float:
+    """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
+    text = text_config(config)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    return chosen / experts if chosen and experts else 1.0
+
+
+def _windows(config: Any, num_layers: int) -> list[int | None]:
+    """The sliding window of each layer, None for one that sees everything."""
+    text = text_config(config)
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds: Mapping[int, str] | Seq[str] = (
+        getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    )
+    return [window if kinds[layer] == "sliding_attention" else None for layer in range(num_layers)]

@@ -1,0 +1,1 @@
+"""Grammars that an answer must keep to."""

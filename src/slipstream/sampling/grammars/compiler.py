@@ -1,0 +1,351 @@
+"""From a request's structured output to a grammar over the target's tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from slipstream.errors import RequestError
+from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
+from slipstream.sampling.grammars.grammar import Grammar, bits, is_dead_end
+from slipstream.sampling.grammars.trial import (
+    WORKER_OF_THIS_PROCESS,
+    NoWorkerError,
+    TooComplexError,
+    Vocabulary,
+)
+from slipstream.sampling.grammars.worker import STACK_BYTES, parser_limits
+from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
+from slipstream.text.byte_tokens import ByteTokens
+from slipstream.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_COMPILED = 64
+"""Compiled grammars and refusals that are kept, the ones used last."""
+MAX_SOURCE_BYTES = 128 * 2**10
+"""The largest schema, expression, grammar or choice. With it grow the compiler's time, partly as the square, and the
+depth to which it calls itself."""
+MAX_COMPILED_BYTES = 128 * 2**20
+"""What the compiled grammars that are kept may take in all."""
+MAX_FORM_BYTES = 16 * 2**20
+"""What one may take; the largest schemas that were tried take 3 MiB."""
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
+"""What may stand between the tokens of JSON: a space, or a new line and its indentation. Where JSON's own rule holds, a
+model that has begun with blank lines may never come to an end of them."""
+MAX_ERROR_LENGTH = 300
+"""Characters of a compiler's message that are passed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher that has consumed nothing and never will, the tokens that may come first, token i as bit i, and what
+    it takes."""
+
+    matcher: LLMatcher
+    first: int
+    footprint: Footprint
+
+
+class _NotNowError(RequestError):
+    """A refusal that says nothing of the constraint, so that nobody keeps it."""
+
+
+class GrammarCompiler:
+    """Compiles constraints with llguidance, in a thread of its own. Costs nothing until the first one comes.
+
+    Each is first tried in another process, which may die of it. Only what comes through is compiled here, under the
+    same limits.
+
+    May be used from any thread; llguidance lets the others run while it works. Who asks for what is known already,
+    refusals included, waits for nobody.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        """`tokenizer` and `end_token_ids` are the target's; `vocab_size` is the width of its logits."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._tried_vocabulary: Vocabulary | None = None
+        self._compiled: _Results[_Compiled] = _Results()
+        self._checked: _Results[bool] = _Results()
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
+        """The grammar of one answer that may end with `stop_token_ids`.
+
+        Raises `RequestError` where the constraint, or the tokenizer, is nothing that llguidance can follow.
+        """
+        return self.submit(structured, stop_token_ids).result()
+
+    def submit(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Future[Grammar]:
+        """`compile` without waiting for it. To cancel what has not begun saves its work."""
+        stop = frozenset(stop_token_ids)
+        return self._run(
+            self._compiled,
+            structured,
+            self._compile,
+            lambda compiled: self._grammar(structured, compiled, stop),
+        )
+
+    def check(self, structured: StructuredOutput) -> Future[bool]:
+        """True, or a `RequestError` where llguidance cannot follow a constraint, whatever the model."""
+
+        def check(structured: StructuredOutput) -> bool:
+            _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.check(_source(structured)))
+            check_followed(structured)
+            return True
+
+        return self._run(self._checked, structured, check, bool)
+
+    def _run(
+        self,
+        results: _Results[T],
+        structured: StructuredOutput,
+        make: Callable[[StructuredOutput], T],
+        use: Callable[[T], R],
+    ) -> Future[R]:
+        """`use` of what `results` have, or of what `make` makes in the compiling thread."""
+
+        def work() -> R:
+            result = results.find(structured)
+            if result is None:
+                try:
+                    result = make(structured)
+                except _NotNowError:
+                    raise
+                except RequestError as error:
+                    result = error
+                except BaseException as error:  # a panic in llguidance
+                    result = RequestError(_refusal(structured, str(error) or type(error).__name__))
+                results.keep(structured, result)
+            if isinstance(result, RequestError):
+                raise RequestError(str(result))
+            return use(result)
+
+        future: Future[R] = Future()
+        try:
+            check_size(structured)
+            known = results.find(structured)
+            if known is None:
+                return self._submit(work)
+            if isinstance(known, RequestError):
+                raise RequestError(str(known))
+            future.set_result(use(known))
+        except RequestError as error:
+            future.set_exception(error)
+        return future
+
+    def _submit(self, work: Callable[[], R]) -> Future[R]:
+        with self._lock:
+            if self._thread is not None:
+                return self._thread.submit(work)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-grammars")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                return self._thread.submit(work)  # makes the thread
+            finally:
+                threading.stack_size(before)
+
+    def _grammar(
+        self, structured: StructuredOutput, compiled: _Compiled, stop_token_ids: frozenset[int]
+    ) -> Grammar:
+        ends = stop_token_ids.union(self._end_token_ids)
+        if not compiled.first & (1 << self._vocab_size) - 1 & ~bits(ends):
+            raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
+        # A matcher of its own: none may be used by two threads at once.
+        return Grammar(
+            compiled.matcher.deep_copy(),
+            self._end_token_ids,
+            stop_token_ids,
+            self._vocab_size,
+            compiled.footprint,
+        )
+
+    def _compile(self, structured: StructuredOutput) -> _Compiled:
+        from llguidance import LLMatcher
+
+        WORKER_OF_THIS_PROCESS.start()
+        vocabulary, tried = self._read_tokenizer()
+        try:
+            source = _source(structured)
+        except ValueError as error:
+            raise RequestError(_refusal(structured, str(error))) from None
+        trial = _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.try_(tried, source))
+        if trial is not None:
+            _check_form(structured, trial["num_bytes"])
+        before = heap_bytes()
+        try:
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=parser_limits())
+            first = int.from_bytes(
+                matcher.compute_bitmask(), "little"
+            )  # what is too complex from here on fails
+        except ValueError as error:
+            raise RequestError(_refusal(structured, str(error))) from None
+        num_bytes: int = heap_bytes() - before if trial is None else trial["num_bytes"]
+        _check_form(structured, num_bytes)
+        if matcher.is_error():
+            if not is_dead_end(matcher):
+                raise RequestError(_refusal(structured, matcher.get_error()))
+            first = 0
+        messages = matcher.get_grammar_warnings()
+        if messages:  # which quote the client's text: they are for whoever debugs
+            logger.warning("%s is followed but for %d of its words", kind(structured), len(messages))
+            logger.debug("llguidance says: %s", messages)
+        refusal = RequestError(_refusal(structured, "it takes ever more memory while an answer follows it"))
+        footprint = Footprint(num_bytes, lambda: self._compiled.keep(structured, refusal))
+        return _Compiled(matcher, first, footprint)
+
+    def _read_tokenizer(self) -> tuple[LLTokenizer, Vocabulary]:
+        if self._vocabulary is None or self._tried_vocabulary is None:
+            try:
+                self._vocabulary, tokens = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
+                self._tried_vocabulary = Vocabulary(tokens)
+            except Exception as error:  # a tokenizer that is not known may raise anything
+                raise RequestError(
+                    f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
+                ) from None
+        return self._vocabulary, self._tried_vocabulary
+
+
+class _Results(Generic[T]):
+    """What became of the constraints that came last, refusals too. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[StructuredOutput, T | RequestError] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, structured: StructuredOutput) -> T | RequestError | None:
+        with self._lock:
+            if structured not in self._results:
+                return None
+            self._results.move_to_end(structured)
+            return self._results[structured]
+
+    def keep(self, structured: StructuredOutput, result: T | RequestError) -> None:
+        with self._lock:
+            self._results[structured] = result
+            self._results.move_to_end(structured)
+            while len(self._results) > 1 and (
+                len(self._results) > MAX_COMPILED
+                or sum(map(_num_bytes, self._results.values())) > MAX_COMPILED_BYTES
+            ):
+                self._results.popitem(last=False)
+
+
+def _num_bytes(result: object) -> int:
+    return result.footprint.num_bytes if isinstance(result, _Compiled) else 0
+
+
+def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> tuple[LLTokenizer, ByteTokens]:
+    """The tokenizer as llguidance reads it, where that is what its tokens say; else by the bytes that they say. And
+    these bytes."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance.hf import from_tokenizer
+
+    said = TokenBytes(tokenizer, "this model")
+    num_tokens = max(vocab_size, len(tokenizer))
+    tokens = ByteTokens(said, num_tokens, end_token_ids or [tokenizer.eos_token_id])
+    vocabulary = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_token_ids or None)
+    # 0xFF, which is in no text, is how llguidance marks special tokens.
+    ordinary = {token: text for token, text in said.ordinary.items() if text and b"\xff" not in text}
+    if all(vocabulary.decode_bytes([token]) == text for token, text in ordinary.items()):
+        return vocabulary, tokens
+    return LLTokenizer(TokenizerWrapper(tokens), n_vocab=num_tokens, eos_token=tokens.ends), tokens
+
+
+def check_followed(structured: StructuredOutput) -> None:
+    """Raise `RequestError` where llguidance cannot follow a constraint, whatever the model.
+
+    What it finds too complex only with a vocabulary passes here, and is refused by the compiler.
+    """
+    from llguidance import LLMatcher
+
+    try:
+        failed, messages = LLMatcher.validate_grammar_with_warnings(
+            _source(structured), limits=parser_limits()
+        )
+    except ValueError as error:
+        raise RequestError(_refusal(structured, str(error))) from None
+    if failed:
+        raise RequestError(_refusal(structured, messages[0]))
+
+
+def _raise_of(
+    structured: StructuredOutput, ask: Callable[[], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    """What the worker says of a constraint; `RequestError` where that is a refusal, or it died of it."""
+    try:
+        answer = ask()
+    except NoWorkerError as error:
+        raise _NotNowError(
+            f"{kind(structured)} cannot be followed at this moment, since no process can be had to try it in: {error}; "
+            "ask again later"
+        ) from None
+    except (TooComplexError, ValueError) as error:
+        raise RequestError(_refusal(structured, str(error))) from None
+    if answer is not None and answer.get("error"):
+        raise RequestError(_refusal(structured, answer["error"]))
+    return answer
+
+
+def _check_form(structured: StructuredOutput, num_bytes: int) -> None:
+    """Raise `RequestError` where a compiled form takes too much."""
+    if num_bytes > MAX_FORM_BYTES:
+        raise RequestError(
+            _refusal(structured, f"it takes {num_bytes >> 20} MiB; {MAX_FORM_BYTES >> 20} are allowed")
+        )
+
+
+def check_size(structured: StructuredOutput, max_bytes: int = MAX_SOURCE_BYTES) -> None:
+    """Raise `RequestError` where a constraint's text has more than `max_bytes`."""
+    value = getattr(structured, kind(structured))
+    num_bytes = sum(len(str(text).encode()) for text in (value if isinstance(value, tuple) else (value,)))
+    if num_bytes > max_bytes:
+        raise RequestError(f"{kind(structured)} has {num_bytes:,} bytes; at most {max_bytes:,} are taken")
+
+
+def kind(structured: StructuredOutput) -> str:
+    """Which constraint it is."""
+    return next(name for name in CONSTRAINTS if getattr(structured, name))
+
+
+def _source(structured: StructuredOutput) -> str:
+    """The constraint in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if structured.choice is not None:
+        # One terminal of them all, since terminals are compared with one another.
+        return LLMatcher.grammar_from_lark(
+            "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, structured.choice))
+        )
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.grammar is not None:
+        return LLMatcher.grammar_from_lark(structured.grammar)
+    schema = '{"type": "object"}' if structured.json_object else str(structured.json_schema)
+    if structured.compact:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _refusal(structured: StructuredOutput, message: str) -> str:
+    return f"{kind(structured)} cannot be followed: {_one_line(message)}"
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.partition("<state>")[0].split())
+    return line if len(line) <= MAX_ERROR_LENGTH else line[:MAX_ERROR_LENGTH] + "…"

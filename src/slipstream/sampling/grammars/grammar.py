@@ -1,0 +1,172 @@
+"""Which tokens may follow a text that must keep to a grammar."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from slipstream.sampling.grammars.footprint import Footprint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Grammar:
+    """The constraint on one answer.
+
+    Its answers are a function of the text alone: whoever asks about a node of a tree need not put anything back. Inside
+    is a tree of matchers below the text that was asked about last, each a copy of its parent's with one more token. (A
+    copy costs some 50 ns for each token of the text. Rolling one matcher back would cost less, but with llguidance
+    1.9.1 masks are now and then too narrow behind a rollback in a recursive grammar.)
+
+    Stop tokens, whatever they say as text, are allowed exactly where the grammar accepts the text so far. The model's
+    end tokens that are no stop tokens of this request never are.
+    """
+
+    def __init__(
+        self,
+        start: LLMatcher,
+        end_token_ids: Iterable[int],
+        stop_token_ids: Iterable[int],
+        vocab_size: int,
+        footprint: Footprint | None = None,
+    ) -> None:
+        """`start` is a matcher that has consumed nothing, and never will: it is copied. `vocab_size` is the width of
+        the target's logits. `footprint` is that of all that `start` was copied to."""
+        self._start = start
+        self._footprint = footprint or Footprint()
+        self._vocab_size = vocab_size
+        self._stop = frozenset(token for token in stop_token_ids if token < vocab_size)
+        self._ends = self._stop | frozenset(end_token_ids)
+        self._stop_bits = bits(self._stop)
+        self._text_bits = (1 << vocab_size) - 1 & ~bits(self._ends)
+        self._output: list[int] = []
+        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): start}
+        """The matcher behind `_output` and each path; None where the grammar refuses it."""
+        self._masks: dict[tuple[int, ...], int] = {}
+        """What may follow `_output` and each path."""
+
+    def copy(self) -> Grammar:
+        """The same constraint for another answer."""
+        return Grammar(self._start, self._ends, self._stop, self._vocab_size, self._footprint)
+
+    def mask(self, output: Seq[int], path: Seq[int] = ()) -> int:
+        """The tokens that may follow `output` and `path`, token i as bit i.
+
+        0 behind a stop token, and behind a text that the grammar refuses.
+        """
+        self._turn_to(list(output))
+        key = tuple(path)
+        if key not in self._masks:
+            self._masks[key] = self._compute(key)
+        return self._masks[key]
+
+    def allowed(self, output: Seq[int], paths: Seq[Seq[int]], width: int) -> torch.Tensor:
+        """`mask` of each path as booleans, [len(paths), width]."""
+        num_bytes, within = (width + 7) // 8, (1 << width) - 1
+        rows = [(self.mask(output, path) & within).to_bytes(num_bytes, "little") for path in paths]
+        packed = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), num_bytes)
+        return torch.from_numpy(np.unpackbits(packed, axis=1, count=width, bitorder="little")).bool()
+
+    def forced(self, output: Seq[int], path: Seq[int] = ()) -> int | None:
+        """The one token that may follow, where there is just one and it does not end the answer."""
+        mask = self.mask(output, path)
+        if mask.bit_count() != 1 or not mask & self._text_bits:
+            return None
+        return mask.bit_length() - 1
+
+    def ended(self, output: Seq[int]) -> bool:
+        """True where nothing may follow but a stop token."""
+        return not self.mask(output) & self._text_bits
+
+    def accepts(self, output: Seq[int]) -> bool:
+        """True where `output`, which holds no stop token, is a whole text of the grammar."""
+        self._turn_to(list(output))
+        matcher = self._matcher(())
+        return matcher is not None and not matcher.is_error() and bool(matcher.is_accepting())
+
+    def _turn_to(self, output: list[int]) -> None:
+        """Make `output` the text below which matchers and masks are kept. Those of the path that it took stay."""
+        if output == self._output:
+            return
+        length = len(self._output)
+        if output[:length] == self._output:
+            taken = tuple(output[length:])
+            root = self._behind(taken)
+            self._matchers = _below(taken, self._matchers)
+            self._masks = _below(taken, self._masks)
+        else:
+            root = self._advance(self._start, output)
+            self._matchers, self._masks = {}, {}
+        self._matchers[()] = root
+        self._output = output
+
+    def _behind(self, taken: tuple[int, ...]) -> LLMatcher | None:
+        """The matcher behind `_output` and `taken`, which may be long: what is not known is consumed in one go."""
+        known = min(len(taken), max(map(len, self._matchers)))
+        while taken[:known] not in self._matchers:
+            known -= 1
+        above = self._matchers[taken[:known]]
+        return above if above is None or known == len(taken) else self._advance(above, taken[known:])
+
+    def _matcher(self, path: tuple[int, ...]) -> LLMatcher | None:
+        if path not in self._matchers:
+            above = self._matcher(path[:-1])
+            self._matchers[path] = None if above is None else self._advance(above, path[-1:])
+        return self._matchers[path]
+
+    def _advance(self, matcher: LLMatcher, token_ids: Seq[int]) -> LLMatcher | None:
+        """A copy that has consumed the tokens; None where it refuses one of them, or one ends a text."""
+        if not self._ends.isdisjoint(token_ids):
+            return None
+        copy = matcher.deep_copy()
+        taken = self._footprint.during(lambda: copy.try_consume_tokens(list(token_ids)), time.thread_time)
+        return copy if taken == len(token_ids) and not self._failed(copy) else None
+
+    def _compute(self, path: tuple[int, ...]) -> int:
+        matcher = self._matcher(path)
+        if matcher is None:
+            return 0
+        allowed = self._footprint.during(matcher.compute_bitmask, time.thread_time)
+        mask = int.from_bytes(allowed, "little") & self._text_bits
+        accepts = matcher.is_accepting()
+        if self._failed(matcher):
+            return 0
+        return mask | self._stop_bits if accepts else mask
+
+    def _failed(self, matcher: LLMatcher) -> bool:
+        """True where nothing follows, or a limit is exceeded and nothing more can be told."""
+        if self._footprint.exceeded:
+            logger.warning("a grammar takes ever more memory, so the answers that follow it end")
+            return True
+        if matcher.is_error() and not is_dead_end(matcher):
+            first_line = matcher.get_error().partition("\n")[0]
+            logger.warning("a grammar cannot be followed further, so its answer ends: %s", first_line)
+        return bool(matcher.is_error())
+
+
+def is_dead_end(matcher: LLMatcher) -> bool:
+    """True where llguidance calls it an error that nothing can follow."""
+    return bool(matcher.get_error().startswith("NoExtension"))
+
+
+def _below(taken: tuple[int, ...], nodes: dict[tuple[int, ...], T]) -> dict[tuple[int, ...], T]:
+    """What is known of the paths that begin with `taken`, by what is left of them."""
+    return {path[len(taken) :]: value for path, value in nodes.items() if path[: len(taken)] == taken}
+
+
+def bits(token_ids: Iterable[int]) -> int:
+    """Some tokens, each once, token i as bit i."""
+    tokens = np.fromiter(token_ids, dtype=np.int64)
+    flags = np.zeros(tokens.max(initial=-1) + 1, dtype=bool)
+    flags[tokens] = True
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")

@@ -1,0 +1,202 @@
+"""Trying a grammar in another process, which may die of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import slipstream
+from slipstream.sampling.grammars.worker import MEMORY_BYTES, write_message
+from slipstream.text.byte_tokens import ByteTokens
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 10.0
+"""For one grammar. A schema of 200 properties takes 0.04 s, one of 6,000 words 0.1 s."""
+START_S = 60.0
+"""For the worker to begin, and for a vocabulary."""
+WORKER = "slipstream.sampling.grammars.worker"
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""Why a process cannot be started at this moment."""
+
+
+class TooComplexError(Exception):
+    """The worker did not come back from a grammar; the message says why."""
+
+
+class NoWorkerError(Exception):
+    """No process can be had at this moment, though that is possible here; the message says why."""
+
+
+class Worker:
+    """The process, started with the first grammar and again when it has died. One serves all engines of this process.
+
+    It runs a module of this package and never the caller's program. Where no process can be started at all, that is
+    logged once, and grammars are compiled without a trial. Where one cannot be had for a while, such as for want of
+    file descriptors, grammars are not tried until it can, and `NoWorkerError` is raised.
+    """
+
+    def __init__(self, command: Seq[str] | None = None) -> None:
+        """`command` is what to run instead of this package's module."""
+        self._command = command
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self._has_answered = False
+        self._known: set[str] = set()
+        """The vocabularies that it has been sent."""
+        self._proven: set[str] = set()
+        """What some worker has answered to: vocabularies, and as "" that it is there."""
+        self._cannot_start = False
+        atexit.register(self.close)
+
+    def start(self) -> None:
+        """Have it begin while the caller does something else."""
+        with self._lock, contextlib.suppress(NoWorkerError):
+            self._running()
+
+    def check(self, source: str) -> dict[str, Any] | None:
+        """`{"error": ...}` for a grammar on its own, None where there is no worker.
+
+        Raises `TooComplexError` and `NoWorkerError`.
+        """
+        with self._lock:
+            return self._ask("check", "", source) if self._is_ready() else None
+
+    def try_(self, vocabulary: Vocabulary, source: str) -> dict[str, Any] | None:
+        """`{"error": ..., "num_bytes": ...}` for a grammar over the vocabulary; else as `check`."""
+        with self._lock:
+            for _ in range(2):  # it may have ended since, or have had other vocabularies
+                if not self._is_ready(vocabulary):
+                    return None
+                answer = self._ask("try", vocabulary.key, source)
+                if "unknown" not in answer:
+                    return answer
+                self._known.discard(vocabulary.key)
+            return None
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        self._known.clear()
+        self._has_answered = False
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        """The process, or None where there can be none."""
+        if self._owner != os.getpid():  # a fork: the worker is the parent's
+            self._process, self._owner = None, os.getpid()
+            self._known.clear()
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        if self._cannot_start:
+            return None
+        root = str(Path(slipstream.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        try:
+            self._process = subprocess.Popen(
+                self._command
+                or [sys.executable, "-P", "-m", WORKER],  # -P: not what lies in the working directory
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+            )
+        except OSError as error:
+            if self._proven or error.errno in _PASSING:
+                raise NoWorkerError(str(error)) from None
+            self._do_without(str(error))
+        return self._process
+
+    def _do_without(self, reason: str) -> None:
+        self._cannot_start = True
+        logger.warning("no process can be had to try grammars in, so they are not tried: %s", reason)
+
+    def _is_ready(self, vocabulary: Vocabulary | None = None) -> bool:
+        """True where there is a process, and it has the vocabulary. What it dies of here is no grammar's doing."""
+        if self._running() is None:
+            return False
+        asked = ""
+        try:
+            if not self._has_answered:
+                self._ask("hello", asked, "", START_S)
+                self._has_answered = True
+                self._proven.add(asked)
+            if vocabulary is not None and vocabulary.key not in self._known:
+                asked = vocabulary.key
+                self._ask("vocabulary", asked, vocabulary.tokens, START_S)
+                self._known.add(asked)
+                self._proven.add(asked)
+        except TooComplexError:
+            reason = "it ended, or did not answer, before its first grammar"
+            if asked in self._proven:
+                raise NoWorkerError(reason) from None
+            self._do_without(reason)
+            return False
+        return True
+
+    def _ask(
+        self, kind: str, key: str, content: ByteTokens | str, deadline_s: float | None = None
+    ) -> dict[str, Any]:
+        deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        was_late = threading.Event()
+
+        def end() -> None:
+            was_late.set()
+            process.kill()
+
+        timer = threading.Timer(deadline_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_message(process.stdin, kind, key, content)
+            line = process.stdout.readline()
+        except OSError:  # it has died
+            line = b""
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(line)
+            if answer.pop("ends", False):  # the next one is not to meet it on its way out
+                self.close()
+            return answer
+        self.close()
+        if was_late.is_set():
+            raise TooComplexError(f"it takes more than {deadline_s:g} s to compile")
+        raise TooComplexError(
+            f"it takes more than {MEMORY_BYTES >> 20:,} MiB to compile, or is nested too deep for the compiler"
+        )
+
+
+class Vocabulary:
+    """A vocabulary, and a name for it that differs from all others'."""
+
+    def __init__(self, tokens: ByteTokens) -> None:
+        self.tokens = tokens
+        self.key = hashlib.sha256(pickle.dumps(tokens)).hexdigest()
+
+
+WORKER_OF_THIS_PROCESS = Worker()

@@ -1,0 +1,159 @@
+"""What a request wants its text to obey: JSON, a schema, a form, or calls of tools.
+
+The one place where `response_format`, `structured_outputs` and `tools` become what the engine is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import RequestError
+from slipstream.sampling.grammars.compiler import MAX_SOURCE_BYTES, WHITESPACE, check_size
+from slipstream.sampling.structured import StructuredOutput
+from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.schema import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
+from slipstream.serve.api.tokens import Tokens
+from slipstream.serve.tools.tools import ToolUse, tool_use
+
+Check = Callable[[StructuredOutput], Awaitable[None]]
+"""Raises `RequestError` for what llguidance cannot follow."""
+MAX_GRAMMAR_BYTES = 32 * 2**10
+"""The largest grammar in the client's own words: one of 110 KB, terminal in terminal, takes the compiler 20 s."""
+
+_KINDS = ("json_", "json_object", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of an answer, and the parameter that asked for it."""
+
+    param: str
+    structured: StructuredOutput
+    tools: ToolUse | None = None
+    shows_special: bool = False
+    """Special tokens are part of the form, so the text must have them."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the sampling parameters say about it."""
+        values: dict[str, Any] = {"structured": self.structured}
+        return values | {"skip_special_tokens": False} if self.shows_special else values
+
+    def refusal(self, error: RequestError) -> ApiError:
+        """What the engine's compiler refused."""
+        return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
+
+
+async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> Constraint | None:
+    """What the text of an answer has to obey; None where it is free.
+
+    Raises `ApiError` 400 for what contradicts itself, and for parts that cannot be followed by themselves; of the whole
+    the engine's compiler says it.
+    """
+    use = asked = None
+    # What may be large is read in another thread. Changing threads takes longer than seeing that nothing is asked.
+    if isinstance(body, ChatBody):
+        if body.tools:
+            use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
+        else:
+            tool_use(body, tokens.tool_format)  # raises for a choice among none
+    if body.response_format is not None or body.structured_outputs is not None:
+        asked = await asyncio.to_thread(_asked, body)
+    if use is None:
+        return asked
+    for number, schema in enumerate(use.schemas):
+        param = f"tools.{number}.function.parameters"
+        await _check(Constraint(param, StructuredOutput(json_schema=schema)), check)
+    if asked is not None:
+        await _check(asked, check)
+    return _with_tools(use, asked, tokens.special)
+
+
+async def _check(constraint: Constraint, check: Check) -> None:
+    try:
+        await check(constraint.structured)
+    except RequestError as error:
+        raise constraint.refusal(error) from None
+
+
+def _asked(body: GenerationBody) -> Constraint | None:
+    """The form of the text itself."""
+    given = {
+        "response_format": _of_response_format(body.response_format),
+        "structured_outputs": _of_structured_outputs(body.structured_outputs),
+    }
+    found = [Constraint(param, structured) for param, structured in given.items() if structured is not None]
+    if len(found) == 2:
+        message = "response_format and structured_outputs both ask for a form; give one of them"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    return found[0] if found else None
+
+
+def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, int]) -> Constraint:
+    """Tools beside the form that the text has otherwise."""
+    schema = None
+    if asked is not None and not use.must_call:
+        if asked.param != "response_format":
+            message = (
+                "structured_outputs and tools exclude each other; set tool_choice to 'none' or 'required'"
+            )
+            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        if use.format.mark.startswith("{"):
+            message = (
+                "response_format and tools exclude each other with this model, whose calls are JSON too; "
+                "set tool_choice to 'none' or 'required'"
+            )
+            raise ApiError(400, message, param="response_format", code="invalid_value")
+        decoded = json.loads(str(asked.structured.json_schema or '{"type": "object"}'))
+        guidance = {"whitespace_pattern": WHITESPACE}
+        schema = json.dumps({"x-guidance": guidance} | decoded if isinstance(decoded, dict) else decoded)
+    form = use.format
+    fixed = form.written([("", "")] * 2)
+    return Constraint(
+        "tools",
+        use.grammar(special, schema),
+        use,
+        shows_special=any(token in fixed for token in special),
+    )
+
+
+def _of_response_format(form: ResponseFormat | None) -> StructuredOutput | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return StructuredOutput(json_object=True)
+    if form.json_schema is None:
+        message = "response_format.json_schema is missing: type json_schema needs it"
+        raise ApiError(400, message, param="response_format.json_schema", code="missing_required_parameter")
+    try:
+        return StructuredOutput(json_schema=form.json_schema.schema_)
+    except RequestError as error:
+        param = "response_format.json_schema.schema"
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+
+
+def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput | None:
+    """vLLM's names for the same."""
+    if form is None:
+        return None
+    if sum(getattr(form, name) not in (None, False) for name in _KINDS) != 1:
+        message = "structured_outputs needs exactly one of json, json_object, regex, grammar and choice"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+    try:
+        structured = StructuredOutput(
+            json_schema=form.json_,
+            json_object=bool(form.json_object),
+            regex=form.regex,
+            grammar=form.grammar,
+            choice=form.choice,
+            compact=bool(form.disable_any_whitespace),
+        )
+        check_size(structured, MAX_SOURCE_BYTES if structured.grammar is None else MAX_GRAMMAR_BYTES)
+        return structured
+    except RequestError as error:
+        message = f"structured_outputs: {error}"
+        raise ApiError(400, message, param="structured_outputs", code="invalid_value") from None

@@ -1,0 +1,183 @@
+"""Names in a body that are not ours: other servers' parameters and what front ends send beside them.
+
+A parameter of another server that would change the answer is refused, unless its value asks for nothing. A misspelt
+name is refused. What is left is what front ends keep for themselves, such as `chat_id`: it is ignored, and the response
+names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from slipstream.serve.api.errors import ApiError
+
+IGNORED = frozenset(
+    {
+        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "modalities"),
+    }
+)
+"""Parameters of OpenAI's that change nothing about the text."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+"""The values at which a parameter asks for nothing. One of `IGNORED` that is not here never does."""
+
+_FORM = "give structured_outputs.{} instead"
+_REASONING = "give chat_template_kwargs what the model's own template knows instead"
+_SAMPLER = "this server does not sample so; leave it out"
+_BEAMS = "there is no beam search here; ask for n answers"
+_CUT = "prompts are never cut here; shorten them before they are sent"
+_FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "functions": ("give tools to /v1/chat/completions instead", ([],)),
+    "function_call": ("give tool_choice to /v1/chat/completions instead", ("auto", "none")),
+    "guided_json": (_FORM.format("json"), ()),
+    "guided_regex": (_FORM.format("regex"), ()),
+    "guided_choice": (_FORM.format("choice"), ()),
+    "guided_grammar": (_FORM.format("grammar"), ()),
+    "grammar": (_FORM.format("grammar"), ("",)),
+    "regex": (_FORM.format("regex"), ("",)),
+    "json_schema": (_FORM.format("json"), ()),
+    "guided_decoding_backend": ("the server follows forms in one way; leave it out", ("auto",)),
+    "guided_whitespace_pattern": ("give structured_outputs.disable_any_whitespace instead", ()),
+    "cache_salt": ("give user instead, since nothing is shared between users", ()),
+    "priority": ("requests have no priorities here; leave it out", (0,)),
+    "truncate_prompt_tokens": (_CUT, ()),
+    "truncation": (_CUT, ("disabled", False)),
+    "continue_final_message": ("have /v1/completions continue the text instead", (False,)),
+    "add_generation_prompt": ("a chat always goes on with the assistant's answer; leave it out", (True,)),
+    "chat_template": ("the model's own template is used; give chat_template_kwargs its variables", ()),
+    "documents": ("put them into a message", ([],)),
+    "mm_processor_kwargs": ("this server reads and writes text only", ({},)),
+    "logits_processors": ("a request brings no code here; see logit_bias and structured_outputs", ([],)),
+    "vllm_xargs": ("leave it out", ({},)),
+    "kv_transfer_params": ("there is no other server to take keys and values from; leave it out", ({},)),
+    "spaces_between_special_tokens": ("give true or false, which mean the same here", (True, False)),
+    "return_tokens_as_token_ids": ("give return_token_ids instead", (False,)),
+    "include_reasoning": ("an answer has no part of that name here", (True, False)),
+    "reasoning_effort": (_REASONING, ("none",)),
+    "reasoning": (_REASONING, ({}, {"effort": "none"})),
+    "thinking": (_REASONING, ({"type": "disabled"},)),
+    "thinking_token_budget": (_REASONING, ()),
+    "enable_thinking": (_REASONING, ()),
+    "verbosity": ("say in the prompt how long an answer should be", ("medium",)),
+    "prediction": ("speculation finds by itself what repeats the prompt; leave it out", ()),
+    "audio": ("this server reads and writes text only", ()),
+    "web_search_options": ("this server does not search", ()),
+    "use_beam_search": (_BEAMS, (False,)),
+    "num_beams": (_BEAMS, (1,)),
+    "early_stopping": (_BEAMS, (False,)),
+    "length_penalty": (_BEAMS, (1,)),
+    "max_new_tokens": ("give max_tokens instead", ()),
+    "max_length": ("give max_tokens instead", ()),
+    "n_predict": ("give max_tokens instead", ()),
+    "num_predict": ("give max_tokens instead", ()),
+    "min_length": ("give min_tokens instead", (0,)),
+    "temp": ("give temperature instead", ()),
+    "repeat_penalty": ("give repetition_penalty instead", (1,)),
+    "rep_pen": ("give repetition_penalty instead", (1,)),
+    "stop_sequence": ("give stop instead", ([], "")),
+    "stop_sequences": ("give stop instead", ([], "")),
+    "ban_eos_token": ("give ignore_eos instead", (False,)),
+    "custom_token_bans": ("give logit_bias of -100 instead", ("",)),
+    "typical": (_SAMPLER, (1,)),
+    "typical_p": (_SAMPLER, (1,)),
+    "top_a": (_SAMPLER, (0,)),
+    "tfs": (_SAMPLER, (1,)),
+    "tfs_z": (_SAMPLER, (1,)),
+    "top_n_sigma": (_SAMPLER, (0, -1)),
+    "epsilon_cutoff": (_SAMPLER, (0,)),
+    "eta_cutoff": (_SAMPLER, (0,)),
+    "mirostat": (_SAMPLER, (0,)),
+    "mirostat_mode": (_SAMPLER, (0,)),
+    "dry_multiplier": (_SAMPLER, (0,)),
+    "xtc_probability": (_SAMPLER, (0,)),
+    "dynatemp_range": (_SAMPLER, (0,)),
+    "dynamic_temperature": (_SAMPLER, (False,)),
+    "smoothing_factor": (_SAMPLER, (0,)),
+    "no_repeat_ngram_size": (_SAMPLER, (0,)),
+    "penalty_alpha": (_SAMPLER, (0,)),
+    "guidance_scale": (_SAMPLER, (1,)),
+    "negative_prompt": (_SAMPLER, ("",)),
+}
+
+FOREIGN = {name: advice for name, (advice, _) in _FOREIGN.items()}
+"""Names of other servers' parameters, and what to do without them."""
+HARMLESS |= {name: values for name, (_, values) in _FOREIGN.items()}
+
+MAX_IGNORED = 64
+"""Names of a body that may be ignored."""
+_SANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""What a header and a log line may repeat."""
+
+
+def left_out(
+    value: Mapping[str, Any],
+    known: Collection[str],
+    ignored: Collection[str],
+    foreign: Mapping[str, str],
+    harmless: Mapping[str, tuple[Any, ...]],
+    ignores_unknown: bool,
+) -> tuple[set[str], tuple[str, ...]]:
+    """The names of a body that are not to be validated, and those of them that the client is told of.
+
+    `known` are the body's own names; `ignored`, `foreign` and `harmless` are as above. Without `ignores_unknown` the
+    validation is left to refuse what nobody knows. Raises `ApiError` 400 that names the parameter.
+    """
+    out: set[str] = set()
+    told: list[str] = []
+    for name, item in value.items():
+        if name in known:
+            continue
+        if item is None:  # the same as leaving it out, whatever it is
+            out.add(name)
+        elif name in ignored or name in foreign:
+            out.add(name)
+            if name in foreign and not _is_among(item, harmless.get(name, ())):
+                raise _unsupported(name, f"{name} is not supported here: {foreign[name]}")
+            if name in harmless and not _is_among(item, harmless[name]):
+                if name != "store" or not ignores_unknown:
+                    raise _unsupported(
+                        name, f"{name} must be {' or '.join(map(json.dumps, harmless[name]))} here"
+                    )
+                told.append(name)  # that nothing is stored changes no answer
+        elif ignores_unknown and len(told) < MAX_IGNORED and _SANE_NAME.fullmatch(name):
+            if (meant := near(name, known)) is not None:
+                raise unknown(name, meant)
+            out.add(name)
+            told.append(name)
+    return out, tuple(told)
+
+
+def near(name: str, known: Collection[str]) -> str | None:
+    """The known name of which `name` is a misspelling."""
+    plain = {_plain(one): one for one in known}
+    found = difflib.get_close_matches(_plain(name), list(plain), n=1, cutoff=0.8)
+    return plain[found[0]] if found else None
+
+
+def unknown(param: str, meant: str | None) -> ApiError:
+    """400 for a name that nobody knows."""
+    hint = f"; did you mean {meant}?" if meant else ""
+    return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
+
+
+def _plain(name: str) -> str:
+    """Without what differs between ways to write names: topP, top-p, top_p."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _is_among(item: Any, values: Collection[Any]) -> bool:
+    """Whether a value is one of several; `True` is not 1, and 1.0 is."""
+    return any(item == one and isinstance(item, bool) == isinstance(one, bool) for one in values)
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="unsupported_parameter")

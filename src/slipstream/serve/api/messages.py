@@ -1,0 +1,78 @@
+"""Conversations as clients send them, as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.schema import Message
+from slipstream.serve.network.json_body import has_lone_surrogate, is_too_deep
+from slipstream.serve.tools.formats import ToolFormat
+from slipstream.serve.tools.tools import described
+
+
+def for_template(
+    messages: Seq[Message], spelled: ToolFormat | None, tools: Seq[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The messages, each with its text in one piece and only the fields that were given.
+
+    Arguments of calls are decoded, as templates expect them. A template that does not know tools has `spelled`: then
+    calls are written into the text in that format, and what `tools` there are into the system's message.
+    Raises `ApiError` 400 that names the message.
+    """
+    plain = [_plain(number, message, spelled) for number, message in enumerate(messages)]
+    if spelled is None or not tools:
+        return plain
+    text = described(tools, spelled)
+    if plain and plain[0]["role"] == "system" and isinstance(plain[0].get("content"), str):
+        return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _plain(number: int, message: Message, spelled: ToolFormat | None) -> dict[str, Any]:
+    if message.role == "tool" and not message.tool_call_id:
+        param = f"messages.{number}.tool_call_id"
+        told = f"{param} is missing: a tool's message names the call that it answers"
+        raise ApiError(400, told, param=param, code="missing_required_parameter")
+    fields = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        fields["content"] = _joined(f"messages.{number}.content", message.content)
+    calls = fields.pop("tool_calls", None)
+    if not calls:
+        return fields
+    fields["content"] = fields.get("content") or ""
+    for call in calls:
+        call["function"]["arguments"] = _decoded(number, call["function"]["arguments"])
+    if spelled is None:
+        return fields | {"tool_calls": calls}
+    functions = [call["function"] for call in calls]
+    written = spelled.written(
+        [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
+    )
+    return fields | {"content": fields["content"] + written}
+
+
+def _joined(param: str, parts: list[dict[str, Any]]) -> str:
+    """The text of parts; others cannot be read."""
+    for part in parts:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            message = f"{param} has a part of type {part.get('type')!r}; this model reads text only"
+            raise ApiError(400, message, param=param, code="invalid_value")
+    return "".join(part["text"] for part in parts)
+
+
+def _decoded(number: int, arguments: str) -> dict[str, Any]:
+    """The arguments of an earlier call; none where a client streamed none."""
+    if not arguments.strip():
+        return {}
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict) or is_too_deep(decoded) or has_lone_surrogate(decoded):
+        param = f"messages.{number}.tool_calls"
+        message = f"{param}: the arguments of a call are a JSON object, as text"
+        raise ApiError(400, message, param=param, code="invalid_value")
+    return decoded

@@ -1,0 +1,198 @@
+"""From a request's body to what the engine is asked. The only place where that happens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.errors import RequestError
+from slipstream.sampling.noise import draw_seed
+from slipstream.sampling.params import MAX_SEED, SamplingParams
+from slipstream.serve.api.constraints import Constraint
+from slipstream.serve.api.errors import ApiError, context_exceeded
+from slipstream.serve.api.schema import ChatBody, CompletionBody, GenerationBody, Speculation
+from slipstream.serve.config import ServeConfig
+
+COMPLETION_TOKENS = 16
+"""The length of a completion that asks for none, as at OpenAI's. A chat may fill the context."""
+
+_SAME_NAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens"),
+)
+"""Parameters that mean the same in a body and in `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the server allow."""
+
+    max_model_len: int
+    vocab_size: int
+    config: ServeConfig
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the checkpoint recommends: for requests that do not say otherwise."""
+
+
+def check_unsupported(body: GenerationBody) -> None:
+    """Raise `ApiError` 400 for what can be told to be wrong before any work."""
+    if body.best_of not in (None, body.n or 1):  # as many as are returned: there is nothing to choose
+        message = "best_of is not supported: ask for n answers with logprobs and choose among them"
+        raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is for streams; set stream to true or leave it out"
+        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs cannot be streamed; set stream to false"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+    if isinstance(body, CompletionBody):
+        if body.suffix:
+            message = "suffix is not supported by this server"
+            raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        if body.echo and body.logprobs is not None and body.stream:
+            message = "the log-probabilities of an echo cannot be streamed; set stream to false"
+            raise ApiError(400, message, param="echo", code="invalid_value")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        message = "top_logprobs needs logprobs to be true"
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+
+
+def sampling_params(
+    body: GenerationBody,
+    prompt_lengths: Seq[int],
+    seed: int,
+    limits: Limits,
+    constraint: Constraint | None = None,
+) -> SamplingParams:
+    """The engine's parameters for all prompts of a request; raises `ApiError` 400 for what cannot be had.
+
+    `prompt_lengths` are in tokens; `seed` is the first prompt's of `seeds_of`.
+    """
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    values: dict[str, Any] = {**limits.defaults, **given}
+    values["max_tokens"] = _max_tokens(body, max(prompt_lengths), limits)
+    values["logprobs"] = _logprobs(body)
+    if (echoed := echoed_logprobs(body)) is not None:
+        values["prompt_logprobs"] = max(echoed, body.prompt_logprobs or 0)
+    values |= constraint.sampling if constraint is not None else {}
+    values["seed"] = seed
+    for name in ("logprobs", "prompt_logprobs"):
+        if not 0 <= (values.get(name) or 0) <= limits.config.max_logprobs:
+            message = (
+                f"{name} must be at least 0 and at most {limits.config.max_logprobs}, got {values[name]}"
+            )
+            raise ApiError(400, message, param=name, code="invalid_value")
+    for name in ("allowed_token_ids", "stop_token_ids"):  # before each of them is looked at
+        if len(values.get(name) or ()) > limits.vocab_size:
+            message = f"{name} holds {len(values[name])} ids, but the model has {limits.vocab_size} tokens"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    try:
+        params = SamplingParams.from_mapping(values)
+        params.check_vocabulary(limits.vocab_size)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=_parameter(str(error)), code="invalid_value") from None
+    return params
+
+
+def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
+    """A seed for every prompt: the one that was given, else each prompt's own, drawn so that the client can be told.
+
+    -1 draws one, as at vLLM. Any other negative seed is one of the engine's, which has none below 0: the one that is
+    2**63 higher.
+    """
+    if body.seed is not None and body.seed != -1:
+        if not -MAX_SEED - 1 <= body.seed <= MAX_SEED:
+            message = f"seed must be at least {-MAX_SEED - 1} and at most {MAX_SEED}, got {body.seed}"
+            raise ApiError(400, message, param="seed", code="invalid_value")
+        return (body.seed & MAX_SEED,) * num_prompts
+    return tuple(draw_seed() for _ in range(num_prompts))
+
+
+def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | None, str | None]:
+    """The request's own bound on draft tokens a step, 0 being off, and the drafter that it wants; None leaves either
+    to the engine.
+
+    `methods` are the drafters that the engine has; raises `ApiError` 400 where another is asked for.
+    """
+    if speculation is None:
+        return None, None
+    if speculation.max_tokens is not None and speculation.max_tokens < 0:
+        message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
+        raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")
+    if speculation.method not in (None, "off", *methods):
+        choice = " or ".join(map(repr, dict.fromkeys([*methods, "off"])))
+        message = f"this server does not draft by {speculation.method!r}; speculation.method may be {choice}"
+        raise ApiError(400, message, param="speculation.method", code="invalid_value")
+    if speculation.enabled is False or speculation.method == "off":
+        return 0, None
+    return speculation.max_tokens, speculation.method
+
+
+def scores_only(body: GenerationBody) -> bool:
+    """Whether the prompt is to be given back, and no answer."""
+    return (
+        isinstance(body, CompletionBody)
+        and bool(body.echo)
+        and (body.max_tokens, body.max_completion_tokens)
+        in (
+            (0, None),
+            (None, 0),
+            (0, 0),
+        )
+    )
+
+
+def echoed_logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to report for each token of a prompt that is given back; None reports nothing."""
+    return body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+
+
+def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:
+    """How long an answer may be: as asked, if that fits, else what is left of the context."""
+    asked = body.max_tokens
+    name = "max_tokens"
+    if body.max_completion_tokens is not None:
+        if asked not in (None, body.max_completion_tokens):
+            message = "max_tokens and max_completion_tokens say different things; give one of them"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        asked, name = body.max_completion_tokens, "max_completion_tokens"
+    room = limits.max_model_len - longest_prompt
+    most = limits.config.max_output_tokens
+    if asked is None:
+        default = room if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        default = int(limits.defaults.get("max_tokens", default))
+        default = max(default, body.min_tokens or 0)
+        return max(1, min(default, room, most or room))
+    if scores_only(body):
+        return 1  # the engine's step yields a token in any case; it is not shown
+    if asked < 1:
+        also = "; only with echo it may be 0" if asked == 0 and isinstance(body, CompletionBody) else ""
+        raise ApiError(400, f"{name} must be at least 1, got {asked}{also}", param=name, code="invalid_value")
+    if most is not None and asked > most:
+        message = f"{name} must be at most {most} on this server, got {asked}"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if asked > room:
+        however = (
+            f"you requested {longest_prompt + asked} tokens ({longest_prompt} in the prompt, {asked} in {name}); "
+            "shorten one of them"
+        )
+        raise context_exceeded(name, limits.max_model_len, however)
+    return asked
+
+
+def _logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to report for each token; None reports nothing."""
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    return body.logprobs
+
+
+def _parameter(message: str) -> str | None:
+    """The parameter that a message of `SamplingParams` begins with, if it does."""
+    found = re.match(r"(?:each of |an? )?(\w+)", message)
+    return found[1] if found and found[1] in (*_SAME_NAME, "seed", "max_tokens", "logprobs") else None

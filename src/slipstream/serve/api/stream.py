@@ -1,0 +1,147 @@
+"""The response to a generation request: an answer in one piece, or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.errors import FACTS, ApiError, as_api_error
+from slipstream.serve.service import Service
+
+SEED_HEADER = "X-Slipstream-Seed"
+IGNORED_HEADER = "X-Slipstream-Ignored"
+"""Names in the body that had no effect, with commas between them."""
+IGNORED_FACT = "ignored_parameters"
+"""The same for the log."""
+LAST_WRITES_S = 5.0
+"""For what says that the time is over to reach the client."""
+DONE = b"data: [DONE]\n\n"
+ANSWER = "slipstream.answer"
+"""Where in an ASGI scope a reply leaves its answer for those who look on."""
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def event(payload: Any, name: str | None = None) -> bytes:
+    """One server-sent event, without any character that some client takes for the end of a line.
+
+    JSON escapes the control characters up to U+001F; U+0085, U+2028 and U+2029 it may hold as they are, and
+    `str.splitlines`, by which httpx and others read lines, splits at them.
+    """
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    text = _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {text}\n\n".encode()
+
+
+class Reply(Response):
+    """Runs its request when it is sent, and watches the client meanwhile: one that leaves ends the work.
+
+    No status is sent before the engine has taken the request and made its first tokens, so that whatever goes wrong
+    until then is an error with its own status. Later failures of a stream are an event that says so, without
+    `[DONE]`.
+    """
+
+    def __init__(self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[Answer]]) -> None:
+        """`prepare` reads what is asked into tokens, once `num_answers` have their places."""
+        super().__init__(media_type="text/event-stream")
+        self._service = service
+        self._num_answers = num_answers
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        leaving = asyncio.create_task(_client_leaves(receive))
+        try:
+            # A client that does not read holds its places no longer than one that waits.
+            limit_s = self._service.config.request_timeout_s + LAST_WRITES_S
+            await asyncio.wait({work, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                scope[FACTS]["client_left" if leaving.done() else "client_does_not_read"] = True
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            if ANSWER in scope:
+                _note(scope[ANSWER])
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline_s = asyncio.get_running_loop().time() + self._service.config.request_timeout_s
+        with self._service.admission.admit(self._num_answers):
+            async with self._service.until(deadline_s):
+                answer = scope[ANSWER] = await self._prepare()
+            job = answer.job
+            extra: dict[str, str] = {}
+            if self._service.reproduces(job.params, job.max_draft_tokens):
+                extra[SEED_HEADER] = ", ".join(map(str, dict.fromkeys(job.seeds)))
+            if ignored := scope[FACTS].get(IGNORED_FACT):
+                extra[IGNORED_HEADER] = ", ".join(ignored)
+            if answer.job.stream:
+                await self._send_events(answer, deadline_s, extra, send)
+                return
+            async with self._service.answering(answer.job, deadline_s) as updates:
+                async for prompt, update in updates:
+                    answer.add(prompt, update)
+        await JSONResponse(answer.whole(), headers=extra)(scope, receive, send)
+
+    async def _send_events(
+        self, answer: Answer, deadline_s: float, extra: Mapping[str, str], send: Send
+    ) -> None:
+        begun = False
+
+        def framed(chunk: dict[str, Any]) -> bytes:
+            return event(chunk, chunk["type"] if answer.names_events else None)
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                headers = {**extra, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                self.init_headers(headers)
+                del self.headers["content-length"]
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async with self._service.answering(answer.job, deadline_s) as updates:
+                async for prompt, update in updates:
+                    answer.add(prompt, update)
+                    data = b"".join(framed(chunk) for chunk in answer.chunks(prompt, update))
+                    if data:
+                        await write(data)
+            closing = answer.closing_chunk()
+            end = b"" if answer.names_events else DONE
+            await write((b"" if closing is None else framed(closing)) + end, more=False)
+        except Exception as error:
+            if not begun:
+                raise
+            failure: ApiError = as_api_error(error)
+            answer.job.facts["error"] = failure.message
+            await write(framed(answer.failure(failure)), more=False)
+
+
+def _note(answer: Answer) -> None:
+    """Tell the log what became of the request."""
+    job = answer.job
+    job.facts.update(
+        prompt_tokens=sum(map(len, job.prompts)),
+        output_tokens=answer.num_output_tokens,
+        finish_reasons=[
+            str(completion.finish_reason) for output in answer.outputs for completion in output.outputs
+        ],
+        task=job.task,
+    )
+
+
+async def _client_leaves(receive: Receive) -> None:
+    """Returns when the client has gone; the body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,409 @@
+"""Every metric of the server, from the engine's own figures of steps and requests.
+
+Prometheus text with the prefix `slipstream_`; what vLLM has too bears its name behind the prefix, and can be shown
+under vLLM's own names as well. Counters of tokens and drafts count in the engine's step, so they hold for answers
+that are broken off too.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import zip_longest
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from slipstream.core import FinishReason
+from slipstream.draft.base import Observation
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import Update
+from slipstream.metrics.request import add_to_first
+from slipstream.metrics.step import StepReport
+from slipstream.monitor.alarms import Alarm, Kind
+from slipstream.sampling.params import SamplingParams
+from slipstream.serve.api.task_labels import TaskLabels
+
+PREFIX = "slipstream_"
+VLLM_PREFIX = "vllm:"
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+_TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+"""What responses are counted under from the start: PromQL's `increase` and `rate` miss the first event of a series that
+begins with it."""
+
+_AS_VLLM = frozenset(
+    {
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *("spec_decode_num_accepted_tokens_per_pos", "num_requests_running", "num_requests_waiting"),
+        *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        *("prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds"),
+        *("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+        *("request_time_per_output_token_seconds", "iteration_tokens_total", "request_prompt_tokens"),
+        *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+        *("request_params_max_tokens", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_inference_time_seconds", "cache_config_info"),
+    }
+)
+"""Metrics that mean what vLLM's of the same name mean."""
+_ONCE_AT_VLLM = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+"""Names that vLLM's metrics had before, which older boards ask for."""
+
+
+class Metrics:
+    """One server's registry. Counting is safe from the engine's thread and the event loop alike."""
+
+    def __init__(self, model_name: str, task_label: TaskLabels, alias: str | None) -> None:
+        self.task_label = task_label
+        self._by_task: dict[tuple[str, str], tuple[Counter, ...]] = {}
+        self._by_position: list[tuple[Counter, Counter]] = []
+        self._registry = registry = CollectorRegistry()
+        self._exposed = CollectorRegistry()
+        self._exposed.register(_Labelled(registry, {"model_name": model_name}, with_vllm=alias == "vllm"))
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, help_, labels, registry=registry)
+
+        def histogram(name: str, help_: str, buckets: Seq[float]) -> Histogram:
+            return Histogram(PREFIX + name, help_, buckets=buckets, registry=registry)
+
+        def gauge(name: str, help_: str) -> Gauge:
+            return Gauge(PREFIX + name, help_, registry=registry)
+
+        spec = "spec_decode_"
+        self._drafts = counter(spec + "num_drafts", "Steps of a sequence that checked a draft.")
+        self._drafted = counter(spec + "num_draft_tokens", "Draft tokens that were checked.")
+        self._accepted = counter(spec + "num_accepted_tokens", "Draft tokens that were accepted and emitted.")
+        self._wasted = counter(spec + "num_wasted_tokens", "Draft tokens that were checked in vain.")
+        self._drafted_at = counter(
+            spec + "num_draft_tokens_per_pos", "Drafts that reached this depth, from 0.", "position"
+        )
+        self._accepted_at = counter(
+            spec + "num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, from 0.", "position"
+        )
+        self._length = histogram(
+            spec + "accepted_length", "Draft tokens accepted by a step that drafted.", _LENGTHS
+        )
+        by_task = ("task", "method")
+        self._task_steps = counter("task_steps", "Target passes that yielded tokens, by task.", *by_task)
+        self._task_drafted = counter(
+            "task_draft_tokens", "Draft tokens that were checked, by task.", *by_task
+        )
+        self._task_accepted = counter("task_accepted_tokens", "Accepted draft tokens, by task.", *by_task)
+        self._task_output = counter("task_generation_tokens", "Output tokens, by task.", *by_task)
+
+        self._draft_s = counter("draft_seconds", "Time of drafting.")
+        self._verify_s = counter("verify_seconds", "Time of target passes and verdicts, prompts included.")
+        self._other_s = counter("other_seconds", "Time of the rest of the steps.")
+        self._steps = counter("engine_steps", "Steps of the engine, each over all that run.")
+        self._rows = histogram("iteration_tokens_total", "Tokens computed by a step, without drafts.", _ROWS)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that began.")
+        self._output_tokens = counter("generation_tokens", "Output tokens.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
+        self._preemptions = counter("num_preemptions", "Places given up for want of cache.")
+        self._ends = counter("request_success", "Answers that ended, by reason.", "finished_reason")
+        for reason in FinishReason:
+            self._ends.labels(str(reason))
+        self._responses = counter("http_responses", "HTTP responses of the API's paths, by status.", "status")
+        for status in _STATUSES:
+            self._responses.labels(status)
+
+        self._connections = gauge("connections", "Open connections.")
+        self._closed = counter(
+            "closed_connections",
+            "Connections closed by the server before their client did, by reason.",
+            "reason",
+        )
+
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between tokens; a chunk's gap is shared by its tokens.", _GAP_S
+        )
+        self._icl = histogram("inter_chunk_latency_seconds", "Between chunks of an answer.", _GAP_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST_S)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "(Latency - first token) / (tokens - 1).", _GAP_S
+        )
+
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST_S
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", _REQUEST_S
+        )
+        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
+        self._answer_length = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest answer.", _TOKENS
+        )
+        self._n = histogram("request_params_n", "Answers that a request asked for.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "How many tokens an answer was allowed.", _TOKENS
+        )
+
+        self._running = gauge("num_requests_running", "Answers that have a place in the steps.")
+        self._waiting = gauge("num_requests_waiting", "Answers that wait for a place.")
+        self._kv_usage = gauge(
+            "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all."
+        )
+
+        on_what = ("kind", "task", "method")
+        self._alarms = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
+        self._raises = counter("alarm_raises", "Alarms that were raised.", *on_what)
+        self.expect_alarm(Kind.TOKEN_MISMATCH, None, None)
+
+    def register(self, collector: Collector) -> None:
+        """Show what `collector` has, its names without the prefix, among these metrics."""
+        self._registry.register(collector)
+
+    def describe_cache(self, engine: Engine) -> None:
+        """Say how large the cache is and how it is used, in the labels of a gauge that is always 1, as vLLM does."""
+        plan = engine.memory_plan
+        labels = {
+            "block_size": "1",  # a slot holds one token
+            "num_gpu_blocks": str(plan.num_slots),
+            "kv_cache_size_tokens": str(plan.num_slots),
+            "kv_cache_memory_bytes": str(plan.kv_bytes),
+            "cache_dtype": str(engine.model.dtype).removeprefix("torch."),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+        }
+        about = "The cache, in the labels; always 1."
+        Gauge(PREFIX + "cache_config_info", about, labels, registry=self._registry).labels(**labels).set(1)
+
+    # --- in the engine's thread ---------------------------------------------------------------------------------
+
+    def on_step(self, step: StepReport) -> None:
+        """Count a step's time."""
+        self._steps.inc()
+        self._draft_s.inc(step.draft_s)
+        self._verify_s.inc(step.verify_s)
+        self._other_s.inc(max(step.other_s, 0.0))
+        self._rows.observe(step.num_rows)
+
+    def on_observe(self, observations: Seq[Observation]) -> None:
+        """Count what a step drafted, accepted and emitted: added up first, since every counter takes a lock."""
+        prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
+        drafted_at: list[int] = []
+        accepted_at: list[int] = []
+        tasks: dict[tuple[str, str], list[int]] = {}
+        for seen in observations:
+            sequence = seen.sequence
+            num_emitted = seen.num_accepted + (not seen.was_cut)
+            emitted += num_emitted
+            if sequence.num_output_tokens == num_emitted and sequence.index == 0:
+                prompt_tokens += sequence.num_prompt_tokens
+                hits += sequence.metrics.num_cached_tokens
+            num_drafted = len(seen.proposal)
+            if num_drafted:
+                num_drafts += 1
+                drafted += num_drafted
+                accepted += seen.num_accepted
+                self._length.observe(seen.num_accepted)
+                add_to_first(drafted_at, max(seen.proposal.depths))
+                add_to_first(accepted_at, seen.num_accepted)
+            counted = tasks.setdefault((self.task_label(sequence.task), seen.method), [0, 0, 0, 0])
+            for i, number in enumerate((1, num_drafted, seen.num_accepted, num_emitted)):
+                counted[i] += number
+        self._output_tokens.inc(emitted)
+        if prompt_tokens:
+            self._prompt_tokens.inc(prompt_tokens)
+            self._queries.inc(prompt_tokens)
+            self._hits.inc(hits)
+        for labels, counted in tasks.items():
+            for counter, number in zip(self._task_counters(labels), counted, strict=True):
+                counter.inc(number)
+        if num_drafts:
+            self._drafts.inc(num_drafts)
+            self._drafted.inc(drafted)
+            self._accepted.inc(accepted)
+            self._wasted.inc(drafted - accepted)
+            for position, numbers in enumerate(zip_longest(drafted_at, accepted_at, fillvalue=0)):
+                for counter, number in zip(self._position_counters(position), numbers, strict=True):
+                    counter.inc(number)
+
+    def _task_counters(self, labels: tuple[str, str]) -> tuple[Counter, ...]:
+        """Passes, and drafted, accepted and emitted tokens of a task and drafter; looking children up by label takes a
+        while."""
+        if labels not in self._by_task:
+            counters = (self._task_steps, self._task_drafted, self._task_accepted, self._task_output)
+            self._by_task[labels] = tuple(counter.labels(*labels) for counter in counters)
+        return self._by_task[labels]
+
+    def _position_counters(self, position: int) -> tuple[Counter, ...]:
+        """Drafted and accepted tokens at a depth, from 0."""
+        while len(self._by_position) <= position:
+            number = len(self._by_position)
+            self._by_position.append((self._drafted_at.labels(number), self._accepted_at.labels(number)))
+        return self._by_position[position]
+
+    # --- in the event loop --------------------------------------------------------------------------------------
+
+    def watch(self, num_answers: int, params: SamplingParams) -> Watch:
+        """Times one request from its updates."""
+        return Watch(self, num_answers, params)
+
+    def on_chunk(self, gap_s: float, num_tokens: int) -> None:
+        """Time the tokens of an update that was not an answer's first."""
+        self._icl.observe(gap_s)
+        for _ in range(num_tokens):
+            self._itl.observe(gap_s / num_tokens)
+
+    def on_end(self, update: Update, params: SamplingParams) -> None:
+        """Count an answer's end, and the request's times and lengths when it was the last one."""
+        self._ends.labels(str(update.finish_reason)).inc()
+        if update.output is None:
+            return
+        metrics = update.output.metrics
+        self._ttft.observe(metrics.time_to_first_token_s)
+        self._e2e.observe(metrics.total_s)
+        queue_s = min(
+            answer.metrics.queue_s for answer in update.output.outputs
+        )  # others wait for its prompt
+        self._queue.observe(queue_s)
+        self._preemptions.inc(metrics.num_preemptions)
+        self._prefill.observe(max(metrics.time_to_first_token_s - queue_s, 0.0))
+        self._decode.observe(max(metrics.total_s - metrics.time_to_first_token_s, 0.0))
+        self._inference.observe(max(metrics.total_s - queue_s, 0.0))
+        self._prompt_length.observe(len(update.output.prompt_token_ids))
+        lengths = [answer.metrics.num_output_tokens for answer in update.output.outputs]
+        self._longest.observe(max(lengths))
+        self._n.observe(params.n)
+        self._max_tokens.observe(params.max_tokens or 0)
+        for length in lengths:
+            self._answer_length.observe(length)
+        for answer in update.output.outputs:
+            if answer.metrics.num_output_tokens > 1:
+                rest_s = answer.metrics.total_s - answer.metrics.time_to_first_token_s
+                self._tpot.observe(rest_s / (answer.metrics.num_output_tokens - 1))
+
+    def on_abort(self, num_answers: int) -> None:
+        """Count answers that nobody waited for."""
+        self._ends.labels(str(FinishReason.ABORT)).inc(num_answers)
+
+    def on_response(self, status: int) -> None:
+        """Count a response of a guarded path."""
+        self._responses.labels(status).inc()
+
+    def set_connections(self, num: int) -> None:
+        """So many connections are open."""
+        self._connections.set(num)
+
+    def on_closed_connection(self, reason: str, num: int = 1) -> None:
+        """Count connections that the server closed; 0 of them shows the reason before the first."""
+        self._closed.labels(reason).inc(num)
+
+    def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
+        """Count an alarm that was raised or cleared."""
+        labels = self._alarm_labels(alarm.kind, alarm.task, alarm.method)
+        self._alarms.labels(*labels).inc(1 if raised else -1)
+        if raised:
+            self._raises.labels(*labels).inc()
+
+    def expect_alarm(self, kind: Kind, task: str | None, method: str | None) -> None:
+        """Show that an alarm which may come was raised 0 times so far."""
+        self._raises.labels(*self._alarm_labels(kind, task, method))
+
+    def _alarm_labels(self, kind: Kind, task: str | None, method: str | None) -> tuple[str, str, str]:
+        return str(kind), "" if task is None else self.task_label(task), method or ""
+
+    def read_engine(self, engine: Engine) -> tuple[int, int, float]:
+        """Set the gauges, to be called between two steps; returns answers that run and wait, and the cache's use."""
+        accounting = engine.runner.cache.accounting
+        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        kv_usage = accounting.num_held / accounting.num_slots
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+        return running, waiting, kv_usage
+
+    def exposition(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self._exposed)
+
+
+class Watch:
+    """One request's clock."""
+
+    def __init__(self, metrics: Metrics, num_answers: int, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._unfinished = num_answers
+        self._last_s: dict[tuple[int, int], float] = {}
+
+    def add(self, prompt: int, update: Update) -> None:
+        """Time an update, and count the end of an answer."""
+        if update.token_ids:
+            now_s = time.perf_counter()
+            last_s = self._last_s.get((prompt, update.index))
+            if last_s is not None:
+                self._metrics.on_chunk(now_s - last_s, len(update.token_ids))
+            self._last_s[prompt, update.index] = now_s
+        if update.finish_reason is not None:
+            self._unfinished -= 1
+            self._metrics.on_end(update, self._params)
+
+    def refuse(self) -> None:
+        """The engine does not take the request: none of its answers ever began."""
+        self._unfinished = 0
+
+    def close(self) -> None:
+        """The request is over; answers that did not end were broken off."""
+        if self._unfinished:
+            self._metrics.on_abort(self._unfinished)
+
+
+class _Labelled(Collector):
+    """A registry's metrics with constant labels, and those that vLLM has under its names too."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], with_vllm: bool) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._with_vllm = with_vllm
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield self._renamed(metric, PREFIX)
+            name = metric.name.removeprefix(PREFIX)
+            if self._with_vllm and name in _AS_VLLM:
+                yield self._renamed(metric, VLLM_PREFIX)
+                if name in _ONCE_AT_VLLM:
+                    yield self._renamed(metric, VLLM_PREFIX, _ONCE_AT_VLLM[name])
+
+    def _renamed(self, metric: Metric, prefix: str, once: str | None = None) -> Metric:
+        """With another prefix, and under the name that it had `once` where one is given."""
+        own = metric.name.removeprefix(PREFIX)
+        renamed = copy.copy(metric)
+        renamed.name = prefix + (once or own)
+        renamed.samples = [
+            Sample(
+                renamed.name + sample.name.removeprefix(PREFIX).removeprefix(own),
+                {**self._labels, **sample.labels},
+                sample.value,
+                sample.timestamp,
+                sample.exemplar,
+            )
+            for sample in metric.samples
+            if not sample.name.endswith("_created")
+        ]
+        return renamed

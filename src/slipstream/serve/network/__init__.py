@@ -1,0 +1,1 @@
+"""Connections and bodies, before there is a request."""

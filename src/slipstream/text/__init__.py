@@ -1,0 +1,1 @@
+"""Text and tokens: streams of text, prompts, tokens' bytes, vocabularies."""

@@ -1,0 +1,224 @@
+"""What a request says in words, as token ids: prompts, conversations, bad words, end tokens."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import numbers
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from slipstream.errors import RequestError
+from slipstream.text.characters import check_characters
+from slipstream.vllm_names import PROMPT, split_off
+
+logger = logging.getLogger(__name__)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as vLLM writes it."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as vLLM writes it; `prompt` is its text, to be given back."""
+
+    prompt_token_ids: Seq[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Seq[int] | TextPrompt | TokensPrompt
+"""Text, or token ids; a one-dimensional array of them will do."""
+
+_KINDS_OF_PROMPT = 'a prompt is a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What a request says in words, as the engine's step needs it."""
+
+    text: str | None
+    token_ids: list[int]
+    bad_words: list[list[int]]
+
+
+def encode_request(
+    tokenizer: Any, prompt: Prompt, bad_words: Seq[str], vocab_size: int, max_model_len: int
+) -> EncodedPrompt:
+    """Prompt and bad words in token ids; raises `RequestError` as `encode_prompt` does."""
+    text, given = parse_prompt(prompt)
+    token_ids = encode_prompt(tokenizer, given, vocab_size, max_model_len)
+    return EncodedPrompt(text, token_ids, encode_bad_words(tokenizer, bad_words))
+
+
+def parse_prompt(prompt: Any) -> tuple[str | None, Any]:
+    """The text that is given back with the answer, and what is to be encoded: a text or a list."""
+    if isinstance(prompt, Mapping):
+        own, _ = split_off(prompt, PROMPT, "prompt key", RequestError)
+        unknown = own.keys() - {"prompt", "prompt_token_ids"}
+        text, token_ids = own.get("prompt"), own.get("prompt_token_ids")
+        if unknown or (text is None and token_ids is None) or not isinstance(text, str | None):
+            raise RequestError(f"{_KINDS_OF_PROMPT}, got the keys {', '.join(map(repr, prompt)) or 'none'}")
+        return (text, text) if token_ids is None else (text, as_list(token_ids))
+    return (prompt, prompt) if isinstance(prompt, str) else (None, as_list(prompt))
+
+
+def as_list(values: Any) -> Any:
+    """An array of NumPy or PyTorch as lists of numbers; anything else as it is."""
+    return values.tolist() if callable(getattr(values, "tolist", None)) else values
+
+
+def is_token_id(value: Any) -> bool:
+    """True for a whole number, NumPy's included."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Seq[int], vocab_size: int, max_model_len: int) -> list[int]:
+    """Token ids of `prompt`; raises `RequestError` when it is empty, too long or not of this vocabulary."""
+    if isinstance(prompt, str):
+        check_characters("the prompt", prompt)
+        token_ids = list(tokenizer(prompt, verbose=False).input_ids)  # it would warn of what is refused below
+    elif isinstance(prompt, Seq) and not isinstance(prompt, bytes) and all(map(is_token_id, prompt)):
+        token_ids = list(map(int, prompt))
+    else:
+        raise RequestError(_KINDS_OF_PROMPT)
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have {max_model_len}; "
+            "shorten it"
+        )
+    for token in (min(token_ids), max(token_ids)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} in the prompt is outside the vocabulary; use 0 to {vocab_size - 1}"
+            )
+    return token_ids
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Seq[dict[str, Any]],
+    template_options: Mapping[str, Any] | None = None,
+    tools: Seq[Mapping[str, Any]] | None = None,
+    check_text: Callable[[str], None] = lambda text: None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer.
+
+    `template_options` are variables of the model's own template, such as `enable_thinking`. `tools` are functions in
+    OpenAI's shape; a template that does not know tools says nothing of them. `check_text` sees the text that the
+    template makes, before it is tokenised. `chat_template` takes the model's own template's place: it is a program, so
+    never one that came from outside. `continue_final_message` leaves the last message open, to be continued. Raises
+    `RequestError`.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message goes on with the last message and add_generation_prompt begins a new one; "
+            "set one of them to false"
+        )
+    if not tokenizer.chat_template and chat_template is None:
+        raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
+    if not isinstance(messages, Seq) or isinstance(messages, str):
+        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
+    if not messages:
+        raise RequestError("the conversation is empty; give at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not (
+            "role" in message and {"content", "tool_calls"} & message.keys()
+        ):
+            got = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else repr(message)
+            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {got}')
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
+    for what, said in (
+        ("the conversation", messages),
+        ("tools", tools),
+        ("the chat template's variables", template_options),
+        ("the chat template", chat_template),
+    ):
+        check_characters(what, said)
+    if reserved:  # else a request could bring a template of its own, which is a program
+        raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
+    readable = [_readable(message) for message in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            readable,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **(template_options or {}),
+        )
+    except Exception as error:  # a template may raise anything
+        raise RequestError(f"the chat template refuses this conversation: {error}") from None
+    check_text(text)
+    # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _readable(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates read it: the text in one piece, the arguments of calls decoded."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        for part in content:
+            is_text = (
+                isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            )
+            if not is_text:
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise RequestError(f"a message has a part of type {kind!r}; this model reads text only")
+        message = message | {"content": "".join(part["text"] for part in content)}
+    if calls:
+        message = message | {"tool_calls": [_decoded(call) for call in calls]}
+    return message
+
+
+def _decoded(call: Any) -> Any:
+    """A call whose arguments are JSON as text, with the arguments themselves; any other as it is."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise RequestError("the arguments of a message's tool call are not valid JSON") from None
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
+    """Each word as it is tokenised at the start of a text and after a space."""
+    texts = [text for word in words for text in (word, " " + word.lstrip(" "))]
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False).input_ids
+    return [list(token_ids) for token_ids in dict.fromkeys(map(tuple, encoded)) if token_ids]
+
+
+def end_token_ids(tokenizer: Any, model: Any, vocab_size: int) -> frozenset[int]:
+    """The model's own end tokens: generation config first, then model config, then tokenizer.
+
+    Those beyond `vocab_size`, the width of the logits, are left out: the model cannot say them.
+    """
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            named = frozenset([ids] if isinstance(ids, int) else ids)
+            sayable = frozenset(token for token in named if 0 <= token < vocab_size)
+            if sayable != named:
+                logger.warning(
+                    "the model cannot say its end token %s: it has logits for %d tokens only%s",
+                    ", ".join(map(str, sorted(named - sayable))),
+                    vocab_size,
+                    "" if sayable else "; answers end at stop strings, stop_token_ids or max_tokens",
+                )
+            return sayable
+    return frozenset()

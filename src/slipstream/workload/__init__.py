@@ -1,0 +1,1 @@
+"""Questions to ask: prompts by task, from files or from the package."""
