@@ -2,7 +2,7 @@
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
-# make docs    write the generated reference pages anew
+# make docs    write the generated reference pages anew, then build the site in build/site
 # make clean   remove what the others made, .venv included
 
 PYTHON ?= python3
@@ -36,6 +36,8 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+	@echo "build/site/index.html (with search: $(BIN)/python -m http.server --directory build/site)"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
