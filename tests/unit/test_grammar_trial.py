@@ -28,7 +28,7 @@ from slipstream.text.byte_tokens import ByteTokens
 EOS = 1
 RECKLESS = """
 from llguidance import LLParserLimits
-from slipstream.engine import grammar_worker
+from slipstream.sampling.grammars import worker as grammar_worker
 grammar_worker.parser_limits = lambda: LLParserLimits(
     initial_lexer_fuel=10**9, step_lexer_fuel=10**9, max_lexer_states=10**8
 )
@@ -178,7 +178,7 @@ def test_many_vocabularies_and_threads_share_a_worker(
 
 
 GREEDY = """
-from slipstream.engine import grammar_worker
+from slipstream.sampling.grammars import worker as grammar_worker
 grammar_worker.KEPT_BYTES = {kept}
 def left_over(before, leaks=[]):
     leaks.append(bytearray(2**20))
