@@ -53,7 +53,7 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("control/__main__", "drafters/__main__", "overhead/__main__"),
+        *("control/__main__", "drafters/__main__", "gpu/__main__", "overhead/__main__"),
         *("cross_check", "drift_alarm", "quantization", "schemas", "step_cost", "trees"),
     ],
 )

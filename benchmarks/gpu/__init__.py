@@ -1,0 +1,1 @@
+"""What runs on a CUDA GPU, how fast, and what limits it."""

@@ -1,0 +1,158 @@
+"""Slipstream on a CUDA GPU: what runs, how fast, and what limits it.
+
+    python -m benchmarks.gpu                           # all sections, some eight minutes on an H100
+    python -m benchmarks.gpu --quick --output FOLDER   # a rough look, docs/benchmarks as it is
+    python -m benchmarks.gpu --sections step,transfers --output FOLDER
+
+`device`: name, memory, the rate of a copy and of a matrix product. `tests`: tests/gpu. `speed`: each drafter against
+speculation off, on the embedded target and on one that is cost-expanded to 1G. `step`: a target step by rows, beside
+the least time in which the memory could give what it reads. `transfers`: the calls that wait for the device.
+
+Without `--output` the result is docs/benchmarks/gpu.json, and docs/benchmarks/gpu.md gets its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.gpu import page
+from benchmarks.kept import Kept
+from slipstream.provenance import provenance
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs/benchmarks"
+SECTIONS = ("device", "tests", "speed", "step", "transfers")
+NO_DEVICE = "no CUDA device; this agenda needs one"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cells, fewer repeats; needs --output")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
+    parser.add_argument("--output", type=Path, help="folder for gpu.json and gpu.md")
+    options = parser.parse_args()
+    sections = options.sections.split(",")
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}; sections are {', '.join(SECTIONS)}")
+    if options.output is None and (options.quick or set(sections) != set(SECTIONS)):
+        parser.error("--quick and --sections need --output FOLDER; the page is of one whole run")
+    if not torch.cuda.is_available():
+        sys.exit(NO_DEVICE)
+    folder: Path = options.output or FOLDER
+    result = measure(folder / "gpu.json", sections, quick=options.quick)
+    page.write(result, folder / "gpu.md")
+    print(page.tables(result))
+
+
+def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
+    """The result, written to `file`; cells of a run that was stopped are not measured again."""
+    from benchmarks.gpu import device, speed, step
+
+    kept = Kept(file, {"quick": quick, "sections": sections, "device": torch.cuda.get_device_name()})
+    result: dict[str, Any] = {"provenance": _provenance(), "quick": quick}
+    result["device"] = kept.cell("device", lambda: {**device.facts(), **device.rates()})
+    if "tests" in sections:
+        result["tests"] = kept.cell("tests", run_tests)
+    larger = _Larger()
+    with larger:
+        if "step" in sections:
+            rate = result["device"]["copy_gb_per_s"]
+            result["step"] = kept.cell(
+                "step", lambda: step.by_rows(larger.path(), "bfloat16", rate, quick=quick)
+            )
+        if "transfers" in sections:
+            result["transfers"] = kept.cell("transfers", lambda: step.transfers(larger.path(), "bfloat16"))
+        if "speed" in sections:
+            result["self"] = kept.cell("self", speed.refusal)
+            result["speed"] = []
+            lengths: dict[str, int] = {"max_tokens": 16 if quick else 32, "repeats": 1 if quick else 2}
+            for name, dtype, model in _targets(larger, quick):
+                for concurrency in speed.CONCURRENCIES:
+                    row = kept.cell(
+                        f"speed, {name} {dtype}, {concurrency} at once",
+                        lambda model=model, dtype=dtype, concurrency=concurrency: speed.measure(
+                            model(), dtype, concurrency, **lengths
+                        ),
+                    )
+                    result["speed"].append({"model": name, **row})
+    kept.finish(result)
+    return result
+
+
+def run_tests() -> dict[str, Any]:
+    """tests/gpu in a process of its own: how many passed, and the names of those that did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "tests/gpu"],
+            cwd=ROOT,
+            stdout=sys.stderr,
+            check=False,
+        )
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    kinds = [next((child.tag for child in case if child.tag != "system-out"), "passed") for case in cases]
+    return {
+        "passed": kinds.count("passed"),
+        "skipped": kinds.count("skipped"),
+        "failed": [
+            case.get("name") for case, kind in zip(cases, kinds, strict=True) if kind in ("failure", "error")
+        ],
+        "seconds": sum(float(case.get("time", 0)) for case in cases),
+    }
+
+
+class _Larger:
+    """The embedded target cost-expanded to 1G in bfloat16, made when it is first asked for."""
+
+    def __enter__(self) -> _Larger:
+        self._folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._folder.cleanup()
+
+    def path(self) -> str:
+        from slipstream.assets import EMBEDDED_TARGET
+        from slipstream.testing.expand import expand
+
+        folder = Path(self._folder.name) / "1G"
+        if not folder.exists():
+            expand(EMBEDDED_TARGET, folder, target_parameters=10**9, dtype="bfloat16")
+            config = folder / "config.json"
+            values = json.loads(config.read_text())
+            values["max_position_embeddings"] = (
+                4096  # for the times at long contexts; no text here is as long
+            )
+            config.write_text(json.dumps(values))
+        return str(folder)
+
+
+def _targets(larger: _Larger, quick: bool) -> list[tuple[str, str, Callable[[], str | None]]]:
+    """Name, dtype and where the checkpoint is, None being the embedded one."""
+    embedded = [("embedded target", dtype, lambda: None) for dtype in ("float16", "bfloat16", "float32")]
+    return [("cost-expanded to 1G", "bfloat16", larger.path), *embedded[: 1 if quick else None]]
+
+
+def _provenance() -> dict[str, Any]:
+    from benchmarks.gpu.device import driver
+
+    return {**provenance(), "driver": driver(), "cuda": torch.version.cuda}
+
+
+if __name__ == "__main__":
+    main()
