@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import pytest
@@ -87,12 +87,31 @@ def test_names_are_listed_without_importing_their_modules(monkeypatch: pytest.Mo
 
 def test_a_package_adds_a_drafter_and_cannot_replace_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = "slipstream.testing.stub_drafters:OracleDrafter"
-    group = registry.ENTRY_POINT_GROUP
-    found = [EntryPoint("oracle", stub, group), EntryPoint("ngram", stub, group)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: found)
+    installed = EntryPoints(EntryPoint(name, stub, "slipstream.drafters") for name in ("oracle", "ngram"))
+    monkeypatch.setattr("slipstream.registry.entry_points", lambda group: installed.select(group=group))
     assert "oracle" in registry.drafter_names()
     assert isinstance(registry.create_drafter(config("oracle", accuracy=0.5), CONTEXT), OracleDrafter)
     assert isinstance(registry.create_drafter(config("ngram"), CONTEXT), NgramDrafter)
+
+
+def test_code_registers_a_drafter_and_cannot_replace_another() -> None:
+    with pytest.raises(ConfigError, match="unknown drafter 'oracle'"):
+        registry.validate(config("oracle"))
+    registry.DRAFTERS.register("oracle", OracleDrafter)
+    try:
+        registry.DRAFTERS.register("oracle", OracleDrafter)  # the same again
+        assert "oracle" in registry.drafter_names()
+        assert isinstance(registry.create_drafter(config("oracle"), CONTEXT), OracleDrafter)
+        for taken in ("oracle", "ngram"):
+            with pytest.raises(ConfigError, match=f"{taken!r} exists already"):
+                registry.DRAFTERS.register(taken, EitherWayDrafter)
+        with pytest.raises(ConfigError, match="no colon"):
+            registry.DRAFTERS.register("my:oracle", OracleDrafter)
+        with pytest.raises(ConfigError, match="did you mean 'oracle'"):
+            registry.validate(config("oracel"))
+    finally:
+        registry.DRAFTERS.unregister("oracle")
+    assert "oracle" not in registry.drafter_names()
 
 
 def test_a_class_can_be_named_by_its_place() -> None:
@@ -141,5 +160,6 @@ def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None
     assert fits["self"][1] == Fit("", 1000, 64, 0)
     int8 = dataclasses.replace(CONTEXT, engine_config=EngineConfig("stub", quantization="int8"))
     assert "quantised already" in registry.fits(int8)["self"][1].missing
-    monkeypatch.setattr(registry, "_locations", lambda: {"broken": "no.such.module:Class"})
+    broken = EntryPoints([EntryPoint("broken", "no.such.module:Class", "slipstream.drafters")])
+    monkeypatch.setattr("slipstream.registry.entry_points", lambda group: broken.select(group=group))
     assert "no.such.module" in registry.fits(CONTEXT)["broken"][1].missing

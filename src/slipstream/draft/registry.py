@@ -1,4 +1,4 @@
-"""Drafters by name. Built-in ones are imported when they are asked for; others come as entry points.
+"""Drafters by name. Built-in ones are imported when they are asked for; others are registered or come as entry points.
 
 A package adds a drafter with one line of its own `pyproject.toml`:
 
@@ -12,43 +12,46 @@ over.
 from __future__ import annotations
 
 import dataclasses
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
-from slipstream.config import SpeculativeConfig, options_from, reject_unknown
+from slipstream.config import SpeculativeConfig, options_from
 from slipstream.core import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.registry import Registry
 from slipstream.vllm_names import METHODS_ELSEWHERE, SPECULATIVE, split_off
 
-ENTRY_POINT_GROUP = "slipstream.drafters"
-
-_BUILT_IN = {
-    "off": "slipstream.draft.off:OffDrafter",
-    "ngram": "slipstream.draft.lookup.ngram:NgramDrafter",
-    "suffix": "slipstream.draft.lookup.suffix:SuffixDrafter",
-    "draft_model": "slipstream.draft.model.draft_model:DraftModelDrafter",
-    "eagle": "slipstream.draft.heads.eagle:Eagle1Drafter",
-    "eagle3": "slipstream.draft.heads.eagle:Eagle3Drafter",
-    "tli": "slipstream.draft.model.tli:TliDrafter",
-    "slem": "slipstream.draft.model.slem:SlemDrafter",
-    "self": "slipstream.draft.model.self_model:SelfDrafter",
-    "medusa": "slipstream.draft.heads.medusa:MedusaDrafter",
-    "hydra": "slipstream.draft.heads.hydra:HydraDrafter",
-    "token_recycling": "slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
-    "lookahead": "slipstream.draft.parallel.lookahead:LookaheadDrafter",
-    "jacobi": "slipstream.draft.parallel.jacobi:JacobiDrafter",
-    "auto": "slipstream.draft.combine.auto:AutoDrafter",
-    "ensemble": "slipstream.draft.combine.ensemble:EnsembleDrafter",
-    "layer_skip": "slipstream.draft.model.layer_skip:LayerSkipDrafter",
-    "cascade": "slipstream.draft.combine.cascade:CascadeDrafter",
-}
+DRAFTERS = Registry[Drafter](
+    "drafter",
+    Drafter,  # type: ignore[type-abstract]
+    "slipstream.drafters",
+    {
+        "off": "slipstream.draft.off:OffDrafter",
+        "ngram": "slipstream.draft.lookup.ngram:NgramDrafter",
+        "suffix": "slipstream.draft.lookup.suffix:SuffixDrafter",
+        "draft_model": "slipstream.draft.model.draft_model:DraftModelDrafter",
+        "eagle": "slipstream.draft.heads.eagle:Eagle1Drafter",
+        "eagle3": "slipstream.draft.heads.eagle:Eagle3Drafter",
+        "tli": "slipstream.draft.model.tli:TliDrafter",
+        "slem": "slipstream.draft.model.slem:SlemDrafter",
+        "self": "slipstream.draft.model.self_model:SelfDrafter",
+        "medusa": "slipstream.draft.heads.medusa:MedusaDrafter",
+        "hydra": "slipstream.draft.heads.hydra:HydraDrafter",
+        "token_recycling": "slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
+        "lookahead": "slipstream.draft.parallel.lookahead:LookaheadDrafter",
+        "jacobi": "slipstream.draft.parallel.jacobi:JacobiDrafter",
+        "auto": "slipstream.draft.combine.auto:AutoDrafter",
+        "ensemble": "slipstream.draft.combine.ensemble:EnsembleDrafter",
+        "layer_skip": "slipstream.draft.model.layer_skip:LayerSkipDrafter",
+        "cascade": "slipstream.draft.combine.cascade:CascadeDrafter",
+    },
+)
+"""`DRAFTERS.register(name, cls)` adds one for this process."""
 
 
 def drafter_names() -> list[str]:
     """Every name that `method` may have, sorted."""
-    return sorted(_locations())
+    return DRAFTERS.names()
 
 
 def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
@@ -96,34 +99,10 @@ def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
     return found
 
 
-def _locations() -> dict[str, str]:
-    """Name to "module:Class"."""
-    found = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return found | _BUILT_IN
-
-
 def _drafter_class(method: str) -> type[Drafter]:
-    locations = _locations()
-    if ":" in method:
-        location = method
-    else:
-        if (
-            method not in locations
-            and (known := method if not method.endswith("_mtp") else "mtp") in METHODS_ELSEWHERE
-        ):
-            raise ConfigError(
-                f"drafter {method!r} is vLLM's and is not available here; {METHODS_ELSEWHERE[known]}"
-            )
-        reject_unknown([method], locations, "drafter")
-        location = locations[method]
-    module, _, name = location.partition(":")
-    try:
-        cls = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        source = "" if location == method else f" from {location!r}"
-        missing = ":" in method and isinstance(error, ModuleNotFoundError)
-        hint = "; modules are searched on Python's path, to which PYTHONPATH adds folders" if missing else ""
-        raise ConfigError(f"drafter {method!r} cannot be loaded{source}: {error}{hint}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Drafter)):
-        raise ConfigError(f"drafter {method!r} is not a subclass of slipstream.draft.base.Drafter")
-    return cls
+    known = "mtp" if method.endswith("_mtp") and ":" not in method else method
+    if known in METHODS_ELSEWHERE and method not in DRAFTERS.names():
+        raise ConfigError(
+            f"drafter {method!r} is vLLM's and is not available here; {METHODS_ELSEWHERE[known]}"
+        )
+    return DRAFTERS.load(method)
