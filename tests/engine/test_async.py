@@ -289,13 +289,13 @@ def test_one_callers_mistake_is_nobody_elses(
 ) -> None:
     async def main() -> None:
         async with AsyncEngine(engine=shared_async.engine) as engine:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
             good = asyncio.create_task(engine.generate(prompts[0], params, request_id="good"))
             await asyncio.sleep(0.01)
             with pytest.raises(RequestError, match=says) as caught:
                 await asyncio.wait_for(engine.generate(prompt, **arguments), 5)
             assert "\n" not in str(caught.value)
-            assert len((await good).outputs[0].token_ids) == 12
+            assert len((await good).outputs[0].token_ids) == 120
             await asyncio.wait_for(engine.idle(), 5)
 
     asyncio.run(main())
