@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from benchmarks.control.traffic import Question, make_engines
-from slipstream.control.plan import NOBODY
+from slipstream.draft.choice import NOBODY
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 
@@ -51,7 +51,7 @@ def _phase(
     def on_observe(seen: Any) -> None:
         for one in seen:
             choice = controller.standing(one.sequence.id, one.sequence.task)
-            parts = [names[member] for member in (choice.lookup, choice.member) if member != NOBODY]
+            parts = [names[member] for member in (choice.lookup, choice.drafter) if member != NOBODY]
             emitted = len(one.sequence.token_ids) - one.length_before
             who.extend([" then ".join(parts) or "nobody"] * emitted)
             depths.extend([len(one.proposal)] * emitted)

@@ -11,12 +11,12 @@ import pytest
 from world import FakeClock, Guesser, Machine, World, chain
 
 from slipstream.control.budget import FIRST_TRIES
-from slipstream.control.choice import MAX_TASKS, NOTHING, Asked, Choice, Member
+from slipstream.control.choice import MAX_TASKS, Asked, Member
 from slipstream.control.controller import BOOKS_SHARE, MAX_HELD_STEPS, Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
-from slipstream.control.plan import NOBODY
 from slipstream.control.realised import NUM_OFF_STEPS, Gain
 from slipstream.control.step_cost import Drafted
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 FOREVER = 10**9
 

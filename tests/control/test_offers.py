@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slipstream.control.choice import NOTHING, Asked, Member
+from slipstream.control.choice import Asked, Member
 from slipstream.control.controller import Controller
 from slipstream.control.knowledge import Knowledge
 from slipstream.control.offers import guesses, offer
-from slipstream.control.plan import NOBODY, Guesses, Market, Plan
+from slipstream.control.plan import Guesses, Market, Plan
 from slipstream.control.step_cost import Drafted
+from slipstream.draft.choice import NOBODY, NOTHING
 
 SIZE = 8
 LOOKUP = Member("suffix", 8, is_chain=False, looks_up=True)
@@ -79,7 +80,7 @@ def test_a_drafter_must_be_clearly_better_than_lookups_alone(
     controller = with_a_chain()
     promise(better, monkeypatch)
     choices = controller.choose(ASKED, 0)
-    assert all((choice.member == 1) == is_asked for choice in choices)
+    assert all((choice.drafter == 1) == is_asked for choice in choices)
     assert is_asked or all(choice.lookup == 0 for choice in choices)
 
 
@@ -88,9 +89,9 @@ def test_a_drafter_that_is_asked_stays_while_it_is_the_better_one(monkeypatch: p
     for better in (1.2, 1.03):
         promise(better, monkeypatch)
         controller._plan.held_s = 0.0
-        assert all(choice.member == 1 for choice in controller.choose(ASKED, 0))
+        assert all(choice.drafter == 1 for choice in controller.choose(ASKED, 0))
 
 
 def test_a_drafter_of_unknown_cost_is_asked_for_one_request_without_tries() -> None:
     controller = Controller([LOOKUP, CHAIN], adaptive=True, probe_share=0.0, pass_s=lambda rows: 0.02)
-    assert [choice.member for choice in controller.choose(ASKED, 0)].count(1) == 1
+    assert [choice.drafter for choice in controller.choose(ASKED, 0)].count(1) == 1

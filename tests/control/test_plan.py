@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.control.plan import NOBODY, Market, Offer
+from slipstream.control.plan import Market, Offer
 from slipstream.control.step_cost import MIN_CALLS, DraftCost, Drafted, StepCost
+from slipstream.draft.choice import NOBODY
 
 
 def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:

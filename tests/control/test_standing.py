@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.control.choice import MAX_TASKS, NOTHING, Asked, Choice, Member
+from slipstream.control.choice import MAX_TASKS, Asked, Member
 from slipstream.control.controller import PLAN_SHARE, RECALLED, Controller
 from slipstream.control.facts import StepFacts
 from slipstream.control.realised import Gain
 from slipstream.control.standing import Standing, load_level
+from slipstream.draft.choice import NOTHING, Choice
 from tests.control.world import PLAN_S, FakeClock
 
 DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.choice import Asked, Member
 from slipstream.control.controller import Controller
 from slipstream.control.facts import Call, Outcome, StepFacts
 from slipstream.control.knowledge import MAX_LEARNED
-from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.step_cost import Drafted
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 PLAN_S = 2e-4
 """Seconds between two looks at the clock: what a plan takes."""
@@ -280,7 +280,7 @@ class World:
             if asked:
                 calls.append(self._call(number, asked, [1] * len(asked)))
         for number, guesser in enumerate(self.guessers):
-            asked = [i for i, choice in enumerate(choices) if choice.member == number and i not in drafts]
+            asked = [i for i, choice in enumerate(choices) if choice.drafter == number and i not in drafts]
             depths = [choices[i].depth for i in asked]
             if not asked:
                 continue
@@ -413,4 +413,4 @@ class World:
 
     def chosen(self) -> list[tuple[int, int]]:
         """Member and depth of each request in the last step."""
-        return [(choice.member, choice.depth) for choice in self.choices]
+        return [(choice.drafter, choice.depth) for choice in self.choices]

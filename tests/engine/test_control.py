@@ -16,11 +16,12 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control import controller as controller_module
-from slipstream.control.choice import NOTHING, Asked, Choice
+from slipstream.control.choice import Asked
 from slipstream.control.controller import Controller
-from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
+from slipstream.draft.guard import FIRST_PAUSE_S
 from slipstream.errors import ConfigError, RequestError
 from slipstream.testing.stub_drafters import OracleOptions
 
@@ -147,7 +148,6 @@ def test_any_choice_gives_the_same_text(
     llm.engine.on_observe = lambda seen: drafted.update(one.method for one in seen if len(one.proposal))
     assert texts(llm, prompts[:12]) == texts(plain, prompts[:12])
     assert llm.engine.drafting.num_failures == 0
-    assert llm.engine.drafter.num_failures == 0  # type: ignore[attr-defined]
     assert drafted == {"suffix", "draft_model-1", "draft_model-2"}
     if verifier == "coupled":
         seeded = SamplingParams(temperature=0.9, max_tokens=24, seed=5)
@@ -318,13 +318,13 @@ def test_a_drafter_that_always_fails_is_asked_no_more(
 
 
 def test_a_late_answer_retires_even_our_own_drafters_for_a_while(
-    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
 ) -> None:
     llm = make_llm({"method": "ngram", "draft_timeout_s": 1e-9})
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert llm.engine.control_report().methods[0].retired
-    llm.engine.drafting._timeout_s = 30.0
-    monkeypatch.setattr(llm.engine.drafting, "_until_s", 0.0)
+    [guard] = llm.engine.drafting.drafters.guards
+    guard.timeout_s, guard.clock = 30.0, lambda: time.monotonic() + FIRST_PAUSE_S
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert not llm.engine.control_report().methods[0].retired, "the pause is over"
 
@@ -345,7 +345,7 @@ def test_one_failure_of_a_large_batch_is_one_failure(
     llm = make_llm({"method": f"{__name__}:RaisesOnceDrafter", "texts": [[1]]})
     assert texts(llm, prompts[:20]) == texts(plain, prompts[:20])
     assert llm.engine.drafting.num_failures >= 16
-    assert not llm.engine.drafting.retired
+    assert not llm.engine.control_report().methods[0].retired
     assert llm.generate(prompts[0], PARAMS)[0].metrics.num_draft_tokens > 0
 
 

@@ -17,10 +17,10 @@ from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.control.choice import Asked, Choice
+from slipstream.control.choice import Asked
 from slipstream.control.controller import Controller
-from slipstream.control.plan import NOBODY
 from slipstream.core import Proposal, ProposalKind
+from slipstream.draft.choice import NOBODY, Choice
 from slipstream.draft.model.growth import Growth
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.engine_enumeration import engine_distribution

@@ -12,7 +12,8 @@ import torch
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.combine.auto import AutoDrafter, AutoOptions, Selection
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
+from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -67,12 +68,12 @@ def text(number: int, *token_ids: int) -> Sequence:
 def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
     auto, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (1, 2, 3), (4, 5, 6)
-    proposals = auto.ask_chosen(
+    proposals = auto.drafters.ask(
         [
-            (text(0), 8, Selection(0)),
-            (text(1), 8, Selection(1, budget=2)),
-            (text(2), 8, Selection(None)),
-            (text(3), 1, Selection(0)),
+            (text(0), 8, Choice(0, 8)),
+            (text(1), 8, Choice(1, 2)),
+            (text(2), 8, NOTHING),
+            (text(3), 1, Choice(0, 8)),
         ]
     )
     assert {key: proposal.token_ids for key, proposal in proposals.items()} == {
@@ -81,27 +82,27 @@ def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
         3: (1,),
     }
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
-    assert [(asking.member, len(asking.sequences)) for asking in auto.asked] == [(0, 2), (1, 1)]
+    assert [(call.drafter, len(call.sequences)) for call in auto.drafters.calls] == [(0, 2), (1, 1)]
 
 
 def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough() -> None:
     auto, (lookup, draft) = make("SaysDrafter", "SaysDrafter")
     lookup.says, draft.says = (1, 2, 3), (4, 5, 6)
-    taken, short = Selection(1, 2, lookup=0, min_tokens=3), Selection(1, 2, lookup=0, min_tokens=4)
-    nothing_else = Selection(None, None, lookup=0, min_tokens=4)
-    proposals = auto.ask_chosen([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
+    taken, short = Choice(1, 2, lookup=0, min_tokens=3), Choice(1, 2, lookup=0, min_tokens=4)
+    nothing_else = Choice(lookup=0, min_tokens=4)
+    proposals = auto.drafters.ask([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
     assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (1, 2, 3), 1: (4, 5)}
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
-    assert {key: len(found) for key, found in auto.found.items()} == {0: 3, 1: 3, 2: 3}
-    assert [auto.drafted_by(text(number)) for number in range(3)] == [0, 1, None]
+    assert {key: len(found) for key, found in auto.drafters.found.items()} == {0: 3, 1: 3, 2: 3}
+    assert [auto.drafters.drafted_by(text(number)) for number in range(3)] == [0, 1, NOBODY]
 
 
 def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     auto, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)
     sequences = [text(0, 1, 2), text(1, 1, 2)]
-    answers = auto.ask_chosen([(sequences[0], 8, Selection(0)), (sequences[1], 8, Selection(1))])
+    answers = auto.drafters.ask([(sequences[0], 8, Choice(0, 8)), (sequences[1], 8, Choice(1, 8))])
     proposals = [answers[0], answers[1]]
     for sequence, proposal in zip(sequences, proposals, strict=True):
         sequence.token_ids += [*proposal.token_ids, 5]
@@ -135,7 +136,7 @@ def test_what_a_grammar_took_away_is_not_told() -> None:
 def test_a_failing_member_leaves_the_others_alone() -> None:
     auto, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (99999,), (4,)
-    proposals = auto.ask_chosen([(text(0), 8, Selection(0)), (text(1), 8, Selection(1))])
+    proposals = auto.drafters.ask([(text(0), 8, Choice(0, 8)), (text(1), 8, Choice(1, 8))])
     assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (), 1: (4,)}
     assert auto.num_failures == 1
     assert not auto.members[0].serves(text(0))
@@ -145,11 +146,11 @@ def test_a_failing_member_leaves_the_others_alone() -> None:
 def test_released_sequences_are_forgotten() -> None:
     auto, (only,) = make("SaysDrafter")
     only.says = (7,)
-    auto.ask_chosen([(text(0), 8, Selection(0))])
+    auto.drafters.ask([(text(0), 8, Choice(0, 8))])
     assert auto.num_held() == 1
     auto.release(text(0))
     assert auto.num_held() == 0
-    assert auto.drafted_by(text(0)) is None
+    assert auto.drafters.drafted_by(text(0)) == NOBODY
 
 
 @pytest.mark.parametrize(

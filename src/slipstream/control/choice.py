@@ -1,11 +1,9 @@
-"""What is chosen between, for whom, and what was chosen."""
+"""What is chosen between, and for whom."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from slipstream.control.plan import NOBODY
 
 MAX_TASKS = 256
 """Tasks that are remembered; of more, those that came last."""
@@ -36,19 +34,3 @@ class Asked(NamedTuple):
     """Those of them that are its answer."""
     members: frozenset[int] | None = None
     """The only drafters that its caller wants and that still serve it; None is all."""
-
-
-class Choice(NamedTuple):
-    """What is done for one request."""
-
-    member: int
-    """Who drafts, or `NOBODY`."""
-    depth: int
-    """Levels."""
-    lookup: int = NOBODY
-    """Who is asked before that, or `NOBODY`."""
-    min_tokens: int = 0
-    """The shortest guess of it that is taken."""
-
-
-NOTHING = Choice(NOBODY, 0)

@@ -21,11 +21,11 @@ from functools import partial
 import numpy as np
 
 from slipstream.control.budget import Budget
-from slipstream.control.choice import NOTHING, Asked, Choice, Member
+from slipstream.control.choice import Asked, Member
 from slipstream.control.facts import StepFacts
 from slipstream.control.knowledge import Knowledge, Use
 from slipstream.control.offers import guesses, offer
-from slipstream.control.plan import NOBODY, Guesses, Market, Plan
+from slipstream.control.plan import Guesses, Market, Plan
 from slipstream.control.probes import Probes
 from slipstream.control.realised import Pair
 from slipstream.control.realised import Step as ComparedStep
@@ -34,6 +34,7 @@ from slipstream.control.stand_back import StandBack
 from slipstream.control.standing import Standing, load_level
 from slipstream.control.step_cost import Drafted, Mean
 from slipstream.control.tries import Tries
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 PLAN_SHARE = 0.005
 """Of the time, for making plans: one holds until it has paid for itself, and for the books of its step."""
@@ -244,7 +245,7 @@ class Controller:
         plan = min(plans, key=lambda each: abs(each.num_requests - number))
         plan.take_over(self._plan)
         for request in asked:
-            member = self.bounded(plan.choice(request.sequence_id, request.task), request).member
+            member = self.bounded(plan.choice(request.sequence_id, request.task), request).drafter
             is_new = request.num_output <= 1  # what its prompt takes was weighed when that was begun with
             if member != NOBODY and not is_new and self.known.num_unseen(member, request):
                 return
@@ -351,8 +352,8 @@ class Controller:
         choices = [
             self.bounded(self._plan.choice(request.sequence_id, request.task), request) for request in asked
         ]
-        members = np.array([choice.member for choice in choices])
-        depths = np.array([min(choice.depth, self._levels(choice.member)) for choice in choices])
+        members = np.array([choice.drafter for choice in choices])
+        depths = np.array([min(choice.depth, self._levels(choice.drafter)) for choice in choices])
         return Plan(members, depths, Guesses.none(len(asked)), 0.0, 0.0)
 
     def _levels(self, member: int) -> int:
@@ -477,7 +478,7 @@ class Controller:
 
     def _task_report(self, task: str, use: Use) -> TaskReport:
         choice = self._alone.of_task.get(task, NOTHING) if self.adaptive else Choice(0, 1)
-        member = choice.lookup if choice.member == NOBODY else choice.member
+        member = choice.lookup if choice.drafter == NOBODY else choice.drafter
         rates = [self.known.acceptance[m].rate(task) for m in range(len(self.members))]
         known = [rate for rate in rates if rate is not None]
         rate = rates[member] if member != NOBODY else max(known, default=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from slipstream.control.plan import NOBODY
 from slipstream.control.realised import Gain
 from slipstream.control.step_cost import Drafted
+from slipstream.draft.choice import NOBODY
 
 
 class Outcome(NamedTuple):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.choice import MAX_TASKS, Asked, Member
 from slipstream.control.facts import Outcome, StepFacts
-from slipstream.control.plan import NOBODY
 from slipstream.control.step_cost import MANY_MISSED, DraftCost, Drafted, Mean, StepCost
+from slipstream.draft.choice import NOBODY
 from slipstream.profiling.break_even import break_even
 
 MAX_LEARNED = 12

@@ -10,8 +10,9 @@ import numpy as np
 from slipstream.control.acceptance import BUCKETS
 from slipstream.control.choice import Asked
 from slipstream.control.knowledge import Knowledge
-from slipstream.control.plan import NOBODY, Guesses, Marginal, Market, Offer, Plan
+from slipstream.control.plan import Guesses, Marginal, Market, Offer, Plan
 from slipstream.control.step_cost import Drafted
+from slipstream.draft.choice import NOBODY
 
 
 class _BestGuess(NamedTuple):

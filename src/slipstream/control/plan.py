@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.control.step_cost import DraftCost, Drafted, StepCost
+from slipstream.draft.choice import NOBODY
 
 SHARES = 0.0, 0.5
 """Of the requests, that may be thought to share a drafter's calls."""
 WORTH_ANOTHER_TURN = 1.001
 """So much better a plan must have become for another turn to be taken: turns take time themselves."""
-NOBODY = -1
-"""In place of a member's number: the request is decoded without drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.choice import MAX_TASKS, NOTHING, Asked, Choice
+from slipstream.control.choice import MAX_TASKS, Asked
+from slipstream.draft.choice import NOTHING, Choice
 
 SAME_LOAD = 0.2
 """A plan is for as many requests as it was made for, and for others by no more than this part."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.control.budget import Budget
-from slipstream.control.choice import Asked, Choice
+from slipstream.control.choice import Asked
 from slipstream.control.knowledge import Knowledge
 from slipstream.control.plan import Market, Plan
+from slipstream.draft.choice import Choice
 
 TRY_STEPS = 3
 """Steps of a try, each of one level: the first token says the most for its price."""

@@ -181,6 +181,15 @@ class Drafter(ABC):
         """Forget all that was kept from finished sequences, so that the next request meets a fresh drafter."""
         return
 
+    @property
+    def num_failures(self) -> int:
+        """How often drafters inside this one have been retired for a sequence that they failed."""
+        return 0
+
+    def ends_early(self) -> bool:
+        """True where a chain may end before its budget because the drafter lacks confidence in what follows."""
+        return False
+
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""
         return 0

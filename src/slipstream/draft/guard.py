@@ -53,10 +53,10 @@ class Guard:
         self.num_failures = 0
         self._vocab_size = vocab_size
         self._kinds = kinds
-        self._timeout_s = math.inf if drafter.guards_itself else timeout_s
+        self.timeout_s = math.inf if drafter.guards_itself else timeout_s
         self._retired: set[int] = set()
         self._failures_in_a_row = 0
-        self._clock = clock
+        self.clock = clock
         self._why = ""
         self._until_s = 0.0
         self._num_timeouts = 0
@@ -70,7 +70,7 @@ class Guard:
     @property
     def retired(self) -> str:
         """Why the drafter is not asked now; empty while it is."""
-        if self._why and self._clock() >= self._until_s and not (self._worker and self._worker.hangs):
+        if self._why and self.clock() >= self._until_s and not (self._worker and self._worker.hangs):
             self._why = ""
             logger.info("drafter %s is asked again", type(self.drafter).__name__)
         return self._why
@@ -170,13 +170,13 @@ class Guard:
 
     def _timed(self, function: Callable[[], T]) -> T:
         if self._worker is not None:
-            result: T = self._worker.call(function, self._timeout_s)
+            result: T = self._worker.call(function, self.timeout_s)
             return result
-        clock = self._clock
+        clock = self.clock
         started_s = clock()
         result = function()
-        if (took_s := clock() - started_s) > self._timeout_s:
-            raise CallTimeout(f"an answer after {took_s:.1f} s, later than {self._timeout_s:g} s")
+        if (took_s := clock() - started_s) > self.timeout_s:
+            raise CallTimeout(f"an answer after {took_s:.1f} s, later than {self.timeout_s:g} s")
         return result
 
     def _ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -288,7 +288,7 @@ class Guard:
 
     def _leave_out(self, why: str, pause_s: float) -> None:
         """The drafter goes without hearing of any sequence until it is asked again, so it is to forget them all."""
-        self._why, self._until_s = why, self._clock() + pause_s
+        self._why, self._until_s = why, self.clock() + pause_s
         self._retired.clear()
         self._owed += [*self._met.values(), *self._copies.drop_all()]
         self._met.clear()

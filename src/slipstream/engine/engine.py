@@ -30,7 +30,6 @@ from slipstream.core import (
     Verdict,
 )
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
@@ -167,9 +166,7 @@ class Engine:
     @property
     def draft_methods(self) -> list[str]:
         """The drafters that a request may name as its own."""
-        if not isinstance(self.drafter, AutoDrafter):
-            return [self.speculative.method]
-        return list(dict.fromkeys([*self.drafter.names, *self.drafter.methods]))
+        return self.drafting.methods
 
     def reproduces(self, params: SamplingParams, max_draft_tokens: int | None = None) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
@@ -458,12 +455,11 @@ class Engine:
     def integrity(self) -> list[str]:
         """What is wrong in the books; an idle engine must hold nothing. Tests call it after every scenario."""
         accounting = self.runner.cache.accounting
-        faults = [*accounting.integrity(), *([] if self.drafting.retired else self.drafter.integrity())]
+        faults = [*accounting.integrity(), *self.drafting.integrity()]
         if not self.has_unfinished:
             held = {
                 "slots of the cache": accounting.num_held,
                 "sequences of the drafter": self.drafting.num_held(),
-                "retired sequences": self.drafting.num_retired,
                 "sequences": len(self._answers) + len(self.scheduler.running) + len(self.scheduler.waiting),
             }
             faults += [

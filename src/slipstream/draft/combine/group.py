@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig
 from slipstream.core import ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.drafters import Drafters
 from slipstream.draft.guard import Guard
 from slipstream.draft.registry import create_drafter
 from slipstream.kv.cache import KVCache
@@ -24,9 +25,6 @@ class DrafterGroup(Drafter):
         """`configs` are the members'; the verifier is the context's."""
         super().__init__(options, context)
         judged = self.kinds if context.verifier == "coupled" else self.kinds - {ProposalKind.COUPLED}
-        self.methods = [config.method for config in configs]
-        self.names = _numbered(self.methods)
-        """Methods, with a number behind those that occur more than once."""
         self.members = [
             Guard(
                 create_drafter(replace(config, verifier=context.verifier), context),
@@ -36,11 +34,13 @@ class DrafterGroup(Drafter):
             )
             for config in configs
         ]
+        self.drafters = Drafters(self.members, [config.method for config in configs])
+        self.names = self.drafters.names
 
     @property
     def num_failures(self) -> int:
         """How often members have been retired for a sequence."""
-        return sum(member.num_failures for member in self.members)
+        return self.drafters.num_failures
 
     def remembers(self) -> bool:
         """As some member does."""
@@ -54,8 +54,7 @@ class DrafterGroup(Drafter):
         return max(member.drafter.max_nodes() for member in self.members)
 
     def release(self, sequence: Sequence) -> None:
-        for member in self.members:
-            member.release(sequence)
+        self.drafters.release(sequence)
 
     def reset(self) -> None:
         for member in self.members:
@@ -66,18 +65,11 @@ class DrafterGroup(Drafter):
 
     def feature_layers(self) -> Seq[int]:
         """Every layer that some member reads, once."""
-        layers = (layer for member in self.members for layer in member.drafter.feature_layers())
-        return tuple(dict.fromkeys(layers))
+        return self.drafters.feature_layers()
 
     def attach(self, cache: KVCache) -> None:
         """Give each member the cache with the features that it asked for, in its own order."""
-        layers = tuple(self.feature_layers())
-        width = cache.feature_width // max(len(layers), 1)
-        for member in self.members:
-            own = tuple(member.drafter.feature_layers())
-            starts = [layers.index(layer) * width for layer in own]
-            columns = [column for start in starts for column in range(start, start + width)]
-            member.attach(cache if own == layers else cache.view(columns))
+        self.drafters.attach(cache)
 
     def allocate(self, num_tokens: int) -> None:
         for member in self.members:
@@ -87,19 +79,7 @@ class DrafterGroup(Drafter):
         return sum(member.drafter.memory_bytes() for member in self.members)
 
     def num_held(self) -> int:
-        return max(max(member.num_held(), member.num_retired) for member in self.members)
+        return self.drafters.num_held()
 
     def integrity(self) -> list[str]:
-        return [
-            f"{name}: {fault}"
-            for name, member in zip(self.names, self.members, strict=True)
-            if not member.retired
-            for fault in member.drafter.integrity()
-        ]
-
-
-def _numbered(methods: list[str]) -> list[str]:
-    return [
-        method if methods.count(method) == 1 else f"{method}-{methods[:place].count(method) + 1}"
-        for place, method in enumerate(methods)
-    ]
+        return self.drafters.integrity()

@@ -94,6 +94,10 @@ class CachedDrafter(Drafter):
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds
 
+    def ends_early(self) -> bool:
+        """With a `confidence_threshold`."""
+        return bool(self.options.confidence_threshold > 0)
+
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 
