@@ -25,7 +25,7 @@ def profiled(work: Callable[[], None], num_steps: int) -> dict[str, Any]:
     Its times on the host are longer than without a profiler; those on the device are not.
     """
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         work()
         torch.cuda.synchronize()
     device_us, kernels, copies, calls = 0.0, 0, Counter[str](), Counter[str]()

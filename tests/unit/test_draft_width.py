@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.core import Sequence
-from slipstream.draft.model.growth import Growths, NotFiniteError, Shape
+from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, Shape
 from slipstream.sampling.params import SamplingParams
 
 WIDTH = 10
@@ -78,3 +78,34 @@ def test_a_row_that_rules_everything_out_is_no_draft() -> None:
     with pytest.raises(NotFiniteError):
         growths().begin(sequence(), 2).grow(torch.full((1, WIDTH), float("-inf")))
     growths().begin(sequence(), 2).grow(rows(float("-inf")))  # one token ruled out is ordinary
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_peaks_read_for_several_sequences_give_the_drafts_of_lone_ones(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, WIDTH, generator=generator)
+    logits[1, 4] = float("nan")
+    lone, together = (
+        [growths().begin(sequence(n, temperature=temperature), 2) for n in range(3)] for _ in "ab"
+    )
+    peaks = Peaks.of(logits, together)
+    for number in (0, 2):
+        lone[number].grow(logits[number : number + 1])
+        together[number].grow(logits[number : number + 1], peaks.rows(number, number + 1))
+        assert lone[number].proposal() == together[number].proposal()
+        assert len(lone[number].proposal()) == 1
+    with pytest.raises(NotFiniteError):
+        together[1].grow(logits[1:2], peaks.rows(1, 2))
+
+
+def test_only_a_greedy_chain_takes_the_most_probable_token_as_it_is() -> None:
+    chosen = {
+        (method, top_k, temperature): growths(method, top_k)
+        .begin(sequence(temperature=temperature), 4)
+        .takes_argmax
+        for method in ("greedy", "coupled", "probabilistic")
+        for top_k in (1, 2)
+        for temperature in (0.0, 0.8)
+    }
+    assert all(takes == (key[1] == 1 and key[2] == 0.0) for key, takes in chosen.items())
+    assert not growths().begin(sequence(temperature=0.0, logit_bias={1: 2.0}), 4).takes_argmax

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
+from slipstream.models.attention.gpu import attention_kernels
 from slipstream.models.attention.packed import LayerProbe
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
@@ -149,14 +150,15 @@ class CausalLM:
     ) -> ForwardOutput:
         """The pass in the Transformers model."""
         batch = Batch(groups, pool, self.device)
-        output = self.model(
-            input_ids=batch.input_ids(),
-            position_ids=batch.position_ids(),
-            use_cache=False,
-            logits_to_keep=batch.logit_rows(),
-            output_hidden_states=list(hidden_layers) or False,
-            **self.route.arguments(batch),
-        )
+        with attention_kernels(self.device):
+            output = self.model(
+                input_ids=batch.input_ids(),
+                position_ids=batch.position_ids(),
+                use_cache=False,
+                logits_to_keep=batch.logit_rows(),
+                output_hidden_states=list(hidden_layers) or False,
+                **self.route.arguments(batch),
+            )
         hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
         return ForwardOutput(output.logits[0], hidden)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Node, NotFiniteError, Shape
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Node, NotFiniteError, Peaks, Shape
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.rows import RowGroup
@@ -257,12 +257,13 @@ class CachedDrafter(Drafter):
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass; keeps the entries of committed tokens, and grows every tree whose logits it yields."""
         logits = self._forward(feeds)
+        peaks = Peaks.of(logits, [feed.growth for feed in feeds])
         end = 0
         for feed in feeds:
             begin, end = end, end + len(feed.rows.logit_rows)
             self._commit(feed)
             if end > begin:
-                feed.growth.grow(logits[begin:end])
+                feed.growth.grow(logits[begin:end], peaks.rows(begin, end))
 
     def _commit(self, feed: Feed) -> None:
         """Count those of a feed's tokens that are committed and new among the valid entries."""

@@ -185,6 +185,35 @@ class Node:
         return [node.token_id for node in self.path()]
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The largest logit of each row and its token, on the host.
+
+    Every growth asks for them. Reading them for the rows of all sequences at once waits for the device once.
+    """
+
+    logits: list[float]
+    """NaN for a row that has one."""
+    token_ids: list[int]
+    """Empty where nobody takes the most probable token as it is."""
+
+    @classmethod
+    def of(cls, logits: Tensor, growths: Seq[Growth]) -> Peaks:
+        """Of `logits` [rows, vocab], as far as the `growths` need them."""
+        peaks = logits.amax(-1)
+        if not any(growth.takes_argmax for growth in growths):
+            return cls(peaks.tolist(), [])
+        token_ids = logits.argmax(-1)
+        if not logits.is_cuda:
+            return cls(peaks.tolist(), token_ids.tolist())
+        values, tokens = torch.stack((peaks.double(), token_ids.double())).tolist()
+        return cls(values, [int(token) for token in tokens])
+
+    def rows(self, begin: int, end: int) -> Peaks:
+        """Those of some of the rows."""
+        return Peaks(self.logits[begin:end], self.token_ids[begin:end])
+
+
 @dataclass(slots=True)
 class Growth:
     """One sequence's tree while it grows. A frontier node None stands for the committed text."""
@@ -210,16 +239,26 @@ class Growth:
     confidence: float = 1.0
     """That product, so far."""
 
-    def grow(self, logits: Tensor) -> list[Node]:
+    @property
+    def takes_argmax(self) -> bool:
+        """True where the next token is simply the most probable one."""
+        shape = self.shape
+        if shape.widths is not None or not shape.is_chain or not self.processor.is_plain_greedy:
+            return False
+        return shape.method == "greedy" or self.noise.greedy
+
+    def grow(self, logits: Tensor, peaks: Peaks | None = None) -> list[Node]:
         """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
 
-        Returns the new draft tokens, best first. Raises `NotFiniteError` where a row has a NaN, an infinity, or nothing
-        above minus infinity: no distribution stands behind what would be chosen from it.
+        `peaks` are those of `logits`, where the caller has read them. Returns the new draft tokens, best first. Raises
+        `NotFiniteError` where a row has a NaN, an infinity, or nothing above minus infinity: no distribution stands
+        behind what would be chosen from it.
         """
         parents = self.frontier
         if not parents:
             return []
-        if not bool(logits.amax(-1).isfinite().all()):  # amax of a row with a NaN is NaN
+        peaks = Peaks.of(logits, [self]) if peaks is None else peaks
+        if not all(map(math.isfinite, peaks.logits)):
             raise NotFiniteError(self.sequence.id)
         paths = [node.token_ids() if node else [] for node in parents]
         depth = len(paths[0]) + 1
@@ -241,7 +280,10 @@ class Growth:
             if self._loses_confidence(log_probs[0]):
                 self.frontier = []
                 return []
-            children = [self._single(parents[0], log_probs[0], depth)]
+            if self.takes_argmax:
+                children = [Node(peaks.token_ids[0], parents[0], depth, 0.0)]
+            else:
+                children = [self._single(parents[0], log_probs[0], depth)]
         else:
             children = self._best(parents, log_probs, [self.shape.top_k] * len(parents), depth)
         self.nodes.extend(children)

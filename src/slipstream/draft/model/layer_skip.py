@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.config import QUANTIZATIONS, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Shape
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Peaks, Shape
 from slipstream.draft.model.layer_search import Layers, LayerSearch
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -186,10 +186,11 @@ class LayerSkipDrafter(Drafter):
         ]
         while growths:
             logits = self._forward(groups, layers)
+            peaks = Peaks.of(logits, growths)
             end = 0
             for growth, group in zip(growths, groups, strict=True):
                 begin, end = end, end + len(group.logit_rows)
-                growth.grow(logits[begin:end])
+                growth.grow(logits[begin:end], peaks.rows(begin, end))
                 # No more slots than nodes are reserved behind the last committed token.
                 growth.frontier = growth.frontier[: growth.max_nodes - len(growth.stored)]
             growths = [growth for growth in growths if growth.frontier]
