@@ -17,7 +17,7 @@ from typer.main import get_command
 from slipstream.cli.flags.flags import field_help
 from slipstream.cli.main import app
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.draft.registry import validate
+from slipstream.engine.speculation import validate
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 

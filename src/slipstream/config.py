@@ -21,7 +21,6 @@ T = TypeVar("T")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 CPU_KERNELS = ("auto", "native", "torch")
-VERIFIERS = ("coupled", "rejection", "block")
 
 
 def cache_folder() -> Path:
@@ -106,13 +105,14 @@ class SpeculativeConfig:
     without drafts."""
 
     def __post_init__(self) -> None:
-        check_types(self, "speculative_config")
+        check_types(
+            self, "speculative_config"
+        )  # names are checked by engine.speculation, which knows the registries
         plain = {
             key: os.fspath(value) if isinstance(value, os.PathLike) else value
             for key, value in self.options.items()
         }
         object.__setattr__(self, "options", plain)
-        reject_unknown([self.verifier], VERIFIERS, "verifier")
         if self.probe_share is not None and not 0 <= self.probe_share <= 0.5:
             raise ConfigError(f"probe_share must be between 0 and 0.5, got {self.probe_share}")
         if not self.draft_timeout_s > 0:

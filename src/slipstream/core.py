@@ -34,7 +34,7 @@ class ProposalKind(StrEnum):
     SAMPLED_WITHOUT_REPLACEMENT = "sampled_without_replacement"
     """Siblings were drawn in order from the same row of `draft_probs`, renormalised without the earlier ones."""
     COUPLED = "coupled"
-    """Drawn with the target's own position-keyed noise; only the `coupled` verifier may judge them."""
+    """Drawn with the target's own position-keyed noise; only a verifier that accepts them may judge them."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,25 @@ class Verdict:
     def token_ids(self, proposal: Proposal) -> list[int]:
         """The tokens that this verdict commits, in order."""
         return [*(proposal.token_ids[node] for node in self.accepted), self.next_token]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierTraits:
+    """What a verifier can do. Drafters and the engine go by this, never by a verifier's name."""
+
+    name: str
+    """For messages only."""
+    kinds: frozenset[ProposalKind]
+    """The proposal kinds that it judges exactly."""
+    needs_distributions: bool
+    """False where it only looks at the argmax of a greedy row."""
+    reproducible: bool
+    """True where a seed gives the same text whatever was drafted."""
+
+    @property
+    def accepts_coupled(self) -> bool:
+        """True where drafters may draw with the target's own position-keyed noise."""
+        return ProposalKind.COUPLED in self.kinds
 
 
 class FinishReason(StrEnum):

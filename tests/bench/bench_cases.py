@@ -79,7 +79,9 @@ def result_of(runs: list[Run], complete: bool = True) -> BenchResult:
         peak_rss_bytes=None,
         peak_device_bytes=None,
         configurations=[
-            ConfigurationFacts(name, "off" if name == "off" else "draft_model", "coupled", {}, None, None)
+            ConfigurationFacts(
+                name, "off" if name == "off" else "draft_model", "coupled", True, {}, None, None
+            )
             for name in NAMES
         ],
         figures=summarise(runs, NAMES, PROMPTS),

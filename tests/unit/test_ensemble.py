@@ -361,11 +361,11 @@ def test_wrong_options_are_one_line(options: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["merge", "vote"])
-def test_classical_verifiers_judge_no_union_of_drawn_guesses(mode: str) -> None:
+def test_classical_verifiers_judge_no_union_of_drawn_draft_tokens(mode: str) -> None:
     chain = {"method": "draft_model", "model": EMBEDDED_DRAFT}
     config = SpeculativeConfig("ensemble", "rejection", {"members": [NGRAM, chain], "mode": mode})
     context = draft_context(VOCAB, 512, "rejection", load_tokenizer(EMBEDDED_TARGET))
-    with pytest.raises(ConfigError, match="cannot judge drawn guesses"):
+    with pytest.raises(ConfigError, match="cannot judge drawn draft tokens"):
         registry.create_drafter(config, context)
     greedy = [NGRAM, {**chain, "draft_sample_method": "greedy"}]
     config = SpeculativeConfig("ensemble", "rejection", {"members": greedy, "mode": mode})

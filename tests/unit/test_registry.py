@@ -16,6 +16,7 @@ from slipstream.draft import registry
 from slipstream.draft.base import Fit
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
+from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.testing.stub_drafters import OracleDrafter, draft_context
 
@@ -142,10 +143,10 @@ class Case:
 def test_only_the_coupled_verifier_judges_coupled_proposals(case: Case) -> None:
     asked = config(f"{__name__}:{case.cls.__name__}", case.verifier)
     if case.allowed:
-        assert registry.validate(asked)[0] is case.cls
+        assert validate(asked)[0] is case.cls
     else:
         with pytest.raises(ConfigError, match="use verifier 'coupled'"):
-            registry.validate(asked)
+            validate(asked)
 
 
 def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ import math
 import pytest
 import torch
 
-from slipstream.config import VERIFIERS
+from slipstream.cli.flags.flags import field_help
+from slipstream.cli.flags.speculation import SpeculationFlags
+from slipstream.config import SpeculativeConfig
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, Stream
-from slipstream.verify import Judgement, create_verifier
+from slipstream.verify.base import Judgement
+from slipstream.verify.registry import VERIFIERS, create_verifier
 from slipstream.verify.rejection import draft_row, likelihood_ratio, residual
 
+NAMES = ("coupled", "rejection", "block")
 SAMPLED = (ProposalKind.SAMPLED_IID, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 
 
@@ -36,7 +40,7 @@ def judge(
 
 
 def test_names() -> None:
-    for name in VERIFIERS:
+    for name in NAMES:
         assert create_verifier(name).name == name
         assert create_verifier(name).verify([]) == []
     assert create_verifier("coupled").kinds == frozenset(ProposalKind)
@@ -44,8 +48,38 @@ def test_names() -> None:
         create_verifier("rejecton")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_verifier_says_what_it_can_do(name: str) -> None:
+    traits = VERIFIERS.load(name).traits()
+    assert (traits.name, traits.kinds) == (name, create_verifier(name).kinds)
+    is_coupled = name == "coupled"
+    assert (traits.accepts_coupled, traits.reproducible) == (is_coupled, is_coupled)
+    assert traits.needs_distributions is not is_coupled
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_package.module:Verifier", "cannot be loaded"),
+        ("slipstream.core:Verdict", "is not a subclass of slipstream.verify.base.Verifier"),
+        ("slipstream.verify.base:Verifier", "cannot be made: TypeError"),
+    ],
+)
+def test_what_is_no_verifier_is_one_clear_line(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        create_verifier(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_names_the_verifiers() -> None:
+    for text in (field_help(SpeculationFlags)["verifier"], field_help(SpeculativeConfig)["verifier"]):
+        assert [name for name in NAMES if name not in text] == []
+        assert "module:Class" in text
+    assert set(NAMES) <= set(VERIFIERS.names())
+
+
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", NAMES)
 class TestCertainTarget:
     """With one-hot rows every verifier must say the same, whatever the noise."""
 
@@ -83,9 +117,9 @@ class TestCertainTarget:
         assert judge(name, certain(1, 2, 3), wrong, greedy=greedy) == Verdict((0,), 2)
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_draft_equal_to_the_target_always_stands(name: str, kind: ProposalKind) -> None:
+def test_draft_equal_to_the_target_always_is_accepted(name: str, kind: ProposalKind) -> None:
     """Every residual is numerically zero here. Coupled needs the target's noise for it, so it only must not fail."""
     rows = random_rows(4)
     for seed in range(50):
@@ -98,7 +132,7 @@ def test_draft_equal_to_the_target_always_stands(name: str, kind: ProposalKind) 
             assert verdict.accepted == (0, 1, 2)
 
 
-def test_coupled_draft_equal_to_the_target_always_stands() -> None:
+def test_coupled_draft_equal_to_the_target_always_is_accepted() -> None:
     rows = random_rows(4)
     for seed in range(50):
         tokens = Noise(seed, 10).choose(rows, range(10, 14)).tolist()
@@ -116,7 +150,7 @@ def test_coupled_drafts_are_refused_by_the_classical_verifiers(name: str) -> Non
     assert judge(name, certain(3), empty) == Verdict((), 3)
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_rows", range(1, 66))
 def test_every_row_count(name: str, num_rows: int) -> None:
     rows = random_rows(num_rows, vocab=37, seed=num_rows)
@@ -127,7 +161,7 @@ def test_every_row_count(name: str, num_rows: int) -> None:
     assert len(star.accepted) <= 1
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_is_judged_as_each_alone(name: str) -> None:
     judgements = [
         Judgement(random_rows(1 + n, seed=n), Proposal.chain(list(range(n))), Noise(n, 3 * n, greedy=n == 2))

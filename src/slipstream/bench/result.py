@@ -139,6 +139,8 @@ class ConfigurationFacts:
     name: str
     method: str
     verifier: str
+    reproducible: bool
+    """The verifier gives the same text with and without drafts, if it was sampled too."""
     options: dict[str, Any]
     draft_bytes: int | None
     kv_bytes: int | None

@@ -93,7 +93,10 @@ def bench(
     ] = None,
     verifier: Annotated[
         str | None,
-        typer.Option(help="coupled, rejection or block, for every drafter.", rich_help_panel=_SPECULATION),
+        typer.Option(
+            help="coupled, rejection, block or package.module:Class, for every drafter.",
+            rich_help_panel=_SPECULATION,
+        ),
     ] = None,
     url: Annotated[
         str | None,

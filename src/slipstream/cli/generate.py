@@ -136,7 +136,7 @@ def generate(
     )
     if comparison is not None:
         results().print()
-        comparison.print(results(), short_speculation(llm), llm.engine.speculative.verifier)
+        comparison.print(results(), short_speculation(llm), llm.engine.verifier.traits())
         for label in labels(llm):
             results().print(f"note: {label}")
 

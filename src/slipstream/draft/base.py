@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.core import Proposal, ProposalKind, Sequence
+from slipstream.core import Proposal, ProposalKind, Sequence, VerifierTraits
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ class DraftContext:
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
-    verifier: str
-    """Name of the verifier that will judge the proposals."""
+    verifier: VerifierTraits
+    """What the verifier that will judge the proposals can do: `accepts_coupled`, `kinds` and so on."""
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
     draft_timeout_s: float = 30.0

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, options_from
-from slipstream.core import ProposalKind
+from slipstream.core import VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.registry import Registry
@@ -54,15 +54,17 @@ def drafter_names() -> list[str]:
     return DRAFTERS.names()
 
 
-def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
-    """The drafter's class and its parsed options; raises `ConfigError` for anything wrong in `config`.
+def validate(config: SpeculativeConfig, verifier: VerifierTraits | None = None) -> tuple[type[Drafter], Any]:
+    """The drafter's class and its parsed options; raises `ConfigError` for anything wrong in them.
 
-    Loads no model, so that a bad configuration costs one clear line and no waiting.
+    With a `verifier`, one that can judge nothing of what the drafter makes is refused too. Loads no model, so that a
+    bad configuration costs one clear line and no waiting.
     """
     cls = _drafter_class(config.method)
-    if config.verifier != "coupled" and cls.kinds <= {ProposalKind.COUPLED}:
+    if verifier is not None and not cls.kinds & verifier.kinds:
+        kinds = " or ".join(sorted(cls.kinds))
         raise ConfigError(
-            f"verifier {config.verifier!r} cannot judge coupled proposals, and drafter {config.method!r} "
+            f"verifier {verifier.name!r} cannot judge {kinds} proposals, and drafter {config.method!r} "
             f"makes no others; use verifier 'coupled'"
         )
     fields = {field.name for field in dataclasses.fields(cls.Options)}
@@ -72,8 +74,11 @@ def validate(config: SpeculativeConfig) -> tuple[type[Drafter], Any]:
 
 
 def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
-    """The drafter that `config` names, ready to propose; raises `ConfigError` as `validate` does."""
-    cls, options = validate(config)
+    """The drafter that `config` names, ready to propose; the verifier that counts is the context's.
+
+    Raises `ConfigError` as `validate` does.
+    """
+    cls, options = validate(config, context.verifier)
     try:
         return cls(options, context)
     except (SlipstreamError, MemoryError):

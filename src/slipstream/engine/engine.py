@@ -30,7 +30,7 @@ from slipstream.core import (
     Verdict,
 )
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.registry import create_drafter, validate
+from slipstream.draft.registry import create_drafter
 from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
@@ -47,6 +47,7 @@ from slipstream.engine.requests import (
     request_seeds,
 )
 from slipstream.engine.runner import ModelRunner
+from slipstream.engine.speculation import validate
 from slipstream.engine.steps import StepTimes, record_acceptance, report_of
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
@@ -64,8 +65,8 @@ from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request, end_token_ids
 from slipstream.text.stream import NoText, TextStream
-from slipstream.verify import create_verifier
 from slipstream.verify.base import Judgement
+from slipstream.verify.registry import create_verifier
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Engine:
         self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
         self.sampling_defaults = sampling_defaults(config, self.model.model)
         """What the checkpoint recommends, as names and values of `SamplingParams`."""
+        self.verifier = create_verifier(speculative.verifier)
         self.drafter = create_drafter(
             speculative,
             DraftContext(
@@ -104,12 +106,11 @@ class Engine:
                 max_model_len=config.max_model_len or self.model.context_length,
                 device=self.model.device,
                 dtype=self.model.dtype,
-                verifier=speculative.verifier,
+                verifier=self.verifier.traits(),
                 target=self.model,
                 draft_timeout_s=speculative.draft_timeout_s,
             ),
         )
-        self.verifier = create_verifier(speculative.verifier)
         self._num_operator_threads = num_threads if self.model.decoder is None else 1
         feature_layers = tuple(self.drafter.feature_layers())
         feature_width = len(feature_layers) * self.model.hidden_size

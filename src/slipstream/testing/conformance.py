@@ -19,6 +19,7 @@ from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.leftovers import remembered, size
 from slipstream.testing.rehearsal import Scene, Stage, Step, improvise, repeat, require, same_proposal
+from slipstream.verify.registry import VERIFIERS
 
 _FIRST_ID = 7_000_000_000
 """Ids from here on are no tokens, lengths or counts, so whoever holds one holds it of a sequence."""
@@ -48,7 +49,8 @@ def check_drafter(
     followed it all along.
     """
     dealt = tuple(params) or (SamplingParams(),)
-    scene = Scene(vocab_size, max_len, num_sequences, verifier, dealt, tuple(tasks))
+    traits = VERIFIERS.load(verifier).traits()
+    scene = Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks))
 
     def fresh() -> Stage:
         return Stage(make(), scene)

@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from slipstream.core import EMPTY_PROPOSAL, ROOT, FinishReason, Proposal, ProposalKind, Sequence, Verdict
+from slipstream.core import (
+    EMPTY_PROPOSAL,
+    ROOT,
+    FinishReason,
+    Proposal,
+    ProposalKind,
+    Sequence,
+    Verdict,
+    VerifierTraits,
+)
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.accounting import CHUNK
 from slipstream.kv.cache import KVCache
@@ -43,7 +52,7 @@ class Scene:
     max_len: int
     """The most tokens of prompt and answer together."""
     num_sequences: int
-    verifier: str
+    verifier: VerifierTraits
     params: tuple[SamplingParams, ...]
     """Dealt out to the sequences in turn."""
     tasks: tuple[str, ...] = ("",)
@@ -249,8 +258,8 @@ class Stage:
         declared = sorted(self.drafter.kinds)
         require(kind in declared, f"a {kind} proposal, but kinds declares {declared}")
         require(
-            kind != ProposalKind.COUPLED or self.scene.verifier == "coupled",
-            f"a coupled proposal, which the {self.scene.verifier} verifier cannot judge",
+            kind in self.scene.verifier.kinds,
+            f"a {kind} proposal, which the {self.scene.verifier.name} verifier cannot judge",
         )
         if kind != ProposalKind.SAMPLED_IID:
             for siblings in proposal.children.values():

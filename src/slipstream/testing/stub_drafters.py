@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from slipstream.config import EngineConfig
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.verify.registry import VERIFIERS
 
 
 def draft_context(
@@ -29,7 +30,7 @@ def draft_context(
         max_model_len=max_model_len,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        verifier=verifier,
+        verifier=VERIFIERS.load(verifier).traits(),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from slipstream.core import Proposal, ProposalKind, Verdict
+from slipstream.core import Proposal, ProposalKind, Verdict, VerifierTraits
 
 if TYPE_CHECKING:
     import torch
@@ -29,17 +29,27 @@ class Judgement:
 
 
 class Verifier(ABC):
-    """A pure function from processed target distributions, a proposal and noise to a verdict."""
+    """A pure function from processed target distributions, a proposal and noise to a verdict.
+
+    The class attributes say what a verifier can do; engine and drafters go by them and never by its name. Drafters may
+    draw with the target's own noise (`accepts_coupled`) where `kinds` has `ProposalKind.COUPLED`.
+    """
 
     name: ClassVar[str]
+    """For messages."""
     kinds: ClassVar[frozenset[ProposalKind]]
     """The proposal kinds for which the verdicts follow the target's distribution exactly."""
 
     reproducible: ClassVar[bool] = False
-    """True where a seed gives the same text whatever was drafted. Elsewhere the text depends on how steps were cut, and
-    so on the load, on what fits, and on what a drafter has learned or a controller measured."""
+    """True where a seed gives the same text whatever was drafted. Elsewhere the text depends on how many draft tokens
+    each step had, and so on the load, on the memory, and on what a drafter has learned or a controller measured."""
     needs_distributions: ClassVar[bool] = True
-    """False when only the argmax of a greedy row is looked at."""
+    """False when only the argmax of a greedy row is looked at: such rows may then be raw logits."""
+
+    @classmethod
+    def traits(cls) -> VerifierTraits:
+        """What this verifier can do, for those who do not know its class."""
+        return VerifierTraits(cls.name, cls.kinds, cls.needs_distributions, cls.reproducible)
 
     @abstractmethod
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:

@@ -32,7 +32,7 @@ def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> l
     Every drafter runs with each of `num_speculative_tokens`, or as it is when that is empty. Raises `ConfigError`
     when there is nothing to compare with off, or an option is wrong.
     """
-    from slipstream.draft.registry import validate
+    from slipstream.engine.speculation import validate
 
     drafters = [config for config in chosen if config.method != "off"]
     if not drafters:
@@ -72,7 +72,7 @@ def _names(configs: Seq[SpeculativeConfig]) -> list[str]:
 
 
 def _name(config: SpeculativeConfig, with_model: bool) -> str:
-    from slipstream.draft.registry import validate
+    from slipstream.engine.speculation import validate
 
     _, options = validate(config)
     parts: list[Any] = [{"draft_model": "draft"}.get(config.method, config.method)]
@@ -86,6 +86,6 @@ def _name(config: SpeculativeConfig, with_model: bool) -> str:
         for key, value in config.options.items()
         if key not in ("model", "num_speculative_tokens")
     ]
-    if config.verifier != "coupled":
+    if config.verifier != SpeculativeConfig.verifier:
         parts.append(config.verifier)
     return " ".join(map(str, parts))

@@ -18,13 +18,14 @@ from slipstream.bench.engine.measure import Job, Run, closed_loop, measure, num_
 from slipstream.bench.progress import meter
 from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationFacts
 from slipstream.bench.summary import OFF, comparisons, summarise, timings
-from slipstream.draft.registry import validate
 from slipstream.engine.engine import Engine
+from slipstream.engine.speculation import validate
 from slipstream.errors import RequestError
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_chat, encode_prompt
+from slipstream.verify.registry import VERIFIERS
 from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
 
@@ -158,6 +159,7 @@ def _facts(plan: Plan, engines: Engines, number: int) -> ConfigurationFacts:
         name=configuration.name,
         method=configuration.speculative.method,
         verifier=configuration.speculative.verifier,
+        reproducible=VERIFIERS.load(configuration.speculative.verifier).reproducible,
         options=asdict(options),
         draft_bytes=None if memory is None else memory.draft_bytes,
         kv_bytes=None if memory is None else memory.kv_bytes,

@@ -11,8 +11,8 @@ from slipstream.core import ROOT
 from slipstream.draft.base import Observation
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
-from slipstream.draft.registry import validate
 from slipstream.engine.engine import Engine
+from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 

@@ -56,7 +56,7 @@ def remarks(result: BenchResult) -> list[str]:
     lines += [
         f"note: {c.name}: verifier {c.verifier} keeps the distribution of texts, not each text"
         for c in result.configurations
-        if c.verifier != "coupled" and result.sampling["temperature"] > 0
+        if not c.reproducible and result.sampling["temperature"] > 0
     ]
     return lines
 

@@ -45,7 +45,7 @@ _PLAIN_HELP = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "stop_token_ids": "Token ids that end the answer.",
     "tokenizer": "Folder or hub id of the tokenizer; the model's own unless given.",
-    "verifier": "coupled, rejection or block.",
+    "verifier": "coupled, rejection, block, one that a package installed, or package.module:Class.",
     "trust_remote_code": "Run Python code that comes with the checkpoint.",
 }
 """For fields whose name says enough in the source but which need a word in help and reference."""

@@ -42,7 +42,8 @@ class SpeculationFlags:
     num_speculative_tokens: int | None = None
     """The most draft tokens on a path, whatever the drafter."""
     verifier: str | None = None
-    """coupled (the same text as without speculation), rejection or block (the same distribution)."""
+    """coupled (the same text as without speculation), rejection or block (the same distribution), one that a package
+    installed, or package.module:Class."""
 
     def __post_init__(self) -> None:
         check_types(self, "speculation")
@@ -59,8 +60,10 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
         config = replace(config, options=_limited(config, flags.num_speculative_tokens))
     if flags.verifier is not None:
+        if _CLASS.fullmatch(flags.verifier):
+            _search_working_directory()
         config = replace(config, verifier=flags.verifier)
-    from slipstream.draft.registry import validate
+    from slipstream.engine.speculation import validate
 
     validate(config)
     return config
@@ -91,15 +94,20 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     from slipstream.draft.registry import drafter_names
 
     if _CLASS.fullmatch(spec) and spec.partition(":")[0] not in (*drafter_names(), "draft"):
-        here = str(Path.cwd())  # where a module is that is not installed
-        if "" not in sys.path and here not in sys.path:
-            sys.path.insert(0, here)
+        _search_working_directory()
         return SpeculativeConfig(spec)
     names = [*drafter_names(), "draft"]
     # The registry knows the long names only, so it would not find that a misspelt name means `draft`.
     if (name := spec.partition(":")[0]) not in names and get_close_matches(name, names, n=1) == ["draft"]:
         reject_unknown([name], names, "drafter")
     return SpeculativeConfig.from_short(spec)
+
+
+def _search_working_directory() -> None:
+    """Let classes be found in modules that are not installed."""
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from slipstream.cli.output.console import print_rows
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.core import VerifierTraits
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import RequestOutput
     from slipstream.engine.requests import UpdateCallback
@@ -150,7 +151,7 @@ class Comparison:
             ],
         }
 
-    def print(self, console: Console, speculation: str, verifier: str) -> None:
+    def print(self, console: Console, speculation: str, verifier: VerifierTraits) -> None:
         """The two speeds, their ratio, and whether the texts are the same."""
         num_pairs, (low, high) = len(self.pairs), self.quartiles
         spread, median = "one pair", ""
@@ -166,13 +167,13 @@ class Comparison:
         ]
         print_rows(console, rows)
 
-    def _verdict(self, verifier: str) -> str:
+    def _verdict(self, verifier: VerifierTraits) -> str:
         if not self.differing:
             return "yes"
         num_prompts = len({pair.prompt_index for pair in self.pairs})
         answer = f"no: {len(self.differing)} of {num_prompts} prompts differ"
-        if verifier != "coupled":
-            return f"{answer} (verifier {verifier} keeps the distribution of texts, not each text)"
+        if not verifier.reproducible:
+            return f"{answer} (verifier {verifier.name} keeps the distribution of texts, not each text)"
         pair = next(pair for pair in self.pairs if not pair.identical)
         return f"{answer}; prompt {pair.prompt_index} first at token {_first_difference(pair)}"
 

@@ -85,9 +85,8 @@ class CascadeDrafter(DraftModelDrafter):
 
     def _create_inner(self, options: CascadeOptions) -> Drafter:
         config, model = self.context.engine_config, self.options
-        verifier = self.context.verifier
         inner = create_drafter(
-            dataclasses.replace(SpeculativeConfig.from_mapping(options.draft), verifier=verifier),
+            SpeculativeConfig.from_mapping(options.draft),
             DraftContext(
                 engine_config=dataclasses.replace(
                     config,
@@ -101,7 +100,7 @@ class CascadeDrafter(DraftModelDrafter):
                 max_model_len=min(self.context.max_model_len, self.context_length),
                 device=self.model.device,
                 dtype=self.model.dtype,
-                verifier=verifier,
+                verifier=self.context.verifier,
                 target=self.model,
             ),
         )

@@ -100,10 +100,10 @@ class EnsembleDrafter(DrafterGroup):
         super().__init__(options, context, options.configs())
         for name, member in zip(self.names, self.members, strict=True):
             drawn = member.drafter.kinds_made() - {ProposalKind.ONE_HOT}
-            if drawn and context.verifier != "coupled" and options.mode in UNITING:
+            if drawn and not context.verifier.accepts_coupled and options.mode in UNITING:
                 raise ConfigError(
-                    f"verifier {context.verifier!r} cannot judge drawn guesses of several drafters in one tree; for "
-                    f"{name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
+                    f"verifier {context.verifier.name!r} cannot judge drawn draft tokens of several drafters in one "
+                    f"tree; for {name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
                 )
         self._routes = {task: options.number(member) for task, member in (options.routes or {}).items()}
         self._default = options.number(options.default_route)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
@@ -24,12 +23,11 @@ class DrafterGroup(Drafter):
     def __init__(self, options: Any, context: DraftContext, configs: Seq[SpeculativeConfig]) -> None:
         """`configs` are the members'; the verifier is the context's."""
         super().__init__(options, context)
-        judged = self.kinds if context.verifier == "coupled" else self.kinds - {ProposalKind.COUPLED}
         self.members = [
             Guard(
-                create_drafter(replace(config, verifier=context.verifier), context),
+                create_drafter(config, context),
                 context.vocab_size,
-                judged,
+                context.verifier.kinds,
                 context.draft_timeout_s,
             )
             for config in configs

@@ -21,14 +21,20 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_at_least, reject_unknown
-from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 
-SAMPLE_METHODS = ("auto", "greedy", "coupled", "probabilistic")
+METHOD_KINDS = {
+    "greedy": frozenset({ProposalKind.ONE_HOT}),
+    "coupled": frozenset({ProposalKind.COUPLED}),
+    "probabilistic": frozenset(ProposalKind) - {ProposalKind.COUPLED},
+}
+"""How draft tokens are chosen, to the proposal kinds that come of it."""
+SAMPLE_METHODS = ("auto", *METHOD_KINDS)
 
 
 class NotFiniteError(ArithmeticError):
@@ -117,17 +123,19 @@ class Shape:
     """A fixed tree: the ranks on a node's path, () the root's, to its number of children."""
 
     @classmethod
-    def of(cls, options: GrowthOptions, verifier: str) -> Shape:
+    def of(cls, options: GrowthOptions, verifier: VerifierTraits) -> Shape:
         """The shape that `options` ask for; raises `ConfigError` where the verifier cannot judge it."""
         dynamic = options.tree_top_k > 1
         method = options.draft_sample_method
+        judged = [each for each, kinds in METHOD_KINDS.items() if kinds <= verifier.kinds]
         if method == "auto":
-            classical = "greedy" if dynamic else "probabilistic"
-            method = "coupled" if verifier == "coupled" else classical
-        if method == "coupled" and verifier != "coupled":
+            preferred = ("coupled", "greedy") if dynamic else ("coupled", "probabilistic")
+            method = next((each for each in preferred if each in judged), "greedy")
+        if method not in judged:
+            others = " or ".join(each for each in ("probabilistic", "greedy") if each in judged)
             raise ConfigError(
-                f"verifier {verifier!r} cannot judge coupled drafts; "
-                "set draft_sample_method to probabilistic or greedy"
+                f"verifier {verifier.name!r} cannot judge {method} drafts; "
+                + (f"set draft_sample_method to {others}" if others else "use verifier 'coupled'")
             )
         if options.tree_choices is None:
             depth, top_k = options.num_speculative_tokens, options.tree_top_k
@@ -145,11 +153,7 @@ class Shape:
     @property
     def kinds(self) -> frozenset[ProposalKind]:
         """What proposals of this shape may be."""
-        if self.method == "coupled":
-            return frozenset({ProposalKind.COUPLED})
-        if self.method == "greedy":
-            return frozenset({ProposalKind.ONE_HOT})
-        return frozenset(ProposalKind) - {ProposalKind.COUPLED}
+        return METHOD_KINDS[self.method]
 
     @property
     def max_stored(self) -> int:
