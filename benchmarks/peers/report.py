@@ -1,16 +1,14 @@
 """The page that the results make: a pure function of the JSON.
 
-python -m benchmarks.peers.report                    # docs/benchmarks/cpu_peers.json -> docs/benchmarks/cpu.md
-python -m benchmarks.peers.report RESULTS.json PAGE.md
+`python -m benchmarks.peers.page` writes it and the picture.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.peers.figures import (
     Ratio,
@@ -21,10 +19,8 @@ from benchmarks.peers.figures import (
     quartiles,
     task_mean,
 )
-from benchmarks.peers.results import BATCH, Results, Sample, load
-from slipstream.errors import SlipstreamError
+from benchmarks.peers.results import BATCH, Results, Sample
 
-ROOT = Path(__file__).parents[2]
 NAMES = {
     "slipstream": "Slipstream",
     "transformers": "Transformers",
@@ -235,14 +231,23 @@ def page(results: Results, file_name: str) -> str:
             parts += [_batches(model)]
         parts += [_refusals(model)]
     parts.append(_settings(models))
-    return "\n".join(part for part in parts if part)
+    text = "\n".join(part for part in parts if part)
+    return "\n".join(_wrapped(line) for line in text.split("\n"))
+
+
+def _wrapped(line: str) -> str:
+    """Prose of at most 118 characters a line; tables stay as they are."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _heading(results: Results, file_name: str) -> str:
     lines = [
         "# Slipstream and its peers on a CPU",
         "",
-        "Written by `python -m benchmarks.peers.report`; do not edit. How to run it again is in "
+        "Written by `python -m benchmarks.peers.page`; do not edit. How to run it again is in "
         "[benchmarks/peers](../../benchmarks/peers/README.md).",
         "",
         "The same checkpoints, prompt token ids, threads and output lengths for all; greedy, the end token ignored, "
@@ -460,19 +465,3 @@ def _in_order(model: ModelResults) -> list[str]:
     peers = list(NAMES)
     keys = [key for key in model.entries if key in model.single]
     return sorted(keys, key=lambda key: (weights.index(_parts(key)[2]), peers.index(_parts(key)[0])))
-
-
-def main(arguments: list[str]) -> int:
-    source = Path(arguments[0]) if arguments else ROOT / "docs/benchmarks/cpu_peers.json"
-    target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("cpu.md")
-    try:
-        target.write_text(page(load(source), source.name), encoding="utf-8")
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(target)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -29,9 +29,10 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from benchmarks.peers import environments, machine, report
+from benchmarks.peers import environments, machine
 from benchmarks.peers.catalog import KINDS, PEERS, Catalog, Mode, Model, fill_in, load_catalog
 from benchmarks.peers.checkpoints import num_parameters, paths_for, target_path, weight_bytes
+from benchmarks.peers.page import write
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, resume
 from benchmarks.peers.workload import BATCH_SIZE, Question, context_length, questions
@@ -557,7 +558,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_definitions(results, catalog)
         Driver(options, catalog, results).run()
         page = options.out.with_name("cpu.md") if options.out == RESULTS else options.out.with_suffix(".md")
-        page.write_text(report.page(results, options.out.name), encoding="utf-8")
+        write(results, options.out, page)
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import slipstream
-from slipstream import errors
+from slipstream import errors, vllm_names
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
 
@@ -85,7 +87,16 @@ def test_the_demo_is_the_makefiles(shared_engines: None) -> None:
     )
     assert demo is not None
     assert (ROOT / demo[1].split("--file ")[1].split()[0]).is_file()
-    assert "texts identical      yes" in (ROOT / "README.md").read_text()
+    assert "texts identical      yes" in (ROOT / "docs/start/quickstart.md").read_text()
+
+
+def test_the_readme_is_short_and_opens_with_the_two_commands_and_one_picture() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    opening = page.split("\n## ")[0]
+    assert re.findall(r"^make \w+", opening, flags=re.MULTILINE) == ["make demo", "make test"]
+    assert re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page) == ["docs/benchmarks/cpu_peers.svg"]
+    assert "docs/benchmarks/cpu_peers.svg" in opening
 
 
 def test_every_key_of_json_is_documented(shared_engines: None) -> None:
@@ -98,6 +109,51 @@ def test_every_key_of_json_is_documented(shared_engines: None) -> None:
     for keys in (answer, request, output, output["logprobs"][0], comparison, comparison["pairs"][0]):
         for key in keys:
             assert f"`{key}`" in section, key
+
+
+def test_vllms_server_flags_are_what_the_page_says() -> None:
+    page = (ROOT / "docs/guides/from-vllm.md").read_text()
+    section = page.split("\n## Server flags\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(--[\w-]+)` \| (.*) \|$", section, flags=re.MULTILINE)
+    assert len(rows) >= 30
+    command: Any = get_command(app)
+    ours = {name for parameter in command.commands["serve"].params for name in parameter.opts}
+    for flag, here in rows:
+        assert (flag in ours) == here.startswith("the same"), flag
+        assert ours.issuperset(re.findall(r"`(--[\w-]+)", here)), flag
+
+
+def test_every_key_of_vllms_is_in_the_page() -> None:
+    page = (ROOT / "docs/guides/from-vllm.md").read_text()
+    for names in (vllm_names.ENGINE, vllm_names.SAMPLING, vllm_names.SPECULATIVE, vllm_names.CALL):
+        for name in names:
+            assert f"`{name}`" in page, name
+    for name in [*vllm_names.METHODS, *vllm_names.METHODS_ELSEWHERE]:
+        assert f"`{name}()`" in page or f"`{name}`" in page, name
+
+
+def literals_of(package: Path) -> str:
+    """Every text in the sources, a line each; what is filled in is `…`."""
+    found = []
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sdgr]|%\.\d[fg]", "…", node.value))
+    return "\n".join(found)
+
+
+def test_the_messages_that_troubles_quotes_are_the_programs_own() -> None:
+    page = (ROOT / "docs/guides/troubles.md").read_text()
+    symptoms = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    sources = literals_of(ROOT / "src/slipstream")
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom) if " " in text]
+    assert len(quoted) >= 15
+    for text in quoted:
+        for part in text.split("…"):
+            assert part.strip(" :;,?") in sources, f"{text!r}: no message says {part!r}"
 
 
 def test_the_worked_numbers_are_right() -> None:
@@ -136,9 +192,7 @@ def test_the_pooled_rate_of_full_chains() -> None:
 def test_generated_pages_are_current() -> None:
     generator = runpy.run_path(str(ROOT / "docs/generate.py"))
     for file, page in generator["PAGES"].items():
-        assert (ROOT / "docs/reference" / file).read_text() == page(), (
-            f"docs/reference/{file}: run `make docs`"
-        )
+        assert (ROOT / "docs" / file).read_text() == page(), f"docs/{file}: run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

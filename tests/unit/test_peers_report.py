@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.peers import report
+from benchmarks.peers import page, picture, report
 from benchmarks.peers.figures import (
     best_by_task,
     equal_texts,
@@ -17,7 +18,11 @@ from benchmarks.peers.figures import (
     quartiles,
     task_mean,
 )
-from benchmarks.peers.results import BATCH, Results, Sample
+from benchmarks.peers.results import BATCH, Results, Sample, load
+
+BARS = re.compile(
+    r'<rect class="[a-z ]+" x="190" y="\d+" width="([\d.]+)"[^\n]*\n  <text[^>]*>([\d.]+)</text>'
+)
 
 
 def sample(
@@ -163,25 +168,25 @@ def bar_lines(page: str, what: str) -> list[str]:
 
 
 def test_bars_are_measured_against_the_fastest_peer() -> None:
-    page = report.page(results(), "r.json")
-    [embedded, small, large] = bar_lines(page, "speculation off over the fastest peer's off")
+    text = report.page(results(), "r.json")
+    [embedded, small, large] = bar_lines(text, "speculation off over the fastest peer's off")
     assert "| OpenVINO GenAI, off | ≥ 1.0 | 1.20 (1.20 to 1.20) | yes |" in embedded
     assert "expanded-300m" in small
     assert "expanded-1g" in large
-    assert "| 1.50 (1.50 to 1.50) | yes |" in bar_lines(page, "the same draft")[0]
-    assert "| 2.50 (2.50 to 2.50) | yes |" in bar_lines(page, "best mode by task over own off")[0]
-    best = bar_lines(page, "best mode by task over the best peer's")[0]
+    assert "| 1.50 (1.50 to 1.50) | yes |" in bar_lines(text, "the same draft")[0]
+    assert "| 2.50 (2.50 to 2.50) | yes |" in bar_lines(text, "best mode by task over own off")[0]
+    best = bar_lines(text, "best mode by task over the best peer's")[0]
     assert "OpenVINO GenAI (draft 4) | ≥ 1.15 | 1.50" in best
-    int8 = bar_lines(page, "int8 off")[0]
+    int8 = bar_lines(text, "int8 off")[0]
     assert "| OpenVINO GenAI, off, int4 | ≥ 1.2 | 1.25 (1.25 to 1.25) | yes |" in int8
-    assert "| 2.50 (2.50 to 2.50) | yes |" in bar_lines(page, "int8 best mode")[0]
-    batch = bar_lines(page, "8 requests at once")[0]
+    assert "| 2.50 (2.50 to 2.50) | yes |" in bar_lines(text, "int8 best mode")[0]
+    batch = bar_lines(text, "8 requests at once")[0]
     assert "Slipstream, draft 4 over vLLM (CPU), off | ≥ 1.3 | 3.75" in batch
 
 
 def test_a_missed_bar_says_no_and_one_that_was_not_measured_says_so() -> None:
-    page = report.page(results(**{"llamacpp/off/float32": 24.0}), "r.json")
-    assert "| llama.cpp, off | ≥ 1.0 | 0.50 (0.50 to 0.50) | **no** |" in page
+    text = report.page(results(**{"llamacpp/off/float32": 24.0}), "r.json")
+    assert "| llama.cpp, off | ≥ 1.0 | 0.50 (0.50 to 0.50) | **no** |" in text
     alone = results()
     alone.samples = [s for s in alone.samples if s.mode.startswith("slipstream/")]
     line = bar_lines(report.page(alone, "r.json"), "speculation off over")[0]
@@ -201,29 +206,29 @@ def test_int8_texts_are_compared_with_int8_off() -> None:
 
 
 def test_the_floor_is_the_weights_read_by_every_step() -> None:
-    page = report.page(results(), "r.json")
-    [line, *_] = [line for line in page.splitlines() if line.startswith("| Slipstream, off |")]
+    text = report.page(results(), "r.json")
+    [line, *_] = [line for line in text.splitlines() if line.startswith("| Slipstream, off |")]
     decode = 10 / (11 / 12 * 0.9)  # 1e8 parameters of 4 bytes, this many times a second, of 20 GB/s
     assert f"| {4e8 * decode / 1e9:.1f} GB/s | {20 / (0.4 * decode):.2f} |" in line
 
 
 def test_the_page_says_what_could_not_run_and_where_it_came_from() -> None:
-    page = report.page(results(), "r.json")
-    assert "| vLLM (CPU), suffix | ImportError: no \\| suffix |" in page
-    assert "a CPU, 2 cores, 2 threads, 16 GiB; memory read at 20.0 GB/s" in page
-    assert "| Slipstream, draft 4, int8 | slipstream 1.0 | as recommended |" in page
-    assert "[r.json](r.json)" in page
-    assert "used 0.000 cores on average" in page
+    text = " ".join(report.page(results(), "r.json").split())
+    assert "| vLLM (CPU), suffix | ImportError: no \\| suffix |" in text
+    assert "a CPU, 2 cores, 2 threads, 16 GiB; memory read at 20.0 GB/s" in text
+    assert "| Slipstream, draft 4, int8 | slipstream 1.0 | as recommended |" in text
+    assert "[r.json](r.json)" in text
+    assert "used 0.000 cores on average" in text
 
 
 def test_disturbed_samples_are_counted() -> None:
     noisy = results()
     noisy.samples.append(Sample("embedded", "vllm/off/float32", 1, "a", 0, 2.0, None, [[1] * 11], 4.0, 1.0))
     noisy.modes["embedded: vllm/off/float32"]["idle_cores"] = 0.25
-    page = report.page(noisy, "r.json")
+    text = " ".join(report.page(noisy, "r.json").split())
     longer = sum(s.seconds >= 0.5 for s in noisy.samples)
-    assert f"more than 0.1 in 1 of the {longer} samples" in page
-    assert "at most 0.250 cores while it waited (embedded: vllm/off/float32)" in page
+    assert f"more than 0.1 in 1 of the {longer} samples" in text
+    assert "at most 0.250 cores while it waited (embedded: vllm/off/float32)" in text
 
 
 def test_the_command_writes_the_page_beside_the_results(
@@ -231,8 +236,37 @@ def test_the_command_writes_the_page_beside_the_results(
 ) -> None:
     source = tmp_path / "r.json"
     results().save(source)
-    assert report.main([str(source)]) == 0
+    assert page.main([str(source)]) == 0
     assert (tmp_path / "cpu.md").read_text() == report.page(results(), "r.json")
+    assert (tmp_path / "r.svg").read_text() == picture.picture(results())
     source.write_text("{}")
-    assert report.main([str(source)]) == 2
+    assert page.main([str(source)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+# --- the picture ---
+
+
+def test_the_picture_has_every_peer_with_and_without_the_draft() -> None:
+    svg = picture.picture(results(**{"llamacpp/draft 4/float32": 15.0}))
+    labels = re.findall(r">([^<]+), (float32|int8|int4)</text>", svg)
+    assert labels[:5] == [
+        ("Slipstream", "float32"),
+        ("OpenVINO GenAI", "float32"),
+        ("llama.cpp", "float32"),
+        ("vLLM (CPU)", "float32"),
+        ("Transformers", "float32"),
+    ], "the fastest first"
+    assert set(labels[5:]) == {("Slipstream", "int8"), ("OpenVINO GenAI", "int8"), ("OpenVINO GenAI", "int4")}
+    bars = {float(value): float(width) for width, value in BARS.findall(svg)}
+    assert set(bars) == {12, 30, 40, 80, 5, 10, 20, 32, 8, 15}, "30 twice: our draft and int8 off"
+    for speed, width in bars.items():
+        assert width == pytest.approx(speed / 80 * picture.WIDTH, abs=0.06)
+    assert "model expanded-300m; 2 cores, a CPU, 2026-11-21" in svg
+    assert svg == picture.picture(results(**{"llamacpp/draft 4/float32": 15.0}))
+
+
+def test_the_committed_picture_is_that_of_the_committed_results() -> None:
+    folder = Path(__file__).parents[2] / "docs/benchmarks"
+    committed = (folder / "cpu_peers.svg").read_text(encoding="utf-8")
+    assert committed == picture.picture(load(folder / "cpu_peers.json")), "python -m benchmarks.peers.page"
