@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from benchmarks.control.traffic import Question, make_engines
+from slipstream.core import RequestOptions
 from slipstream.draft.choice import NOBODY
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
@@ -62,7 +63,9 @@ def _phase(
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < CONCURRENCY:
             question = asked[(number + 25 * phase) % len(asked)]
             params = SamplingParams(temperature=temperature, max_tokens=96, seed=1000 * phase + number)
-            engine.add_request(str(number), question.token_ids, params, task=question.task if tagged else "")
+            engine.add_request(
+                str(number), question.token_ids, params, RequestOptions(task=question.task if tagged else "")
+            )
             number += 1
         engine.step()
     for request in range(number):

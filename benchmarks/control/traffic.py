@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.core import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_chat
@@ -92,7 +93,9 @@ def closed_loop(
         while waiting and num_open < concurrency:
             number, question = waiting.pop()
             own = params if params.seed is None else replace(params, seed=params.seed + number)
-            engine.add_request(str(number), question.token_ids, own, task=question.task if tagged else "")
+            engine.add_request(
+                str(number), question.token_ids, own, RequestOptions(task=question.task if tagged else "")
+            )
             num_open += 1
         for update in engine.step():
             run.num_tokens += len(update.token_ids)

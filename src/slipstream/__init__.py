@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
+    from slipstream.core import RequestOptions
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.llm import LLM
     from slipstream.engine.logprobs import Logprob
@@ -32,6 +33,7 @@ _HOMES = {
     "EngineConfig": "slipstream.config",
     "LLM": "slipstream.engine.llm",
     "Logprob": "slipstream.engine.logprobs",
+    "RequestOptions": "slipstream.core",
     "RequestOutput": "slipstream.engine.outputs",
     "RequestOutputKind": "slipstream.sampling.params",
     "SamplingParams": "slipstream.sampling.params",
@@ -50,6 +52,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
+    "RequestOptions",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -12,7 +12,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from slipstream.errors import RequestError
 from slipstream.metrics.request import RequestMetrics
+from slipstream.text.characters import check_characters
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +165,39 @@ class TokenLogprob:
     """(token id, log-probability), most probable first."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller may set for a request beside its sampling parameters. Nothing here changes the text.
+
+    Raises `RequestError` for a value that no engine can serve.
+    """
+
+    tenant: str = ""
+    """Whose request it is. Tenants share neither reused prefixes nor what drafters learn."""
+    task: str = ""
+    """The caller's name for the kind of request; drafters and the controller may keep statistics by it."""
+    max_draft_tokens: int | None = None
+    """The most draft tokens a step; 0 turns speculation off for the request, None leaves the bound to the engine."""
+    draft_method: str | None = None
+    """The request's explicit drafter, one of `Engine.draft_methods`; None leaves the choice to the engine."""
+
+    def __post_init__(self) -> None:
+        for name in ("tenant", "task"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a string, got {value!r}")
+            check_characters(name, value)
+        bound = self.max_draft_tokens
+        is_whole = isinstance(bound, int) and not isinstance(bound, bool)
+        if bound is not None and (not is_whole or bound < 0):
+            raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {bound!r}")
+        if not isinstance(self.draft_method, str | None):
+            raise RequestError(f"draft_method must be a string, got {self.draft_method!r}")
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer in the making: the prompt, the committed tokens and where its computation stands.
@@ -178,13 +213,7 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    tenant: str = ""
-    task: str = ""
-    """The caller's own name for the kind of request; a drafter may go by it."""
-    max_draft_tokens: int | None = None
-    """The caller's own bound on draft tokens a step; 0 decodes without speculation, None leaves it to the engine."""
-    draft_method: str | None = None
-    """The only drafter of `auto` that the caller wants; None leaves it to the engine."""
+    options: RequestOptions = DEFAULT_OPTIONS
     nonce: int = 0
     """Mixed into the classical verifiers' coins. A drafter that remembers earlier requests may have met one of the same
     seed, whose answer those coins made: thrown again, they would be known to the drafts, and the text biased."""
@@ -201,6 +230,14 @@ class Sequence:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def tenant(self) -> str:
+        return self.options.tenant
+
+    @property
+    def task(self) -> str:
+        return self.options.task
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -291,7 +291,7 @@ def test_one_callers_mistake_is_nobody_elses(
         async with AsyncEngine(engine=shared_async.engine) as engine:
             params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
             good = asyncio.create_task(engine.generate(prompts[0], params, request_id="good"))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # it is queued before the other
             with pytest.raises(RequestError, match=says) as caught:
                 await asyncio.wait_for(engine.generate(prompt, **arguments), 5)
             assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import Sequence
+from slipstream.core import RequestOptions, Sequence
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter
@@ -148,7 +148,7 @@ def test_tenants_that_run_together_share_nothing(make_llm: MakeLLM, prompts: lis
             cached[update.request_id] = update.output.metrics.num_cached_tokens
 
     for name, tenant in (("first", "a"), ("second", "b"), ("third", "a")):
-        engine.add_request(name, prompt, params, tenant=tenant, on_update=note)
+        engine.add_request(name, prompt, params, RequestOptions(tenant=tenant), on_update=note)
         engine.step()
         engine.step()
         assert not cached, "all three run together"

@@ -14,6 +14,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.core import RequestOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache
@@ -81,7 +82,9 @@ def history(engine: Engine, rng: random.Random, prompts: list[list[int]]) -> int
                 max_tokens=rng.randint(1, 40),
                 n=rng.choice([1, 1, 2]),
             )
-            engine.add_request(names[-1], prompt[: rng.randint(1, 160)], params, tenant=rng.choice(["", "a"]))
+            engine.add_request(
+                names[-1], prompt[: rng.randint(1, 160)], params, RequestOptions(tenant=rng.choice(["", "a"]))
+            )
         if names and rng.random() < 0.1:
             engine.abort(rng.choice(names))
         for _ in range(rng.randint(1, 4)):

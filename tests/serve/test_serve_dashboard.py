@@ -62,7 +62,9 @@ def test_the_page_is_whole_and_locked_down(client: TestClient) -> None:
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert unsafe not in page.text
-    assert page.text == resources.files("slipstream.serve").joinpath("dashboard.html").read_text("utf-8")
+    assert page.text == resources.files("slipstream.serve.dashboard").joinpath("dashboard.html").read_text(
+        "utf-8"
+    )
 
 
 def test_an_unused_server_says_so(client: TestClient) -> None:

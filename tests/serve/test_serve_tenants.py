@@ -8,7 +8,8 @@ import pytest
 from serve_cases import MESSAGES, MakeApp, counters
 from starlette.testclient import TestClient
 
-from slipstream import LLM, AsyncEngine
+from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.core import RequestOptions
 from slipstream.monitor.alarms import Kind
 from slipstream.serve.app import create_app
 from slipstream.serve.auth import digest
@@ -55,9 +56,11 @@ def test_drafters_are_told_the_key_first_and_never_the_key_itself(
     told: list[str] = []
     add = drafting.engine.add_request
 
-    def noting(*args: Any, **options: Any) -> None:
-        told.append(options["tenant"])
-        add(*args, **options)
+    def noting(
+        request_id: str, prompt: Any, params: SamplingParams, options: RequestOptions, **keywords: Any
+    ) -> None:
+        told.append(options.tenant)
+        add(request_id, prompt, params, options, **keywords)
 
     monkeypatch.setattr(drafting.engine, "add_request", noting)
     with TestClient(make_app(api_key=KEYS)) as client:

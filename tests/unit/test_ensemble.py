@@ -11,7 +11,7 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, RequestOptions, Sequence
 from slipstream.draft import registry
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.ensemble import EnsembleDrafter, EnsembleOptions
@@ -84,7 +84,9 @@ class RaisingDrafter(SaysDrafter):
 
 
 def sequence(number: int = 0, task: str = "", length: int = 5) -> Sequence:
-    return Sequence(number, str(number), 0, list(range(length)), 1, SamplingParams(), 0, task=task)
+    return Sequence(
+        number, str(number), 0, list(range(length)), 1, SamplingParams(), 0, RequestOptions(task=task)
+    )
 
 
 def ensemble(

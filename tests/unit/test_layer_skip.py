@@ -12,7 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core import EMPTY_PROPOSAL, Sequence
+from slipstream.core import EMPTY_PROPOSAL, RequestOptions, Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.model.layer_search import LayerSearch, evenly_spread
 from slipstream.draft.model.layer_skip import LayerSkipDrafter, LayerSkipOptions
@@ -55,7 +55,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 def sequence(token_ids: list[int], temperature: float = 0.0, tenant: str = "") -> Sequence:
     params = SamplingParams(temperature=temperature, max_tokens=100)
-    return Sequence(0, "0", 0, list(token_ids), len(token_ids), params, 0, tenant)
+    return Sequence(0, "0", 0, list(token_ids), len(token_ids), params, 0, RequestOptions(tenant=tenant))
 
 
 def compute(target: CausalLM, cache: KVCache, seq: Sequence) -> None:

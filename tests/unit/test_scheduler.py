@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core import FinishReason, Sequence, StepPlan
+from slipstream.core import FinishReason, RequestOptions, Sequence, StepPlan
 from slipstream.kv.accounting import CHUNK, KVAccounting
 from slipstream.sampling.params import SamplingParams
 from slipstream.schedule.scheduler import MAX_SCORED_ROWS, Scheduler
@@ -111,7 +111,7 @@ def test_no_draft_beyond_the_context(limit: int, budget: int) -> None:
 @pytest.mark.parametrize(("asked", "budget"), [(None, 4), (0, 0), (2, 2), (9, 4)])
 def test_a_request_may_ask_for_fewer_drafts(asked: int | None, budget: int) -> None:
     scheduler, _ = make()
-    scheduler.add(sequence(10, max_draft_tokens=asked))
+    scheduler.add(sequence(10, options=RequestOptions(max_draft_tokens=asked)))
     assert scheduler.plan().scheduled[0].max_draft_tokens == budget
 
 
@@ -164,7 +164,10 @@ def test_random_traffic_always_progresses_and_leaks_nothing(seed: int) -> None:
     for step in range(400):
         if step < 100 and rng.random() < 0.4:
             seq = sequence(
-                rng.randint(1, 150), rng.randint(1, 40), token=rng.randint(0, 2), tenant=rng.choice("ab")
+                rng.randint(1, 150),
+                rng.randint(1, 40),
+                token=rng.randint(0, 2),
+                options=RequestOptions(tenant=rng.choice("ab")),
             )
             live.append(seq)
             scheduler.add(seq)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core import ROOT, FinishReason, Proposal, Sequence
+from slipstream.core import ROOT, FinishReason, Proposal, RequestOptions, Sequence
 from slipstream.draft.lookup.suffix import MAX_OCCURRENCES, SuffixDrafter, SuffixOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -29,7 +29,9 @@ def make(**options: Any) -> SuffixDrafter:
 
 
 def sequence(token_ids: list[int], num_prompt_tokens: int = 1, tenant: str = "", id: int = 0) -> Sequence:
-    return Sequence(id, str(id), 0, list(token_ids), num_prompt_tokens, PARAMS, 0, tenant)
+    return Sequence(
+        id, str(id), 0, list(token_ids), num_prompt_tokens, PARAMS, 0, RequestOptions(tenant=tenant)
+    )
 
 
 def finish(

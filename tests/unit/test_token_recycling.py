@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core import ROOT, FinishReason, Proposal, Sequence
+from slipstream.core import ROOT, FinishReason, Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.lookup.token_recycling import (
     RANK_PROBS,
@@ -31,7 +31,7 @@ def make(vocab_size: int = VOCAB, **options: Any) -> TokenRecyclingDrafter:
 
 
 def sequence(token_ids: list[int], tenant: str = "") -> Sequence:
-    return Sequence(0, "0", 0, list(token_ids), 1, PARAMS, seed=0, tenant=tenant)
+    return Sequence(0, "0", 0, list(token_ids), 1, PARAMS, seed=0, options=RequestOptions(tenant=tenant))
 
 
 def logits(*rows: list[int]) -> torch.Tensor:

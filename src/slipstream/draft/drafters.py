@@ -140,7 +140,7 @@ class Drafters:
 
     def serves(self, number: int, sequence: Sequence) -> bool:
         """Whether a drafter may be asked for a sequence: its caller names no other one, and it has not failed it."""
-        wanted = sequence.draft_method in (None, self.names[number], self.methods[number])
+        wanted = sequence.options.draft_method in (None, self.names[number], self.methods[number])
         return wanted and self.guards[number].serves(sequence)
 
     # --- all of them ------------------------------------------------------------------------------------------

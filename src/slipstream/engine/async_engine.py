@@ -13,14 +13,16 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
+from slipstream.core import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.outputs import RequestOutput, Update
+from slipstream.engine.requests import RequestKeywords, request_options
 from slipstream.errors import ConfigError, EngineStoppedError
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
@@ -133,12 +135,13 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        tenant: str = "",
-        task: str = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> AsyncIterator[Update]:
         """The request's updates as they come; the last one carries the whole `output`.
+
+        `keywords` (`tenant`, `task`, `max_draft_tokens`, `draft_method`) are the fields of `RequestOptions`; they
+        replace those of `options`.
 
         Raises `RequestError` before the first update when the request cannot be served, `EngineStoppedError` when
         the engine stops under way.
@@ -149,10 +152,7 @@ class AsyncEngine:
             params,
             updates.put_nowait,
             request_id=request_id,
-            tenant=tenant,
-            task=task,
-            max_draft_tokens=max_draft_tokens,
-            draft_method=draft_method,
+            options=request_options(options, **keywords),
         )
         finished = False
         try:
@@ -174,10 +174,7 @@ class AsyncEngine:
         put: Put,
         *,
         request_id: str | None = None,
-        tenant: str = "",
-        task: str = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
+        options: RequestOptions | None = None,
     ) -> Callable[[], None]:
         """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
 
@@ -200,10 +197,7 @@ class AsyncEngine:
                     encoded,
                     # An aborted request is added for its last updates only, which need no grammar.
                     replace(params, structured=None) if waiting.was_aborted else params,
-                    tenant=tenant,
-                    task=task,
-                    max_draft_tokens=max_draft_tokens,
-                    draft_method=draft_method,
+                    options,
                     grammar=grammar,
                 )
                 self._callers[name] = caller
@@ -237,20 +231,16 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        tenant: str = "",
-        task: str = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> RequestOutput:
         """The finished request; parameters and errors as for `stream`."""
         updates = self.stream(
             prompt,
             params,
             request_id=request_id,
-            tenant=tenant,
-            task=task,
-            max_draft_tokens=max_draft_tokens,
-            draft_method=draft_method,
+            options=options,
+            **keywords,
         )
         async for update in updates:
             if update.output is not None:

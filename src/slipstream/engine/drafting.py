@@ -132,7 +132,7 @@ class Drafting:
         ]
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        return sequence.max_draft_tokens != 0 and any(
+        return sequence.options.max_draft_tokens != 0 and any(
             guard.serves(sequence) for guard in self.drafters.guards
         )
 
@@ -140,7 +140,7 @@ class Drafting:
         """Whom the controller has drafted for, by whom, and how deep."""
         decoding = [item for item in scheduled if item.decodes]
         num_others = sum(item.num_rows for item in scheduled) - len(decoding)
-        insists = any(item.sequence.draft_method is not None for item in decoding)
+        insists = any(item.sequence.options.draft_method is not None for item in decoding)
         may_repeat = bool(decoding) and not (insists and controller.rests)
         if may_repeat and controller.repeats(len(decoding), num_others > 0):
             self._step = _Step(num_others=num_others) if controller.wants_books else None
@@ -151,7 +151,7 @@ class Drafting:
         wanted: list[Wanted] = []
         choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
         for item, choice in zip(decoding, choices, strict=True):
-            if item.sequence.draft_method is not None and choice == NOTHING:
+            if item.sequence.options.draft_method is not None and choice == NOTHING:
                 choice = self._insisted(item)
             step.choices[item.sequence.id] = choice
             if choice.drafts:
@@ -171,9 +171,9 @@ class Drafting:
         for item in decoding:
             sequence, limit = item.sequence, item.max_draft_tokens
             choice = controller.standing(sequence.id, self.task_of(sequence))
-            if sequence.draft_method is not None or not anyone:
+            if sequence.options.draft_method is not None or not anyone:
                 choice = controller.bounded(choice, self._asked(item))
-                if choice == NOTHING and sequence.draft_method is not None:
+                if choice == NOTHING and sequence.options.draft_method is not None:
                     choice = self._insisted(item)
             if choice.drafts and limit > 0:
                 wanted.append((sequence, limit, choice))
@@ -243,7 +243,7 @@ class Drafting:
         sequence, drafters = item.sequence, self.drafters
         limit = item.max_draft_tokens if self._may_draft(sequence) else 0
         members = None
-        if sequence.draft_method is not None or drafters.num_failures:
+        if sequence.options.draft_method is not None or drafters.num_failures:
             members = frozenset(n for n in range(len(drafters.guards)) if drafters.serves(n, sequence))
         length = len(sequence.token_ids)
         num_output = length - sequence.num_prompt_tokens

@@ -21,10 +21,12 @@ from torch import Tensor
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.control.report import ControlReport
 from slipstream.core import (
+    DEFAULT_OPTIONS,
     EMPTY_PROPOSAL,
     ROOT,
     FinishReason,
     Proposal,
+    RequestOptions,
     Sequence,
     StepPlan,
     Verdict,
@@ -41,9 +43,9 @@ from slipstream.engine.requests import (
     Answer,
     Request,
     UpdateCallback,
-    check_arguments,
     deliver,
     make_sequences,
+    request_options,
     request_seeds,
 )
 from slipstream.engine.runner import ModelRunner
@@ -169,9 +171,9 @@ class Engine:
         """The drafters that a request may name as its own."""
         return self.drafting.methods
 
-    def reproduces(self, params: SamplingParams, max_draft_tokens: int | None = None) -> bool:
+    def reproduces(self, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
-        undrafted = max_draft_tokens == 0 or self.drafter.max_nodes() == 0
+        undrafted = options.max_draft_tokens == 0 or self.drafter.max_nodes() == 0
         return self.verifier.reproducible or params.greedy or undrafted
 
     def control_report(self) -> ControlReport:
@@ -194,44 +196,40 @@ class Engine:
         request_id: str,
         prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
         *,
-        tenant: str = "",
-        task: str = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
         on_update: UpdateCallback | None = None,
         grammar: Grammar | None = None,
     ) -> None:
         """Queue a request; raises `RequestError` before any work when it cannot be served.
 
-        Nothing is shared between `tenant`s. `task` names the kind of request for drafters that go by it.
-        `max_draft_tokens` bounds the speculation of this request, 0 turns it off; `draft_method` is the only one of
-        `draft_methods` that may draft for it. `on_update` is called from `step` with each of the request's updates.
+        `on_update` is called from `step` with each of the request's updates.
         `prompt` may be what `encode` has made of it, and `grammar` what `compile_grammar` has made of `params`; without
         them that is done here, and waited for.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
         params = self.default_sampling_params() if params is None else params
-        check_arguments(params, tenant, task, max_draft_tokens)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
         params = params.clone()  # the caller may go on to change its own
-        if draft_method not in (None, *self.draft_methods):
+        options = request_options(options)
+        if options.draft_method not in (None, *self.draft_methods):
             choice = " or ".join(map(repr, self.draft_methods))
-            raise RequestError(f"draft_method must be {choice} on this engine, got {draft_method!r}")
+            raise RequestError(f"draft_method must be {choice} on this engine, got {options.draft_method!r}")
         if not isinstance(prompt, EncodedPrompt):
             prompt = self.encode(prompt, params)
         if grammar is None and (compiling := self.compile_grammar(params)) is not None:
             grammar = compiling.result()
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
-        sequences = make_sequences(
-            request_id, prompt.token_ids, params, seed, tenant, task, max_draft_tokens, self._ids, leads
-        )
+        sequences = make_sequences(request_id, prompt.token_ids, params, seed, options, self._ids, leads)
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
-            sequence.draft_method = draft_method
-            sequence.metrics.reproducible = self.reproduces(params, max_draft_tokens)
-            if max_draft_tokens != 0 and (self.drafter.remembers() or self.drafting.controller is not None):
+            sequence.metrics.reproducible = self.reproduces(params, options)
+            if options.max_draft_tokens != 0 and (
+                self.drafter.remembers() or self.drafting.controller is not None
+            ):
                 # What is drafted may hang on what coins of this seed decided for an earlier request.
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}

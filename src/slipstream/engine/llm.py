@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack, cast
 
 from slipstream.config import SpeculativeConfig, reject_unknown
+from slipstream.core import RequestOptions
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import UseTqdm, progress
-from slipstream.engine.requests import UpdateCallback
+from slipstream.engine.requests import BatchKeywords, UpdateCallback, batch_options
 from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import Prompt, as_list, encode_chat, is_token_id
@@ -55,38 +56,31 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = None,
-        tenant: str = "",
-        task: str | Seq[str] = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
+        options: RequestOptions | Seq[RequestOptions] | None = None,
         on_update: UpdateCallback | None = None,
-        **vllm_names: Any,
+        **keywords: Unpack[BatchKeywords],
     ) -> list[RequestOutput]:
         """Answer the prompts, texts or token ids, in one batch; the outputs come in the order of the prompts.
 
-        `sampling_params` is one for all or one for each, and None what `get_default_sampling_params` says. So is
-        `task` one for all or one for each, a name for the kind of request that some
-        drafters go by. `max_draft_tokens` bounds the speculation, 0 turns it off; `draft_method` is the only one of
-        `auto`'s drafters that may draft.
+        `sampling_params` is one for all or one for each; None is what `get_default_sampling_params` returns.
+        `options` are `RequestOptions`, likewise one for all or one for each. `keywords` are their fields and replace
+        them: `tenant` (nothing is shared between tenants), `task` (one for all or one for each, a name for the kind
+        of request that drafters may go by), `max_draft_tokens` (the most draft tokens a step; 0 turns speculation
+        off), `draft_method` (the only one of `auto`'s drafters that may draft). vLLM's keywords are accepted at the
+        values that change nothing.
+
         `on_update` sees every step's new tokens as they are committed. Where it calls `llm.engine.abort`, the output
         holds what there was, with `finish_reason` abort. `use_tqdm` shows a bar, or is what makes one;
-        None shows it on a terminal where the batch takes longer than a second and nobody sees its updates.
-        `vllm_names` are taken where they ask for nothing. Raises `RequestError`.
+        None shows it on a terminal where the batch takes longer than a second and `on_update` is None.
+        Raises `RequestError`.
         """
-        _check_names(self.generate, vllm_names)
+        own = _own_keywords(self.generate, keywords)
         if prompts is None:
             raise RequestError("generate needs prompts: a text, token ids, or a list of them")
         with self._alone():
-            return self._run(
-                _as_prompts(prompts),
-                sampling_params,
-                use_tqdm,
-                tenant,
-                task,
-                max_draft_tokens,
-                draft_method,
-                on_update,
-            )
+            prompts = _as_prompts(prompts)
+            each = batch_options(len(prompts), options, own)
+            return self._run(prompts, sampling_params, each, use_tqdm, on_update)
 
     def chat(
         self,
@@ -99,13 +93,10 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tenant: str = "",
-        task: str | Seq[str] = "",
-        max_draft_tokens: int | None = None,
-        draft_method: str | None = None,
+        options: RequestOptions | Seq[RequestOptions] | None = None,
         on_update: UpdateCallback | None = None,
         conversations: Messages | Seq[Messages] | None = None,
-        **vllm_names: Any,
+        **keywords: Unpack[BatchKeywords],
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
@@ -113,7 +104,7 @@ class LLM:
         used instead of the model's own, with `chat_template_kwargs` as its variables; `continue_final_message` goes on
         with the last message (and needs `add_generation_prompt=False`); `tools` are functions in OpenAI's shape.
         """
-        _check_names(self.chat, vllm_names)
+        own = _own_keywords(self.chat, keywords)
         if (messages is None) == (conversations is None):
             raise RequestError("chat needs messages, under this name or as conversations")
         given = conversations if messages is None else messages
@@ -131,9 +122,8 @@ class LLM:
                 )
                 for one in several  # type: ignore[union-attr]
             ]
-            return self._run(
-                prompts, sampling_params, use_tqdm, tenant, task, max_draft_tokens, draft_method, on_update
-            )
+            each = batch_options(len(prompts), options, own)
+            return self._run(prompts, sampling_params, each, use_tqdm, on_update)
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of Transformers."""
@@ -177,11 +167,8 @@ class LLM:
         self,
         prompts: Seq[Prompt],
         sampling_params: Params,
+        options: Seq[RequestOptions],
         use_tqdm: UseTqdm,
-        tenant: str,
-        task: str | Seq[str],
-        max_draft_tokens: int | None,
-        draft_method: str | None,
         on_update: UpdateCallback | None,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -192,25 +179,11 @@ class LLM:
             )
         if len(sampling_params) != len(prompts):
             raise RequestError(f"{len(sampling_params)} sampling parameters for {len(prompts)} prompts")
-        tasks = [task] * len(prompts) if isinstance(task, str) else task
-        if not isinstance(tasks, Seq) or len(tasks) != len(prompts):
-            raise RequestError(
-                f"task must be a string, or one for each of {len(prompts)} prompts, got {task!r}"
-            )
         ids: list[str] = []
         try:
-            for prompt, params, name in zip(prompts, sampling_params, tasks, strict=True):
+            for prompt, params, one in zip(prompts, sampling_params, options, strict=True):
                 request_id = f"offline-{next(self._request_ids)}"
-                self.engine.add_request(
-                    request_id,
-                    prompt,
-                    params,
-                    tenant=tenant,
-                    task=name,
-                    max_draft_tokens=max_draft_tokens,
-                    draft_method=draft_method,
-                    on_update=on_update,
-                )
+                self.engine.add_request(request_id, prompt, params, one, on_update=on_update)
                 ids.append(request_id)
             outputs: dict[str, RequestOutput] = {}
             with progress(use_tqdm, len(ids), by_default=on_update is None) as advance:
@@ -228,13 +201,16 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
 
-def _check_names(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for a name that is neither the method's nor one of vLLM's that asks for nothing."""
-    unknown, _ = split_off(given, CALL, "argument", RequestError)
+def _own_keywords(method: Callable[..., Any], given: BatchKeywords) -> BatchKeywords:
+    """`given` without vLLM's names that change nothing; raises `RequestError` for any other unknown name."""
+    own, _ = split_off(given, CALL, "argument", RequestError)
+    known = BatchKeywords.__optional_keys__
+    named = set(inspect.signature(method).parameters) - {"keywords"}
     try:
-        reject_unknown(unknown, set(inspect.signature(method).parameters) - {"vllm_names"}, "argument")
+        reject_unknown(own, named | known, "argument")
     except ConfigError as error:
         raise RequestError(str(error)) from None
+    return cast(BatchKeywords, own)
 
 
 def _are_several(conversations: Any) -> bool:

@@ -5,19 +5,66 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
 
-from slipstream.core import Sequence
+from slipstream.core import DEFAULT_OPTIONS, RequestOptions, Sequence
 from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
-from slipstream.text.characters import check_characters
 from slipstream.text.stream import TextStream
 
 UpdateCallback = Callable[[Update], None]
+
+
+class _Keywords(TypedDict, total=False):
+    tenant: str
+    max_draft_tokens: int | None
+    draft_method: str | None
+
+
+class RequestKeywords(_Keywords, total=False):
+    """The fields of `RequestOptions` as keywords of a call for one request."""
+
+    task: str
+
+
+class BatchKeywords(_Keywords, total=False):
+    """The fields of `RequestOptions` as keywords of a call for several prompts."""
+
+    task: str | Seq[str]
+    """One for all, or one for each prompt."""
+
+
+def request_options(options: RequestOptions | None, **keywords: Any) -> RequestOptions:
+    """`options` with the fields that `keywords` name replaced; raises `RequestError` for a bad value."""
+    options = DEFAULT_OPTIONS if options is None else options
+    if not isinstance(options, RequestOptions):
+        raise RequestError(f"options must be RequestOptions, got {type(options).__name__}")
+    return replace(options, **keywords) if keywords else options
+
+
+def batch_options(
+    num_prompts: int, options: RequestOptions | Seq[RequestOptions] | None, keywords: BatchKeywords
+) -> list[RequestOptions]:
+    """The options of each prompt, with the fields that `keywords` name replaced.
+
+    Raises `RequestError` for a bad value, and where there are not as many options or tasks as prompts.
+    """
+    each = list(options) if isinstance(options, Seq) else [options] * num_prompts
+    if len(each) != num_prompts:
+        message = f"options must be one for all or one for each of {num_prompts} prompts, got {len(each)}"
+        raise RequestError(message)
+    shared: dict[str, Any] = {**keywords}
+    task = shared.pop("task", None)
+    if task is None or isinstance(task, str):
+        return [request_options(one, **keywords) for one in each]
+    if not isinstance(task, Seq) or len(task) != num_prompts:
+        raise RequestError(f"task must be a string, or one for each of {num_prompts} prompts, got {task!r}")
+    return [request_options(one, task=name, **shared) for one, name in zip(each, task, strict=True)]
 
 
 @dataclass(slots=True)
@@ -45,21 +92,6 @@ class Request:
         self.unfinished = len(self.sequences)
 
 
-def check_arguments(params: SamplingParams, tenant: str, task: str, max_draft_tokens: int | None) -> None:
-    """Raise `RequestError` for what would otherwise fail in a step, among other people's requests."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
-    if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {tenant!r}")
-    if not isinstance(task, str):
-        raise RequestError(f"task must be a string, got {task!r}")
-    check_characters("tenant", tenant)
-    check_characters("task", task)
-    whole = isinstance(max_draft_tokens, int) and not isinstance(max_draft_tokens, bool)
-    if max_draft_tokens is not None and (not whole or max_draft_tokens < 0):
-        raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {max_draft_tokens!r}")
-
-
 def request_seeds(seed: int | None) -> Iterator[int]:
     """The seeds of requests that bring none: from the operating system, or derived from the engine's own.
 
@@ -78,9 +110,7 @@ def make_sequences(
     prompt_token_ids: Seq[int],
     params: SamplingParams,
     seed: int,
-    tenant: str,
-    task: str,
-    max_draft_tokens: int | None,
+    options: RequestOptions,
     ids: Iterator[int],
     share_prompt: bool,
 ) -> list[Sequence]:
@@ -95,9 +125,7 @@ def make_sequences(
             num_prompt_tokens=len(prompt_token_ids),
             params=params,
             seed=derive_seed(seed, index),
-            tenant=tenant,
-            task=task,
-            max_draft_tokens=max_draft_tokens,
+            options=options,
             leader=sequences[0] if sequences and share_prompt else None,
         )
         sequence.metrics.num_prompt_tokens = len(prompt_token_ids)

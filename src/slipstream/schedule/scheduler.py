@@ -115,7 +115,8 @@ class Scheduler:
         spare = (self._max_rows - sum(rows.values())) // len(self.running)
         to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
         to_context = self._num_tokens_limit - len(sequence.token_ids) - 1
-        wanted = self._max_draft_tokens if sequence.max_draft_tokens is None else sequence.max_draft_tokens
+        bound = sequence.options.max_draft_tokens
+        wanted = self._max_draft_tokens if bound is None else bound
         return int(max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context)))
 
     def _reserve(self, item: ScheduledSequence, plan: StepPlan) -> bool:

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
+from slipstream.core import RequestOptions
 from slipstream.serve.api.task_labels import TaskLabels
-
-
-class Asked(Protocol):
-    """A request, or a sequence of one."""
-
-    @property
-    def tenant(self) -> str:
-        """As `auth.tenant_of` makes it."""
-
-    @property
-    def task(self) -> str:
-        """As the client named it."""
 
 
 class Accounts:
@@ -32,13 +20,13 @@ class Accounts:
         self._make_labels = make_labels
         self._labels: dict[str, TaskLabels] = {}
 
-    def account(self, asked: Asked) -> str:
+    def account(self, options: RequestOptions) -> str:
         """Whose request it is."""
-        return asked.tenant.partition("/")[0] if self._has_keys else ""
+        return options.tenant.partition("/")[0] if self._has_keys else ""
 
-    def name_of(self, asked: Asked) -> str:
+    def name_of(self, options: RequestOptions) -> str:
         """What statistics call the task of a request."""
-        return self.name(self.account(asked), asked.task)
+        return self.name(self.account(options), options.task)
 
     def name(self, account: str, task: str) -> str:
         """What statistics call a task of an account."""

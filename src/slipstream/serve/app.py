@@ -27,7 +27,7 @@ from slipstream.serve.api.constraints import Constraint, constraint_of
 from slipstream.serve.api.errors import FACTS, ApiError
 from slipstream.serve.api.responses import routes as responses
 from slipstream.serve.api.responses.body import ResponseBody
-from slipstream.serve.api.sampling import check_unsupported, drafting, sampling_params, seeds_of
+from slipstream.serve.api.sampling import check_unsupported, request_options, sampling_params, seeds_of
 from slipstream.serve.api.schema import (
     Body,
     ChatBody,
@@ -202,7 +202,6 @@ def _job(
     if service.config.log_prompts:
         [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
     options = body.stream_options
-    max_draft_tokens, draft_method = drafting(body.speculation, service.methods)
     seeds = seeds_of(body, len(prompts))
     return Job(
         id=f"{kind}{uuid.uuid4().hex}",
@@ -212,10 +211,7 @@ def _job(
         ),
         seeds=seeds,
         constraint=constraint,
-        tenant=tenant_of(request.scope, body.user),
-        task=body.task or "",
-        max_draft_tokens=max_draft_tokens,
-        draft_method=draft_method,
+        options=request_options(body, tenant_of(request.scope, body.user), service.methods),
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slipstream.core import DEFAULT_OPTIONS, RequestOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.constraints import Constraint
 
@@ -34,10 +35,7 @@ class Job:
     """One a prompt: several prompts that share one would share their luck."""
     constraint: Constraint | None = None
     """Where the parameters' structured output is from."""
-    tenant: str = ""
-    task: str = ""
-    max_draft_tokens: int | None = None
-    draft_method: str | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

@@ -145,10 +145,7 @@ class Service:
             job.params_of(number),
             put,
             request_id=f"{job.id}-{number}",
-            tenant=job.tenant,
-            task=job.task,
-            max_draft_tokens=job.max_draft_tokens,
-            draft_method=job.draft_method,
+            options=job.options,
         )
 
 

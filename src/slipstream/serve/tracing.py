@@ -174,8 +174,8 @@ def _of_answer(answer: Answer) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.usage.input_tokens", sum(map(len, job.prompts))
     yield "gen_ai.usage.output_tokens", answer.num_output_tokens
     yield "slipstream.stream", job.stream
-    if job.task:
-        yield "slipstream.task", job.task
+    if job.options.task:
+        yield "slipstream.task", job.options.task
     outputs = [completion for output in answer.outputs for completion in output.outputs]
     if outputs:
         yield "gen_ai.response.finish_reasons", [str(completion.finish_reason) for completion in outputs]

@@ -48,7 +48,7 @@ class Watching:
         self._max_model_len = engine.max_model_len
         self.metrics = metrics
         self.accounts = accounts
-        self.history = History(lambda sequence: accounts.label(accounts.name_of(sequence)))
+        self.history = History(lambda sequence: accounts.label(accounts.name_of(sequence.options)))
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
         self._read_s = time.monotonic()
@@ -60,7 +60,7 @@ class Watching:
         metrics.register(self._control)
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
-        engine.drafting.task_of = accounts.name_of
+        engine.drafting.task_of = lambda sequence: accounts.name_of(sequence.options)
 
     @property
     def report(self) -> ControlReport | None:
@@ -99,9 +99,9 @@ class Watching:
 
     def on_request(self, job: Job, output: RequestOutput, num_streamed: int, pieces: Pieces) -> None:
         """A prompt's last answer has ended."""
-        self.recent.add(self.accounts.account(job), job, output, pieces.by_answer)
+        self.recent.add(self.accounts.account(job.options), job, output, pieces.by_answer)
         for kind in TASK_KINDS:
-            self.metrics.expect_alarm(kind, job.task, None)
+            self.metrics.expect_alarm(kind, job.options.task, None)
         self.alarms.on_request(self._facts(job, output, num_streamed))
 
     def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> RequestFacts:
@@ -114,13 +114,13 @@ class Watching:
             if len(output.prompt_token_ids) + len(answer.token_ids) >= self._max_model_len
         ]
         return RequestFacts(
-            task=self.accounts.name_of(job),
+            task=self.accounts.name_of(job.options),
             traits=Traits(
                 num_prompt_tokens=len(output.prompt_token_ids),
                 num_output_tokens=metrics.num_output_tokens // num,
                 temperature=job.params.temperature,
                 structured=job.params.structured is not None,
-                method=self._method_of(self.accounts.name_of(job)),
+                method=self._method_of(self.accounts.name_of(job.options)),
             ),
             num_reached=sum(metrics.reached_per_position),
             num_accepted=sum(metrics.accepted_per_position),

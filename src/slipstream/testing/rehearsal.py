@@ -23,6 +23,7 @@ from slipstream.core import (
     FinishReason,
     Proposal,
     ProposalKind,
+    RequestOptions,
     Sequence,
     Verdict,
     VerifierTraits,
@@ -119,9 +120,8 @@ class Stage:
             params = self.scene.params[i % len(self.scene.params)]
             prompt = list(arrival.prompt)
             task = self.scene.tasks[i % len(self.scene.tasks)]
-            self.live[i] = Sequence(
-                i, str(i), 0, prompt, len(prompt), params, arrival.seed, arrival.tenant, task
-            )
+            options = RequestOptions(tenant=arrival.tenant, task=task)
+            self.live[i] = Sequence(i, str(i), 0, prompt, len(prompt), params, arrival.seed, options)
 
     def preempt(self, ids: dict[int, None]) -> None:
         """Take back what sequences hold; they may return under the same id."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from slipstream.bench.engine.engines import Engines
 from slipstream.bench.engine.order import Turn, cut, turns
 from slipstream.bench.engine.steps import StepTally
+from slipstream.core import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.metrics.request import RequestMetrics
@@ -74,7 +75,7 @@ def closed_loop(engine: Engine, jobs: Seq[Job], concurrency: int) -> tuple[list[
         while waiting or running:
             while waiting and len(running) < concurrency:
                 number, job = waiting.popleft()
-                engine.add_request(str(number), job.token_ids, job.params, task=job.task)
+                engine.add_request(str(number), job.token_ids, job.params, RequestOptions(task=job.task))
                 running.add(str(number))
             for update in engine.step():
                 num_first_tokens.setdefault(update.request_id, len(update.token_ids))

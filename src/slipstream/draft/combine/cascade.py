@@ -247,7 +247,7 @@ class CascadeDrafter(DraftModelDrafter):
             num_prompt_tokens=sequence.num_prompt_tokens,
             params=params,
             seed=sequence.seed,
-            tenant=sequence.tenant,
+            options=sequence.options,
             grammar=sequence.grammar and sequence.grammar.copy(),  # it is asked about another text
         )
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slipstream.core import RequestOptions
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import MAX_SEED, SamplingParams
 from slipstream.serve.api.constraints import Constraint
 from slipstream.serve.api.errors import ApiError, context_exceeded
-from slipstream.serve.api.schema import ChatBody, CompletionBody, GenerationBody, Speculation
+from slipstream.serve.api.schema import ChatBody, CompletionBody, GenerationBody
 from slipstream.serve.config import ServeConfig
 
 COMPLETION_TOKENS = 16
@@ -112,14 +113,16 @@ def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
     return tuple(draw_seed() for _ in range(num_prompts))
 
 
-def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | None, str | None]:
-    """The request's own bound on draft tokens a step, 0 being off, and the drafter that it wants; None leaves either
-    to the engine.
+def request_options(body: GenerationBody, tenant: str, methods: Seq[str]) -> RequestOptions:
+    """What the body sets for the request beside its sampling parameters.
 
-    `methods` are the drafters that the engine has; raises `ApiError` 400 where another is asked for.
+    `methods` are the drafters that the engine has. Raises `ApiError` 400 where another is asked for, or where the bound
+    on draft tokens is negative.
     """
+    options = RequestOptions(tenant=tenant, task=body.task or "")
+    speculation = body.speculation
     if speculation is None:
-        return None, None
+        return options
     if speculation.max_tokens is not None and speculation.max_tokens < 0:
         message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
         raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")
@@ -128,8 +131,8 @@ def drafting(speculation: Speculation | None, methods: Seq[str]) -> tuple[int | 
         message = f"this server does not draft by {speculation.method!r}; speculation.method may be {choice}"
         raise ApiError(400, message, param="speculation.method", code="invalid_value")
     if speculation.enabled is False or speculation.method == "off":
-        return 0, None
-    return speculation.max_tokens, speculation.method
+        return replace(options, max_draft_tokens=0)
+    return replace(options, max_draft_tokens=speculation.max_tokens, draft_method=speculation.method)
 
 
 def scores_only(body: GenerationBody) -> bool:

@@ -80,7 +80,7 @@ class Reply(Response):
                 answer = scope[ANSWER] = await self._prepare()
             job = answer.job
             extra: dict[str, str] = {}
-            if self._service.reproduces(job.params, job.max_draft_tokens):
+            if self._service.reproduces(job.params, job.options):
                 extra[SEED_HEADER] = ", ".join(map(str, dict.fromkeys(job.seeds)))
             if ignored := scope[FACTS].get(IGNORED_FACT):
                 extra[IGNORED_HEADER] = ", ".join(ignored)
@@ -137,7 +137,7 @@ def _note(answer: Answer) -> None:
         finish_reasons=[
             str(completion.finish_reason) for output in answer.outputs for completion in output.outputs
         ],
-        task=job.task,
+        task=job.options.task,
     )
 
 

@@ -56,7 +56,7 @@ def _told(
     flags = answer.from_draft[:MAX_TOKENS]
     return {
         "id": job.id,
-        "task": job.task,
+        "task": job.options.task,
         "finished": time.time(),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_output_tokens": metrics.num_output_tokens,

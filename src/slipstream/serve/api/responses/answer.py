@@ -155,7 +155,7 @@ class ResponseAnswer(Answer):
         kept = Kept(
             id=self.job.id,
             account=asked.account,
-            tenant=self.job.tenant,
+            tenant=self.job.options.tenant,
             response=json.dumps(self._last, ensure_ascii=False).encode(),
             messages=asked.messages + b"\n" + as_lines([self._as_message()]),
         )
