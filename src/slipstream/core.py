@@ -30,7 +30,7 @@ class ProposalKind(StrEnum):
     """How the draft tokens came about; the verifier must know, or the output distribution changes."""
 
     ONE_HOT = "one_hot"
-    """Chosen deterministically (look-up, greedy, top-k): no distribution stands behind them."""
+    """Chosen deterministically (look-up, greedy, top-k): they come from no distribution."""
     SAMPLED_IID = "sampled_iid"
     """Each node was drawn from its row of `draft_probs`, independently of its siblings."""
     SAMPLED_WITHOUT_REPLACEMENT = "sampled_without_replacement"
@@ -96,6 +96,11 @@ class Proposal:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
 
+    @property
+    def depth(self) -> int:
+        """Levels of the tree; 0 for the empty proposal."""
+        return max(self.depths, default=0)
+
     def path(self, node: int) -> list[int]:
         """Nodes from the top of the tree down to `node`, itself included; `ROOT` has the empty path."""
         path: list[int] = []
@@ -110,7 +115,7 @@ EMPTY_PROPOSAL = Proposal()
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of a proposal: the nodes that stand, top down, and the target's own next token.
+    """What the target made of a proposal: the accepted nodes, top down, and the target's own next token.
 
     `next_token` is the *recovered* token when a draft token was rejected and the *bonus* token when a whole path
     was accepted.
@@ -200,7 +205,7 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer in the making: the prompt, the committed tokens and where its computation stands.
+    """One answer in the making: the prompt, the committed tokens and how far they are computed.
 
     A request with n > 1 has n sequences. `num_computed` counts the committed tokens whose keys and values are in
     the target's cache; between steps of a decoding sequence it is `len(token_ids) - 1`.
@@ -270,27 +275,89 @@ class Sequence:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step: how many pending tokens to compute, and how many draft tokens to check."""
+@dataclass(slots=True, eq=False)
+class StepItem:
+    """All that one step knows of one sequence. Each phase of the step fills in its part.
+
+    The scheduler makes it; from then on `sequence.token_ids` stays as it is until the verdict's tokens are appended.
+    """
 
     sequence: Sequence
     num_rows: int
+    """Pending tokens whose keys and values the step computes."""
     max_draft_tokens: int = 0
+    """The most draft tokens that may be checked."""
+
+    decodes: bool = field(init=False)
+    """True when the rows reach the last committed token, so that this step yields at least one token."""
+    length_before: int = field(init=False)
+    """Tokens of the text when the step began."""
+
+    # proposed
+    proposal: Proposal = EMPTY_PROPOSAL
+    method: str = ""
+    """The drafter that was asked, by name; `off` where `auto` asked none."""
+
+    # computed
+    rows: torch.Tensor = field(init=False, repr=False)
+    """[computed rows that matter, vocab]: the target's raw logits; see `ModelRunner.forward`."""
+    logits: torch.Tensor = field(init=False, repr=False)
+    """[1 + n, vocab], the last of `rows`: row 0 follows the text as it was, row i + 1 follows node i of the proposal.
+    Only of a sequence that decodes."""
+
+    # verified
+    verdict: Verdict = field(init=False, repr=False)
+    """Only of a sequence that decodes."""
+
+    # emitted: a stop rule may cut what was accepted
+    num_emitted: int = 0
+    """Tokens that were appended to the text."""
+    kept_nodes: tuple[int, ...] = ()
+    """Accepted nodes whose tokens were emitted, top down."""
+    reached: int = 0
+    """How many positions of the proposal were judged: the accepted ones, and the one at which nothing was accepted
+    though something was proposed."""
+
+    def __post_init__(self) -> None:
+        self.decodes = self.num_rows == self.sequence.num_pending
+        self.length_before = len(self.sequence.token_ids)
+
+    def record_emitted(self, num_emitted: int) -> None:
+        """The first `num_emitted` tokens of the verdict were appended; a stop rule has cut off the others."""
+        self.num_emitted = num_emitted
+        self.kept_nodes = self.verdict.accepted[:num_emitted]
+        self.reached = len(self.kept_nodes)
+        if (
+            not self.was_cut
+        ):  # the target's own token decided the next position, if there was a proposal for it
+            last = self.kept_nodes[-1] if self.kept_nodes else ROOT
+            self.reached += last in self.proposal.children
 
     @property
-    def decodes(self) -> bool:
-        """True when the rows reach the last committed token, so that this step yields at least one token."""
-        return self.num_rows == self.sequence.num_pending
+    def num_accepted(self) -> int:
+        """Accepted draft tokens that were emitted."""
+        return len(self.kept_nodes)
+
+    @property
+    def was_cut(self) -> bool:
+        """True where the target's own token was not emitted: the answer ended at an accepted draft token, or before a
+        token that may not come, perhaps before any."""
+        return self.num_emitted == len(self.kept_nodes)
+
+    @property
+    def emitted_token_ids(self) -> list[int]:
+        """The tokens that the step appended to the text."""
+        return self.sequence.token_ids[self.length_before : self.length_before + self.num_emitted]
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Who runs in a step, and who lost their place for want of memory. No tensors."""
+    """Who runs in a step, and who was preempted because the cache was full."""
 
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    scheduled: list[StepItem] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
     @property
-    def decoding(self) -> list[ScheduledSequence]:
+    def decoding(self) -> list[StepItem]:
+        """Those that get at least one token."""
         return [item for item in self.scheduled if item.decodes]

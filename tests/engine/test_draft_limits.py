@@ -10,7 +10,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import Proposal, ScheduledSequence
+from slipstream.core import Proposal, StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
@@ -45,7 +45,7 @@ def test_a_long_prompt_beside_short_ones(
     lengths: dict[str, list[tuple[int, int]]] = {}
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
+    def spy(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
         proposals = propose(scheduled)
         for item in scheduled:
             sequence = item.sequence
@@ -85,7 +85,7 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         groups.append(len(batch))
         return forward(batch, pool)
 
-    def step(scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
+    def step(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
         passes.append(0)
         return propose(scheduled)
 

@@ -13,7 +13,7 @@ from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ScheduledSequence, Sequence
+from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions
 
@@ -62,7 +62,7 @@ def logged(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = defaultdict(list)
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
+    def spy(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
         proposals = propose(scheduled)
         for item in scheduled:
             sequence = item.sequence

@@ -15,15 +15,13 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-import torch
 from serve_cases import DRAFT, MESSAGES, QUESTION, MakeApp, counters
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
-from slipstream.core import Proposal, Sequence
-from slipstream.draft.base import Observation
+from slipstream.core import Proposal, Sequence, StepItem, Verdict
 from slipstream.metrics.request import RequestMetrics
 from slipstream.monitor.alarms import Kind
 from slipstream.monitor.shift import Value
@@ -337,8 +335,11 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
 def test_a_snapshot_stays_as_it_was() -> None:
     """It is read in another thread than the one that goes on counting."""
     history = History(str, lambda: 1000.0)
-    sequence = Sequence(0, "0", 0, [1, 2, 3, 4, 5], 2, SamplingParams(), 0, from_draft=[True, True, False])
-    seen = [Observation(sequence, Proposal.chain((3, 4, 9)), 2, torch.empty(0))]
+    item = StepItem(Sequence(0, "0", 0, [1, 2], 2, SamplingParams(), 0), num_rows=2)
+    item.proposal, item.verdict = Proposal.chain((3, 4, 9)), Verdict((0, 1), 5)
+    item.sequence.token_ids += [3, 4, 5]
+    item.record_emitted(3)
+    seen = [item]
     history.on_observe(seen)
     snapshot = history.snapshot()
     before = snapshot.told()

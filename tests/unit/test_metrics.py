@@ -19,11 +19,11 @@ def worked_example() -> RequestMetrics:
     | 5    | a chain of 4                    | 2, then a stop rule | 2       |
     """
     metrics = RequestMetrics()
-    metrics.record_step(proposed_depth=3, num_proposed=3, path_proposed=3, num_accepted=2)
-    metrics.record_step(proposed_depth=2, num_proposed=5, path_proposed=2, num_accepted=2)
-    metrics.record_step(proposed_depth=0, num_proposed=0, path_proposed=0, num_accepted=0)
-    metrics.record_step(proposed_depth=1, num_proposed=1, path_proposed=1, num_accepted=0)
-    metrics.record_step(proposed_depth=4, num_proposed=4, path_proposed=2, num_accepted=2)
+    metrics.record_step(proposed_depth=3, num_proposed=3, num_reached=3, num_accepted=2)
+    metrics.record_step(proposed_depth=2, num_proposed=5, num_reached=2, num_accepted=2)
+    metrics.record_step(proposed_depth=0, num_proposed=0, num_reached=0, num_accepted=0)
+    metrics.record_step(proposed_depth=1, num_proposed=1, num_reached=1, num_accepted=0)
+    metrics.record_step(proposed_depth=4, num_proposed=4, num_reached=2, num_accepted=2)
     metrics.num_output_tokens = 3 + 3 + 1 + 1 + 2
     return metrics
 
@@ -56,7 +56,7 @@ def test_answers_of_one_request_as_one() -> None:
     first.queue_s, first.draft_s, first.verify_s, first.other_s, first.total_s = 0.1, 0.2, 0.5, 0.2, 1.0
     first.time_to_first_token_s = 0.4
     second = RequestMetrics(num_prompt_tokens=100, num_cached_tokens=99, num_preemptions=2, seed=8)
-    second.record_step(proposed_depth=1, num_proposed=2, path_proposed=1, num_accepted=1)
+    second.record_step(proposed_depth=1, num_proposed=2, num_reached=1, num_accepted=1)
     second.num_output_tokens = 2
     second.queue_s, second.draft_s, second.verify_s, second.other_s, second.total_s = 0.3, 0.1, 0.9, 0.7, 2.0
     second.time_to_first_token_s = 0.3

@@ -16,8 +16,7 @@ from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.bench.engine.ranks import RankCounts, measure_rank_acceptance, with_tree
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
-from slipstream.core import ROOT, Proposal, Sequence
-from slipstream.draft.base import Observation
+from slipstream.core import ROOT, Proposal, Sequence, StepItem, Verdict
 from slipstream.draft.model.growth import check_choices
 from slipstream.draft.model.sequoia import RankAcceptance, best_tree, comb, fastest_tree
 from slipstream.draft.registry import validate
@@ -110,22 +109,20 @@ def test_rates_that_cannot_be_are_refused() -> None:
 # --- measuring ------------------------------------------------------------------------------------------------
 
 
-def observation(proposal: Proposal, committed: list[int], num_accepted: int) -> Observation:
-    import torch
-
-    sequence = Sequence(0, "0", 0, [9, 9, *committed], 2, SamplingParams(), 0)
-    own = len(committed) > num_accepted
-    sequence.from_draft = [True] * num_accepted + [False] * own
-    return Observation(sequence, proposal, num_accepted, torch.empty(0))
+def item(proposal: Proposal, emitted: list[int], accepted: tuple[int, ...]) -> StepItem:
+    item = StepItem(Sequence(0, "0", 0, [9, 9], 2, SamplingParams(), 0), num_rows=2)
+    item.proposal, item.verdict = proposal, Verdict(accepted, next_token=7)
+    item.sequence.token_ids += emitted
+    item.record_emitted(len(emitted))
+    return item
 
 
 def test_ranks_are_counted_below_the_accepted_path() -> None:
     star = Proposal((1, 2, 3, 4), (ROOT, ROOT, 0, 0))  # 1 or 2; after 1, 3 or 4
     counts = RankCounts(depth=2, width=2)
-    counts.add([observation(star, [1, 4, 7], 2), observation(star, [2, 3], 1), observation(star, [5], 0)])
-    counts.add(
-        [observation(star, [1], 1)]
-    )  # cut off behind an accepted token: nothing is known of what follows
+    counts.add([item(star, [1, 4, 7], (0, 3)), item(star, [2, 3], (1,)), item(star, [5], ())])
+    counts.add([item(star, [1], (0,))])  # cut off behind an accepted token: nothing is known of what follows
+    counts.add([item(star, [], (0,))])  # cut off before a token that may not come
     assert counts.reached == [4, 1]
     assert counts.accepted == [[2, 1], [0, 1]]
     with pytest.raises(ConfigError, match="give more"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.core import Proposal, ProposalKind, Sequence, VerifierTraits
+from slipstream.core import Proposal, ProposalKind, Sequence, StepItem, VerifierTraits
 
 if TYPE_CHECKING:
     import torch
@@ -45,30 +45,33 @@ class Observation:
     proposal: Proposal
     """What was checked, in full."""
     num_accepted: int
-    """Draft tokens among the committed ones; the last committed token is the target's own."""
+    """Draft tokens among the committed ones; the last committed token is the target's own, unless `was_cut`."""
     logits: torch.Tensor
     """[1 + n, vocab], the target's raw logits: row 0 follows the text as it was when `propose` was called, row i + 1
     follows node i, accepted or not. Valid during the call only."""
     num_before: int | None = None
     """Tokens that the text had when `propose` was called; None where that follows from `num_accepted`."""
-    method: str = ""
-    """Who guessed, by name; of `auto` the drafter that was asked, or `off`."""
+    was_cut: bool = False
+    """True where the answer ended before the target's own token was committed."""
+
+    @classmethod
+    def of(cls, item: StepItem) -> Observation:
+        """What a step made of one sequence, once its tokens have been committed."""
+        return cls(
+            item.sequence, item.proposal, item.num_accepted, item.logits, item.length_before, item.was_cut
+        )
 
     @property
     def length_before(self) -> int:
-        """The same, never None. What was committed since need not be the `num_accepted` draft tokens and the target's
-        own: a member of an ensemble sees others' guesses accepted, a grammar's forced tokens are added to any proposal,
-        and a stop may have cut what was accepted."""
+        """Tokens that the text had when `propose` was called.
+
+        What was committed since need not be the `num_accepted` draft tokens and the target's own: a member of an
+        ensemble sees others' draft tokens accepted, a grammar's forced tokens are added to any proposal, and a stop
+        rule may have cut what was accepted.
+        """
         if self.num_before is not None:
             return self.num_before
         return len(self.sequence.token_ids) - self.num_accepted - 1
-
-    @property
-    def was_cut(self) -> bool:
-        """True where the target's own token was not committed: the answer ended at an accepted draft token, or before a
-        token that may not come, perhaps before any."""
-        sequence = self.sequence
-        return len(sequence.token_ids) == self.length_before or sequence.from_draft[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from slipstream.control.knowledge import MAX_LEARNED
 from slipstream.control.realised import Gain
 from slipstream.control.report import ControlReport, MethodReport
 from slipstream.control.step_cost import Drafted
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, ScheduledSequence, Sequence
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence, StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.combine.auto import AutoDrafter
@@ -102,7 +102,7 @@ class Drafting:
 
     # --- before the pass --------------------------------------------------------------------------------------
 
-    def propose(self, scheduled: Seq[ScheduledSequence]) -> dict[int, Proposal]:
+    def propose(self, scheduled: Seq[StepItem]) -> dict[int, Proposal]:
         """Sequence id to proposal; sequences without one are absent.
 
         Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
@@ -124,7 +124,7 @@ class Drafting:
                     )
         return {key: proposal for key, proposal in proposals.items() if len(proposal)}
 
-    def _everyone(self, scheduled: Seq[ScheduledSequence]) -> list[Wanted]:
+    def _everyone(self, scheduled: Seq[StepItem]) -> list[Wanted]:
         return [
             (item.sequence, item.max_draft_tokens, self._most)
             for item in scheduled
@@ -136,7 +136,7 @@ class Drafting:
             guard.serves(sequence) for guard in self.drafters.guards
         )
 
-    def _wanted(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> list[Wanted]:
+    def _wanted(self, controller: Controller, scheduled: Seq[StepItem]) -> list[Wanted]:
         """Whom the controller has drafted for, by whom, and how deep."""
         decoding = [item for item in scheduled if item.decodes]
         num_others = sum(item.num_rows for item in scheduled) - len(decoding)
@@ -164,7 +164,7 @@ class Drafting:
         step.books_s = time.perf_counter() - started_s - controller.planning_s
         return wanted
 
-    def _again(self, controller: Controller, decoding: Seq[ScheduledSequence]) -> list[Wanted]:
+    def _again(self, controller: Controller, decoding: Seq[StepItem]) -> list[Wanted]:
         """What was decided before."""
         wanted: list[Wanted] = []
         anyone = self._chooses or not self.drafters.num_failures
@@ -179,7 +179,7 @@ class Drafting:
                 wanted.append((sequence, limit, choice))
         return wanted
 
-    def _insisted(self, item: ScheduledSequence) -> Choice:
+    def _insisted(self, item: StepItem) -> Choice:
         """Whoever names a drafter gets it, though nobody would be asked for their request."""
         controller, sequence = self.controller, item.sequence
         if controller is None or controller.in_probe or not item.max_draft_tokens:
@@ -189,7 +189,7 @@ class Drafting:
                 return Choice(number, min(member.max_depth, item.max_draft_tokens))
         return NOTHING
 
-    def _announced(self, controller: Controller, scheduled: Seq[ScheduledSequence]) -> Iterator[Wanted]:
+    def _announced(self, controller: Controller, scheduled: Seq[StepItem]) -> Iterator[Wanted]:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
@@ -219,7 +219,7 @@ class Drafting:
                 self._step.calls.append(Call(number, drafted, seconds))
         return proposals
 
-    def _look_up(self, controller: Controller, step: _Step, item: ScheduledSequence) -> None:
+    def _look_up(self, controller: Controller, step: _Step, item: StepItem) -> None:
         """Ask a lookup that was not chosen what it would have proposed, to see later whether it was right.
 
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
@@ -239,7 +239,7 @@ class Drafting:
                 self._unchecked.append(_Unchecked(sequence, number, proposal, len(sequence.token_ids)))
                 return
 
-    def _asked(self, item: ScheduledSequence) -> Asked:
+    def _asked(self, item: StepItem) -> Asked:
         sequence, drafters = item.sequence, self.drafters
         limit = item.max_draft_tokens if self._may_draft(sequence) else 0
         members = None

@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.control.report import ControlReport
 from slipstream.core import (
@@ -25,18 +23,17 @@ from slipstream.core import (
     EMPTY_PROPOSAL,
     ROOT,
     FinishReason,
-    Proposal,
     RequestOptions,
     Sequence,
+    StepItem,
     StepPlan,
-    Verdict,
 )
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.registry import create_drafter
 from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
-from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs, token_logprobs
+from slipstream.engine.logprobs import TokenTexts, record_logprobs, record_prompt_logprobs
 from slipstream.engine.memory import plan_memory
 from slipstream.engine.outputs import RequestOutput, Update, completion
 from slipstream.engine.requests import (
@@ -163,8 +160,8 @@ class Engine:
         """While callbacks run: the updates of the requests that they abort."""
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
-        self.on_observe: Callable[[list[Observation]], None] | None = None
-        """Called in every step with what the drafter is told of it, likewise."""
+        self.on_observe: Callable[[list[StepItem]], None] | None = None
+        """Called in every step with the items of the sequences that decoded, likewise."""
 
     @property
     def draft_methods(self) -> list[str]:
@@ -302,14 +299,14 @@ class Engine:
             return []
         with threads.operators(self._num_operator_threads):
             planned_s = time.perf_counter()
-            proposals = self.drafting.propose(plan.scheduled)
+            self._propose(plan.scheduled)
             drafted_s = time.perf_counter()
-            logits = self.runner.forward(plan, proposals)
-            verdicts = self._verify(plan, proposals, logits)
+            self.runner.forward(plan.scheduled)
+            self._verify(plan.decoding)
             times = StepTimes(planned_s, drafted_s, verified_s=time.perf_counter())
         callbacks = {name: request.on_update for name, request in self._requests.items() if request.on_update}
-        report = report_of(plan, proposals, times)
-        updates = self._commit(plan, proposals, verdicts, logits, times)
+        report = report_of(plan.scheduled, times)
+        updates = self._commit(plan, times)
         step_s = time.perf_counter() - started_s
         report = replace(report, other_s=step_s - report.draft_s - report.verify_s)
         self.drafting.finish(report)
@@ -323,81 +320,55 @@ class Engine:
             self.on_step(report)
         return [*updates, *aborted]
 
-    def _verify(
-        self, plan: StepPlan, proposals: dict[int, Proposal], logits: list[Tensor]
-    ) -> dict[int, Verdict]:
-        """Sequence id to verdict, for every sequence that decodes."""
-        judgements: dict[int, Judgement] = {}
-        for item, rows in zip(plan.scheduled, logits, strict=True):
-            if not item.decodes:
-                continue
-            sequence = item.sequence
-            proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
-            log_probs = rows[-1 - len(proposal) :]
-            processor = self._answers[sequence.id].processor
-            if self.verifier.needs_distributions or not processor.is_plain_greedy:
-                paths = [
-                    [proposal.token_ids[n] for n in proposal.path(node)]
-                    for node in range(ROOT, len(proposal))
-                ]
-                log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
-            greedy = sequence.params.temperature == 0
-            noise = Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce)
-            judgements[sequence.id] = Judgement(log_probs, proposal, noise)
-        verdicts = self.verifier.verify(list(judgements.values()))
-        return dict(zip(judgements, verdicts, strict=True))
+    def _propose(self, items: list[StepItem]) -> None:
+        """Ask the drafters; a sequence without a proposal decodes without speculation."""
+        proposals = self.drafting.propose(items)
+        for item in items:
+            item.proposal = proposals.get(item.sequence.id, EMPTY_PROPOSAL)
+            item.method = self.drafting.method_of(item.sequence)
 
-    def _commit(
-        self,
-        plan: StepPlan,
-        proposals: dict[int, Proposal],
-        verdicts: dict[int, Verdict],
-        logits: list[Tensor],
-        times: StepTimes,
-    ) -> list[Update]:
+    def _verify(self, items: list[StepItem]) -> None:
+        """Judge every proposal, the empty ones too."""
+        verdicts = self.verifier.verify([self._judgement(item) for item in items])
+        for item, verdict in zip(items, verdicts, strict=True):
+            item.verdict = verdict
+
+    def _judgement(self, item: StepItem) -> Judgement:
+        """The processed distributions of one sequence, its proposal and its noise."""
+        sequence, proposal, log_probs = item.sequence, item.proposal, item.logits
+        processor = self._answers[sequence.id].processor
+        if self.verifier.needs_distributions or not processor.is_plain_greedy:
+            paths = [
+                [proposal.token_ids[n] for n in proposal.path(node)] for node in range(ROOT, len(proposal))
+            ]
+            log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
+        greedy = sequence.params.temperature == 0
+        noise = Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce)
+        return Judgement(log_probs, proposal, noise)
+
+    def _commit(self, plan: StepPlan, times: StepTimes) -> list[Update]:
         """Append what was verified, keep its cache entries, and tell everyone concerned."""
-        decoded: list[tuple[Answer, int]] = []  # answer, tokens emitted
-        observations: list[Observation] = []
-        for item, rows in zip(plan.scheduled, logits, strict=True):
-            sequence = item.sequence
-            record_prompt_logprobs(item, rows)
-            self._record_times(sequence, times)
-            verdict = verdicts.get(sequence.id)
-            if verdict is None:
-                self.runner.commit(item, ())
-                continue
-            answer = self._answers[sequence.id]
-            proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
-            length = len(sequence.token_ids)
-            emitted = self._append(answer, verdict, proposal, rows)
-            kept = verdict.accepted[:emitted]
-            self.runner.commit(item, kept)
-            record_acceptance(sequence, proposal, kept, emitted)
-            decoded.append((answer, emitted))
-            tail = rows[-1 - len(proposal) :]
-            method = self.drafting.method_of(sequence)
-            observations.append(Observation(sequence, proposal, len(kept), tail, length, method))
-        self.drafting.observe(observations)
+        for item in plan.scheduled:
+            record_prompt_logprobs(item)
+            self._record_times(item.sequence, times)
+            if item.decodes:
+                self._append(item)
+            self.runner.commit(item)
+        decoded = plan.decoding
+        self.drafting.observe([Observation.of(item) for item in decoded])
         if self.on_observe is not None:
-            self.on_observe(observations)
-        return [self._emit(answer, emitted) for answer, emitted in decoded]
+            self.on_observe(decoded)
+        return [self._emit(self._answers[item.sequence.id], item.num_emitted) for item in decoded]
 
-    def _append(self, answer: Answer, verdict: Verdict, proposal: Proposal, rows: Tensor) -> int:
-        """Append the verdict's tokens until a stop rule ends the answer; returns how many were appended."""
-        sequence = answer.sequence
-        token_ids = verdict.token_ids(proposal)
-        length = len(sequence.token_ids)
-        for number, token_id in enumerate(token_ids):
-            if answer.stop.append(token_id, from_draft=number < len(verdict.accepted)):
+    def _append(self, item: StepItem) -> None:
+        """Append the verdict's tokens until a stop rule ends the answer, and count them."""
+        stop = self._answers[item.sequence.id].stop
+        for number, token_id in enumerate(item.verdict.token_ids(item.proposal)):
+            if stop.append(token_id, from_draft=number < len(item.verdict.accepted)):
                 break
-        emitted = len(sequence.token_ids) - length
-        if sequence.params.logprobs is not None:
-            # Row 0 of the last 1 + n precedes the first token, row i + 1 what follows node i.
-            tail = rows[-1 - len(proposal) :]
-            preceding = [0, *(node + 1 for node in verdict.accepted)][:emitted]
-            entries = token_logprobs(tail[preceding], token_ids[:emitted], sequence.params.logprobs)
-            sequence.logprobs = [*(sequence.logprobs or []), *entries]
-        return emitted
+        item.record_emitted(len(item.sequence.token_ids) - item.length_before)
+        record_logprobs(item)
+        record_acceptance(item)
 
     def _emit(self, answer: Answer, num_new: int) -> Update:
         """Report what a sequence has gained; when it is finished, free what it holds."""

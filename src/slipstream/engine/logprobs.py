@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core import ScheduledSequence, TokenLogprob
+from slipstream.core import StepItem, TokenLogprob
 
 BLOCK_ROWS = 64
 """Rows that are normalised at once: what it takes beside the logits does not grow with a prompt's chunk."""
@@ -42,10 +42,11 @@ def _block_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[T
     return result
 
 
-def record_prompt_logprobs(item: ScheduledSequence, rows: Tensor) -> None:
-    """Add to the sequence the log-probabilities of the prompt tokens that follow this step's `rows` [rows, vocab].
+def record_prompt_logprobs(item: StepItem) -> None:
+    """Add to the sequence the log-probabilities of the prompt tokens that follow the rows of this step.
 
-    The first prompt token follows nothing and has none. Rows that are computed again after a preemption are skipped.
+    To be called before the step's tokens are committed. The first prompt token follows nothing and has none. Rows that
+    are computed again after a preemption are skipped.
     """
     sequence = item.sequence
     if not sequence.wants_prompt_logprobs or sequence.params.prompt_logprobs is None:
@@ -55,9 +56,19 @@ def record_prompt_logprobs(item: ScheduledSequence, rows: Tensor) -> None:
     first = sequence.num_computed + 1
     token_ids = sequence.token_ids[first : min(first + item.num_rows, sequence.num_prompt_tokens)]
     if token_ids:
-        entries = token_logprobs(rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
+        entries = token_logprobs(item.rows[: len(token_ids)], token_ids, sequence.params.prompt_logprobs)
         known = len(sequence.prompt_logprobs) - first
         sequence.prompt_logprobs.extend(entries[max(known, 0) :])
+
+
+def record_logprobs(item: StepItem) -> None:
+    """Add to the sequence the log-probabilities of the tokens that the step emitted, where they are wanted."""
+    sequence = item.sequence
+    if sequence.params.logprobs is None:
+        return
+    preceding = [0, *(node + 1 for node in item.verdict.accepted)][: item.num_emitted]  # rows of `logits`
+    entries = token_logprobs(item.logits[preceding], item.emitted_token_ids, sequence.params.logprobs)
+    sequence.logprobs = [*(sequence.logprobs or []), *entries]
 
 
 @dataclass(frozen=True, slots=True)

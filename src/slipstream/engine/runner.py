@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ScheduledSequence, StepPlan
+from slipstream.core import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.rows import tree_rows
@@ -23,41 +21,42 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def forward(self, plan: StepPlan, proposals: dict[int, Proposal]) -> list[Tensor]:
+    def forward(self, items: Seq[StepItem]) -> None:
         """One pass over all scheduled rows and all proposals.
 
-        Returns for each scheduled sequence the logits, [rows, vocab], of its rows that matter: every computed row
-        while prompt log-probabilities are wanted, else the last committed token's row and one a draft node (none
-        for a prompt chunk that does not reach the end).
+        Fills in each item's `rows`, the logits of its rows that matter: every computed row while prompt
+        log-probabilities are wanted, else the last committed token's row and one a draft node (none for a prompt chunk
+        that does not reach the end). Of an item that decodes, `logits` are the last of them.
         """
-        groups = [
-            self._row_group(item, proposals.get(item.sequence.id, EMPTY_PROPOSAL)) for item in plan.scheduled
-        ]
+        groups = [self._row_group(item) for item in items]
         output = self.model.forward(groups, self.cache.pool, self.feature_layers)
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             slots = [slot for group in groups for slot in range(group.first_new_slot, group.end_slot)]
             self.cache.pool.features[slots] = features
-        logits = output.logits
-        ends = list(itertools.accumulate(len(group.logit_rows) for group in groups))
-        return [logits[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+        end = 0
+        for item, group in zip(items, groups, strict=True):
+            begin, end = end, end + len(group.logit_rows)
+            item.rows = output.logits[begin:end]
+            if item.decodes:
+                item.logits = output.logits[end - 1 - len(item.proposal) : end]
 
-    def commit(self, item: ScheduledSequence, kept_nodes: Seq[int]) -> None:
-        """Keep the entries of the computed committed tokens and of the accepted nodes; forget the others.
+    def commit(self, item: StepItem) -> None:
+        """Keep the entries of the computed committed tokens and of the kept nodes; forget the others.
 
-        The accepted tokens are already in `sequence.token_ids`.
+        The tokens of the kept nodes are already in `sequence.token_ids`.
         """
         sequence = item.sequence
-        rows = [*range(item.num_rows), *(item.num_rows + node for node in kept_nodes)]
+        rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)]
         end = sequence.num_computed + len(rows)
         self.cache.commit(sequence.id, sequence.token_ids[sequence.num_computed : end], rows)
         sequence.num_computed = end
 
-    def _row_group(self, item: ScheduledSequence, proposal: Proposal) -> RowGroup:
+    def _row_group(self, item: StepItem) -> RowGroup:
         sequence = item.sequence
         past, num_rows = sequence.num_computed, item.num_rows
         first_logit = num_rows - 1 if item.decodes else num_rows
         if sequence.wants_prompt_logprobs:
             first_logit = 0
         start = self.cache.accounting.segment(sequence.id).start
-        return tree_rows(start, past, sequence.token_ids[past : past + num_rows], proposal, first_logit)
+        return tree_rows(start, past, sequence.token_ids[past : past + num_rows], item.proposal, first_logit)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core import ROOT, Proposal, Sequence, StepPlan
+from slipstream.core import StepItem
 from slipstream.metrics.step import StepReport
 
 
@@ -17,28 +18,26 @@ class StepTimes:
     verified_s: float
 
 
-def record_acceptance(sequence: Sequence, proposal: Proposal, kept: tuple[int, ...], emitted: int) -> None:
+def record_acceptance(item: StepItem) -> None:
     """Count what was proposed, reached and accepted; what a stop rule cut off was not reached."""
-    last = kept[-1] if kept else ROOT
-    was_cut = emitted == len(kept)
-    reached = len(kept) + (0 if was_cut or last not in proposal.children else 1)
-    sequence.metrics.num_cut_steps += was_cut
-    sequence.metrics.record_step(
-        proposed_depth=max(proposal.depths, default=0),
-        num_proposed=len(proposal),
-        path_proposed=reached,
-        num_accepted=len(kept),
+    metrics = item.sequence.metrics
+    metrics.num_cut_steps += item.was_cut
+    metrics.record_step(
+        proposed_depth=item.proposal.depth,
+        num_proposed=len(item.proposal),
+        num_reached=item.reached,
+        num_accepted=item.num_accepted,
     )
 
 
-def report_of(plan: StepPlan, proposals: dict[int, Proposal], times: StepTimes) -> StepReport:
+def report_of(items: Seq[StepItem], times: StepTimes) -> StepReport:
     """What the step did; made before its tokens are committed, which changes the sequences."""
     return StepReport(
-        num_sequences=len(plan.scheduled),
-        num_rows=sum(item.num_rows for item in plan.scheduled),
-        num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in plan.scheduled),
-        num_draft_tokens=sum(map(len, proposals.values())),
-        draft_depth=max((max(proposal.depths) for proposal in proposals.values()), default=0),
+        num_sequences=len(items),
+        num_rows=sum(item.num_rows for item in items),
+        num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in items),
+        num_draft_tokens=sum(len(item.proposal) for item in items),
+        draft_depth=max(item.proposal.depth for item in items),
         draft_s=times.drafted_s - times.planned_s,
         verify_s=times.verified_s - times.drafted_s,
     )

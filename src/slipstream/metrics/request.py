@@ -47,19 +47,19 @@ class RequestMetrics:
     """Whether the seed gives the same answer again."""
 
     def record_step(
-        self, proposed_depth: int, num_proposed: int, path_proposed: int, num_accepted: int
+        self, proposed_depth: int, num_proposed: int, num_reached: int, num_accepted: int
     ) -> None:
         """Count one decoding step.
 
-        `proposed_depth` is the depth of the proposed tree, `num_proposed` its nodes, `path_proposed` how deep
-        proposals hung below the accepted path (one more than `num_accepted` unless it ended at a leaf), and
-        `num_accepted` the draft tokens that were kept and emitted.
+        `proposed_depth` is the depth of the proposed tree, `num_proposed` its nodes, `num_reached` the positions
+        that the target judged (one more than `num_accepted` unless the accepted path ended at a leaf or was cut), and
+        `num_accepted` the accepted draft tokens that were emitted.
         """
         self.num_steps += 1
         self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
         add_to_first(self.proposed_per_position, proposed_depth)
-        add_to_first(self.reached_per_position, path_proposed)
+        add_to_first(self.reached_per_position, num_reached)
         add_to_first(self.accepted_per_position, num_accepted)
         while len(self.acceptance_histogram) <= num_accepted:
             self.acceptance_histogram.append(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from slipstream.core import ScheduledSequence, Sequence, StepPlan
+from slipstream.core import Sequence, StepItem, StepPlan
 from slipstream.kv.accounting import KVAccounting
 
 MAX_SCORED_ROWS = 256
@@ -66,7 +66,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in plan.preempted or rows[sequence.id] == 0:
                 continue
-            item = ScheduledSequence(sequence, rows[sequence.id])
+            item = StepItem(sequence, rows[sequence.id])
             if item.decodes:
                 item.max_draft_tokens = self._draft_tokens(sequence, rows)
             if self._reserve(item, plan):
@@ -119,7 +119,7 @@ class Scheduler:
         wanted = self._max_draft_tokens if bound is None else bound
         return int(max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context)))
 
-    def _reserve(self, item: ScheduledSequence, plan: StepPlan) -> bool:
+    def _reserve(self, item: StepItem, plan: StepPlan) -> bool:
         """Make room for the rows, giving up first the drafts and then the places of later arrivals."""
         sequence = item.sequence
         needed = sequence.num_computed + item.num_rows

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.control.report import ControlReport
-from slipstream.core import FinishReason
-from slipstream.draft.base import Observation
+from slipstream.core import FinishReason, StepItem
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import RequestOutput, Update
@@ -144,9 +143,9 @@ class Watching:
         self.metrics.on_step(step)
         self.history.on_step(step)
 
-    def _on_observe(self, observations: Seq[Observation]) -> None:
-        self.metrics.on_observe(observations)
-        self.history.on_observe(observations)
+    def _on_observe(self, items: Seq[StepItem]) -> None:
+        self.metrics.on_observe(items)
+        self.history.on_observe(items)
 
     def _read(self, engine: Engine) -> tuple[ControlReport, Snapshot]:
         self.history.sample(*self.metrics.read_engine(engine))

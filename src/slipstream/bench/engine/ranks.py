@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from slipstream.config import check_at_least
-from slipstream.core import ROOT
-from slipstream.draft.base import Observation
+from slipstream.core import ROOT, StepItem
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
 from slipstream.engine.engine import Engine
@@ -38,20 +37,16 @@ class RankCounts:
         self.accepted = [[0] * width for _ in range(depth)]
         """By depth and rank."""
 
-    def add(self, observations: Seq[Observation]) -> None:
+    def add(self, items: Seq[StepItem]) -> None:
         """Count one step."""
-        for seen in observations:
+        for item in items:
             node, level = ROOT, 0
-            cut = (
-                bool(seen.sequence.from_draft) and seen.sequence.from_draft[-1]
-            )  # no token of the target's own
-            num_committed = seen.num_accepted + (not cut)
-            for token in seen.sequence.token_ids[len(seen.sequence.token_ids) - num_committed :]:
-                children = seen.proposal.children.get(node, [])
+            for token in item.emitted_token_ids:
+                children = item.proposal.children.get(node, [])
                 if not children:
                     break
                 self.reached[level] += 1
-                ranks = [seen.proposal.token_ids[child] for child in children]
+                ranks = [item.proposal.token_ids[child] for child in children]
                 if token not in ranks:
                     break
                 self.accepted[level][ranks.index(token)] += 1

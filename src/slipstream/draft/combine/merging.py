@@ -167,4 +167,4 @@ def share_of(seen: Observation, proposal: Proposal, num_before: int | None) -> O
     part, rows = part_of(seen.proposal, proposal)
     accepted = [] if num_before is None else seen.sequence.token_ids[num_before:][: seen.num_accepted]
     logits = seen.logits if rows == list(range(len(seen.logits))) else seen.logits[rows]
-    return Observation(seen.sequence, part, depth_along(part, accepted), logits, num_before)
+    return Observation(seen.sequence, part, depth_along(part, accepted), logits, num_before, seen.was_cut)

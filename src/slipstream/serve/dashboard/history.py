@@ -10,8 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slipstream.core import ROOT, Sequence
-from slipstream.draft.base import Observation
+from slipstream.core import Sequence, StepItem
 from slipstream.metrics.step import StepReport
 
 K = TypeVar("K", int, str)
@@ -108,39 +107,37 @@ class History:
         bucket.verify_s += step.verify_s
         bucket.other_s += max(step.other_s, 0.0)
 
-    def on_observe(self, observations: Seq[Observation]) -> None:
+    def on_observe(self, items: Seq[StepItem]) -> None:
         """Count what a step drafted, accepted and emitted."""
-        if not observations:
+        if not items:
             return
         bucket = self._bucket()
         depths = 0
-        for seen in observations:
-            emitted = seen.num_accepted + (not seen.was_cut)
-            bucket.num_tokens += emitted
-            label = self._task_label(seen.sequence)
+        for item in items:
+            bucket.num_tokens += item.num_emitted
+            label = self._task_label(item.sequence)
             task = bucket.tasks.get(label)
             if task is None:
                 task = bucket.tasks[label] = [0] * 5
             task[0] += 1
-            task[1] += emitted
-            if len(seen.proposal):
-                depths += max(seen.proposal.depths)
-                reached = num_reached(seen)
-                task[2] += len(seen.proposal)
-                task[3] += seen.num_accepted
-                task[4] += reached
-                counts = self.positions.get(seen.method)
+            task[1] += item.num_emitted
+            if len(item.proposal):
+                depths += item.proposal.depth
+                task[2] += len(item.proposal)
+                task[3] += item.num_accepted
+                task[4] += item.reached
+                counts = self.positions.get(item.method)
                 if counts is None:
-                    counts = self.positions[seen.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
-                for position in range(min(reached, MAX_POSITIONS)):
+                    counts = self.positions[item.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
+                for position in range(min(item.reached, MAX_POSITIONS)):
                     bucket.reached[position] += 1
                     counts[0][position] += 1
-                for position in range(min(seen.num_accepted, MAX_POSITIONS)):
+                for position in range(min(item.num_accepted, MAX_POSITIONS)):
                     bucket.accepted[position] += 1
                     counts[1][position] += 1
-        batch = bucket.batches.setdefault(len(observations), [0, 0, 0])
+        batch = bucket.batches.setdefault(len(items), [0, 0, 0])
         batch[0] += 1
-        batch[1] += len(observations)
+        batch[1] += len(items)
         batch[2] += depths
 
     def sample(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
@@ -164,19 +161,6 @@ class History:
         if not self._buckets or self._buckets[-1].index != index:
             self._buckets.append(_Bucket(index))
         return self._buckets[-1]
-
-
-def num_reached(seen: Observation) -> int:
-    """Positions at which something was proposed below an accepted path: the accepted ones, and the one that failed."""
-    proposal, accepted = seen.proposal, seen.num_accepted
-    if seen.was_cut:
-        return accepted
-    if max(proposal.depths) == len(proposal):  # a chain
-        return min(accepted + 1, len(proposal))
-    node = ROOT
-    for token_id in seen.sequence.token_ids[seen.length_before : seen.length_before + accepted]:
-        node = next(child for child in proposal.children[node] if proposal.token_ids[child] == token_id)
-    return accepted + (node in proposal.children)
 
 
 def _added(lists: Seq[Seq[int]]) -> list[int]:

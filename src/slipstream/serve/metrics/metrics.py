@@ -18,8 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from slipstream.core import FinishReason
-from slipstream.draft.base import Observation
+from slipstream.core import FinishReason, StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.metrics.request import add_to_first
@@ -201,29 +200,28 @@ class Metrics:
         self._other_s.inc(max(step.other_s, 0.0))
         self._rows.observe(step.num_rows)
 
-    def on_observe(self, observations: Seq[Observation]) -> None:
+    def on_observe(self, items: Seq[StepItem]) -> None:
         """Count what a step drafted, accepted and emitted: added up first, since every counter takes a lock."""
         prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []
         tasks: dict[tuple[str, str], list[int]] = {}
-        for seen in observations:
-            sequence = seen.sequence
-            num_emitted = seen.num_accepted + (not seen.was_cut)
-            emitted += num_emitted
-            if sequence.num_output_tokens == num_emitted and sequence.index == 0:
+        for item in items:
+            sequence = item.sequence
+            emitted += item.num_emitted
+            if sequence.num_output_tokens == item.num_emitted and sequence.index == 0:
                 prompt_tokens += sequence.num_prompt_tokens
                 hits += sequence.metrics.num_cached_tokens
-            num_drafted = len(seen.proposal)
+            num_drafted = len(item.proposal)
             if num_drafted:
                 num_drafts += 1
                 drafted += num_drafted
-                accepted += seen.num_accepted
-                self._length.observe(seen.num_accepted)
-                add_to_first(drafted_at, max(seen.proposal.depths))
-                add_to_first(accepted_at, seen.num_accepted)
-            counted = tasks.setdefault((self.task_label(sequence.task), seen.method), [0, 0, 0, 0])
-            for i, number in enumerate((1, num_drafted, seen.num_accepted, num_emitted)):
+                accepted += item.num_accepted
+                self._length.observe(item.num_accepted)
+                add_to_first(drafted_at, item.proposal.depth)
+                add_to_first(accepted_at, item.num_accepted)
+            counted = tasks.setdefault((self.task_label(sequence.task), item.method), [0, 0, 0, 0])
+            for i, number in enumerate((1, num_drafted, item.num_accepted, item.num_emitted)):
                 counted[i] += number
         self._output_tokens.inc(emitted)
         if prompt_tokens:
