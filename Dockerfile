@@ -5,7 +5,7 @@
 #     docker build --target cpu -t slipstream:cpu .
 #     docker run --rm -p 127.0.0.1:8000:8000 slipstream:cpu
 #
-# `cuda` is the same for one NVIDIA GPU. It has never been run, as the code for GPUs has not.
+# `cuda` is the same for one NVIDIA GPU. It has never been run; the code for GPUs has.
 
 FROM python:3.12-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 \

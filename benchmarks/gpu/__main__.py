@@ -1,6 +1,6 @@
 """Slipstream on a CUDA GPU: what runs, how fast, and what limits it.
 
-    python -m benchmarks.gpu                           # all sections, some eight minutes on an H100
+    python -m benchmarks.gpu                           # all sections, some ten minutes on an H100
     python -m benchmarks.gpu --quick --output FOLDER   # a rough look, docs/benchmarks as it is
     python -m benchmarks.gpu --sections step,transfers --output FOLDER
 

@@ -24,6 +24,11 @@ def tables(result: dict[str, Any]) -> str:
     parts = [writer(result[name]) for name, writer in writers.items() if name in result]
     if result.get("self"):
         parts.insert(-2, f"Self-drafting in int8 does not run here: {result['self']}.")
+    ran = result.get("provenance", {})
+    if ran:
+        parts.append(
+            f"{ran['date']}, commit {ran['commit']}: `{ran['command']}`. Raw result: [gpu.json](gpu.json)."
+        )
     return "\n\n".join(parts)
 
 

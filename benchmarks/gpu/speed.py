@@ -27,8 +27,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 SELF = {"method": "self", "num_speculative_tokens": 3}
 
-CONCURRENCIES = {1: 1, 8: 2}
-"""Requests at once, and how many prompts of each of the seven tasks are asked then."""
+CONCURRENCIES = {1: 2, 8: 5}
+"""Requests at once, and how many prompts of each of the seven tasks are asked then: two pairs at least, without which
+there is no interval."""
 
 MAX_MODEL_LEN = 1024
 
@@ -61,6 +62,7 @@ def measure(
     return {
         "dtype": dtype,
         "concurrency": concurrency,
+        "prompts_per_task": CONCURRENCIES[concurrency],
         "labels": result.labels,
         "max_tokens": max_tokens,
         "repeats": repeats,
