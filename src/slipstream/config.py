@@ -19,7 +19,6 @@ from slipstream.vllm_names import own_speculation
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
 CPU_KERNELS = ("auto", "native", "torch")
 
 
@@ -174,8 +173,9 @@ class EngineConfig:
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
-    """`int8`: weights of the linear layers as 8-bit integers, one scale an output and one a row of activations. CPU
-    only. Changes the model a little, not the exactness of speculation: rows do not depend on each other."""
+    """Weight format of the linear layers, on a CPU. `int8`: 8-bit integers, one scale an output and one a row of
+    activations. Changes the model a little, not the exactness of speculation: rows do not depend on each other.
+    `float32`: as without. A package can add formats; loading the model checks the name."""
     cpu_kernels: str = "auto"
     """`native`: our own, compiled once by the machine's C++ compiler. `torch`: PyTorch's operators, slower. `auto`:
     native where there is a compiler."""
@@ -210,8 +210,6 @@ class EngineConfig:
         check_types(self, "engine")
         reject_unknown([self.dtype], DTYPES, "dtype")
         reject_unknown([self.cpu_kernels], CPU_KERNELS, "cpu_kernels")
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "quantization")
         if not self.model:
             raise ConfigError("model must be the path of a checkpoint folder or a hub id")
         check_at_least(

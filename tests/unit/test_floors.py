@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.models import CausalLM, load_model
+from slipstream.models.linear.formats import weight_format
 from slipstream.models.loading import adapt
 from slipstream.profiling import floors, limits, store
 from slipstream.profiling.profile import CostProfile, Rate
@@ -218,7 +219,7 @@ def test_rates_count_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(limits, "_fastest_s", lambda kinds, device: 0.5)
     cpu = torch.device("cpu")
     assert limits.ReadStream(4096, cpu).bytes_per_s() == 8192
-    assert limits.MatrixProduct(torch.float32, None, cpu).flops_per_s() == 2 * 1024**3 / 0.5
+    assert limits.MatrixProduct(torch.float32, weight_format(None), cpu).flops_per_s() == 2 * 1024**3 / 0.5
 
 
 # --- the command ----------------------------------------------------------------------------------------------

@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_model
-from slipstream.models.linear.packed import (
-    Int8Linear,
-    NativeLinear,
-    PackedLinear,
-    check_quantization,
-    pack_linears,
-)
+from slipstream.models.linear.float32 import OneDnnLinear
+from slipstream.models.linear.formats import checked_format, weight_format
+from slipstream.models.linear.int8 import Int8Linear
+from slipstream.models.linear.layers import NativeLinear, PackedLinear
+from slipstream.models.linear.packing import pack_linears
 
-FLOAT32: dict[str, Callable[[nn.Linear], nn.Module]] = {"onednn": PackedLinear, "native": NativeLinear}
-INT8: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "native int8": lambda linear: NativeLinear(linear, "int8"),
-    "torch int8": Int8Linear,
+FLOAT32: dict[str, Callable[[nn.Linear], PackedLinear]] = {
+    "onednn": lambda linear: weight_format("float32").pack(linear, native=False),
+    "native": lambda linear: weight_format("float32").pack(linear, native=True),
+}
+INT8: dict[str, Callable[[nn.Linear], PackedLinear]] = {
+    "native int8": lambda linear: weight_format("int8").pack(linear, native=True),
+    "torch int8": lambda linear: weight_format("int8").pack(linear, native=False),
 }
 ROWS = [*range(18), 33, 63, 64, 65, 130]
 SHAPES = [(48, 40), (33, 70), (320, 864), (2, 1)]
@@ -77,10 +78,34 @@ def test_int8_is_integers_with_one_scale_an_output_and_one_a_row(kind: str, shap
     assert torch.equal(ours[4], plain.bias.detach()), "an empty row is no division by zero"
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", FLOAT32 | INT8)
+def test_weights_are_read_back_as_they_are_multiplied(kind: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(4)
+    plain = nn.Linear(*shape, bias=False)
+    packed = (FLOAT32 | INT8)[kind](plain)
+    outputs = torch.arange(shape[1] - 1, -1, -2)
+    weight = plain.weight.detach()
+    rounding = weight.abs().amax(1, keepdim=True) / 127 / 2 if kind in INT8 else torch.zeros(len(weight), 1)
+    assert ((packed.unpack(outputs) - weight[outputs]).abs() <= 1.0001 * rounding[outputs]).all()
+    with torch.inference_mode():
+        ones = packed(127 * torch.eye(shape[0]))  # exact as 8-bit integers too
+        assert torch.allclose(ones.T / 127, packed.unpack(torch.arange(shape[1])), atol=1e-6)
+
+
+@pytest.mark.parametrize(("quantization", "expected"), [(None, [4, 4]), ("int8", [1 + 8 / 64, 1 + 4 / 64])])
+def test_a_format_says_its_bytes(quantization: str | None, expected: list[float]) -> None:
+    """The integer product of PyTorch needs no sums beside the scales."""
+    fmt = weight_format(quantization)
+    forms = fmt.forms(nn.Linear(64, 128, bias=False))  # whole panels
+    assert [form.nbytes / (64 * 128) for form in forms] == expected
+    assert fmt.num_bytes(64 * 128, 128) == forms[0].nbytes
+
+
 def test_a_row_is_not_changed_by_padding_or_tiling() -> None:
     """Rows beyond oneDNN's first tile and padded rows give what the tiles alone give, to the last bit."""
     torch.manual_seed(0)
-    packed = PackedLinear(nn.Linear(48, 40))
+    packed = OneDnnLinear(nn.Linear(48, 40))
     x = torch.randn(64 + 11, 48)
     with torch.inference_mode():
         both = packed(x)
@@ -89,7 +114,7 @@ def test_a_row_is_not_changed_by_padding_or_tiling() -> None:
         assert torch.equal(packed(x[:11]), packed(torch.cat([x[:11], torch.zeros(1, 48)]))[:11])
 
 
-@pytest.mark.parametrize(("quantization", "kind"), [(None, PackedLinear), ("int8", Int8Linear)])
+@pytest.mark.parametrize(("quantization", "kind"), [(None, OneDnnLinear), ("int8", Int8Linear)])
 def test_every_plain_linear_of_a_model_is_replaced_and_freed(
     quantization: str | None, kind: type[nn.Module]
 ) -> None:
@@ -117,18 +142,18 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed() -> None:
             self.odd, self.narrow, self.plain = Scaled(8, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
             self.device = torch.device("cpu")
 
-    for native, kind in [(True, NativeLinear), (False, PackedLinear)]:
+    for native, kind in [(True, NativeLinear), (False, OneDnnLinear)]:
         model = Model()
-        assert pack_linears(model, native=native) == 1
+        assert pack_linears(model, weight_format(None), native=native) == 1
         assert type(model.odd) is Scaled
         assert type(model.narrow) is nn.Linear
         assert type(model.plain) is kind
 
 
 def test_quantization_says_where_it_cannot_be_used() -> None:
-    check_quantization(None, torch.device("cuda"), torch.bfloat16)
-    check_quantization("int8", torch.device("cpu"), torch.float32)
+    checked_format(None, torch.device("cuda"), torch.bfloat16)
+    checked_format("int8", torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigError, match="for the CPU"):
-        check_quantization("int8", torch.device("cuda"), torch.float32)
+        checked_format("int8", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="leave dtype at auto, it is bfloat16"):
-        check_quantization("int8", torch.device("cpu"), torch.bfloat16)
+        checked_format("int8", torch.device("cpu"), torch.bfloat16)

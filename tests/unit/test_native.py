@@ -16,6 +16,8 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, loading
 from slipstream.models.cpu import native
+from slipstream.models.linear.float32 import Float32
+from slipstream.models.linear.int8 import Int8
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_pytorchs_defaults_do_not_reach_the_kernels() -> None:
     rows = torch.randn(3, 5)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        packed = native.PackedWeight([weight], [None], "int8")
+        packed = native.PackedWeight([weight], [None], Int8.kernel)
         ours = packed.multiply(rows)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -106,7 +108,7 @@ def test_pytorchs_defaults_do_not_reach_the_kernels() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    packed = native.PackedWeight([torch.randn(64, 32)], [None], None)
+    packed = native.PackedWeight([torch.randn(64, 32)], [None], Float32.kernel)
     rows = torch.randn(2, 32)
     expected = packed.multiply(rows)
     child = os.fork()

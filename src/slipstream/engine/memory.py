@@ -31,14 +31,17 @@ class MemoryPlan:
     num_slots: int
     max_model_len: int
     """Prompt and answer together; less than the model could when the cache is too small for more."""
+    weight_format: str | None = None
+    """Of the target; None where its weights are the checkpoint's."""
 
     @property
     def kv_bytes(self) -> int:
         return self.kv_bytes_per_token * self.num_slots
 
     def __str__(self) -> str:
+        weights = "" if self.weight_format is None else f" in {self.weight_format}"
         return (
-            f"target {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
+            f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
             f"keys and values {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens, "
             f"at most {self.max_model_len:,} a request"
         )
@@ -91,7 +94,7 @@ def plan_memory(
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
         )
-    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest)
+    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, model.quantization)
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:

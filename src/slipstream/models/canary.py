@@ -31,8 +31,6 @@ PROBE_NAME = f"{ATTENTION_NAME}_probe"
 NUM_ROWS = 12
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """Error of a row's logits, relative to their spread. Another attention is off by some tenths or more."""
-QUANTISED_TOLERANCE = 0.3
-"""The same for int8, whose rounding alone is some hundredths: it catches only what is plainly wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +107,13 @@ def check_logits(lm: CausalLM, expected: Tensor) -> None:
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
     errors = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
     # In half precision a near-tie in a router may send a row to another expert: no fault of the attention.
-    exact = lm.dtype == torch.float32 and lm.quantization is None
-    error = errors.max() if exact else errors.median()
-    tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16])
-    if not error <= (tolerance if lm.quantization is None else QUANTISED_TOLERANCE):  # NaN is refused too
+    rounding = lm.weight_format.logit_error
+    error = errors.max() if lm.dtype == torch.float32 and rounding is None else errors.median()
+    tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16]) if rounding is None else rounding
+    if not error <= tolerance:  # NaN is refused too
         where = "its attention is not what the hook computes"
-        if lm.quantization is not None:
-            where = f"its {lm.quantization} weights are not its own"
+        if rounding is not None:
+            where = f"its {lm.weight_format.name} weights are not its own"
         raise unsupported(
             lm.config,
             f"{where}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",

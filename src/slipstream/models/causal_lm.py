@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.attention.gpu import attention_kernels
@@ -16,7 +16,9 @@ from slipstream.models.attention.packed import LayerProbe
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
 from slipstream.models.layers import LayerStack, layer_stack
-from slipstream.models.linear.packed import NativeLinear, packed_bytes
+from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
+from slipstream.models.linear.layers import NativeLinear
+from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import Batch, RowGroup
 
 
@@ -53,7 +55,7 @@ class CausalLM:
         shapes: Sequence[LayerShape],
         vocab_size: int,
         context_length: int,
-        quantization: str | None = None,
+        weight_format: WeightFormat,
     ) -> None:
         self.model = model
         self.path = path
@@ -65,7 +67,7 @@ class CausalLM:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.quantization = quantization
+        self.weight_format = weight_format
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
         self._layer_stack: LayerStack | None = None
@@ -82,6 +84,11 @@ class CausalLM:
     @property
     def family(self) -> str:
         return str(self.config.model_type)
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the weight format; None where the weights are the checkpoint's."""
+        return None if self.weight_format.name == UNCHANGED else self.weight_format.name
 
     @property
     def cost_expanded(self) -> bool:
@@ -144,6 +151,16 @@ class CausalLM:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
         if self.decoder is None and self._layer_stack is None:
             self._layer_stack = layer_stack(self)
+
+    def pack_beside(self, module: nn.Module, quantization: str | None) -> None:
+        """Pack the linear layers of a head that runs beside this model, for the same kernels.
+
+        None takes this model's weight format. Raises `ConfigError` where the format cannot be used.
+        """
+        fmt = checked_format(quantization or self.quantization, self.device, self.dtype)
+        native = self.kernels != "torch"
+        if native or fmt.name != UNCHANGED:
+            pack_linears(module, fmt, native)
 
     def _forward(
         self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()

@@ -31,7 +31,8 @@ from slipstream.models.files.folder import (
 )
 from slipstream.models.files.lora import chosen_adapter, merge_adapter
 from slipstream.models.files.quantized import settle_quantized
-from slipstream.models.linear.packed import check_quantization, pack_linears
+from slipstream.models.linear.formats import check_quantization, checked_format
+from slipstream.models.linear.packing import pack_linears
 from slipstream.models.longrope import settle_frequencies
 from slipstream.models.support import check_config, context_length, unsupported
 from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
@@ -132,10 +133,11 @@ def load_model(
     `max_model_len`, which matters to LongRoPE alone. A checkpoint that reads images gives its language model.
     """
     where = resolve_device(device)
+    check_quantization(quantization)
     with _with_path(path):
         source = _open(path, revision, trust_remote_code, lora)
         kind = resolve_dtype(dtype, where, source.config)
-        check_quantization(quantization, where, kind)
+        checked_format(quantization, where, kind)
         kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
         model = _load_weights(source, kind, _route(source.config).attn_implementation)
         return adapt(
@@ -171,20 +173,21 @@ def adapt(
     With `pack` the model's own weights are gone afterwards, those that somebody else holds a view of included.
     """
     check_config(model.config)
+    fmt = checked_format(quantization, model.device, model.dtype)
     length = context_length(model.config, max_model_len)
     settle_frequencies(model, length)
     route = _route(model.config)
     probed = probe_layers(model, route)
-    lm = CausalLM(model, path, route, probed.shapes, probed.vocab_size, length, quantization)
+    lm = CausalLM(model, path, route, probed.shapes, probed.vocab_size, length, fmt)
     expected = None
     with _quiet():
         if canary:
             check_masks(lm)
             expected = stock_logits(lm)
         if pack:
-            lm.decoder = fuse(model, probed.variants, quantization) if native else None
+            lm.decoder = fuse(model, probed.variants, fmt.kernel) if native else None
             if lm.decoder is None:
-                pack_linears(model, quantization, native)
+                pack_linears(model, fmt, native)
         if expected is not None:
             check_logits(lm, expected)
     return lm

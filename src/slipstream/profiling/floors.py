@@ -177,7 +177,8 @@ class _Limits:
                     self._readings[size, device] = ReadStream(size, device).bytes_per_s
             kind = (model.dtype, model.quantization)
             if (kind, device) not in self._readings:
-                self._readings[kind, device] = MatrixProduct(*kind, device).flops_per_s
+                product = MatrixProduct(model.dtype, model.weight_format, device)
+                self._readings[kind, device] = product.flops_per_s
 
     def read(self) -> None:
         """Take one reading of each."""
@@ -194,7 +195,7 @@ class _Limits:
         return self._rate(self._own_bytes(model), model.device)
 
     def flops_per_s(self, model: CausalLM) -> Rate:
-        """In the model's dtype and quantization."""
+        """In the model's dtype and weight format."""
         return self._rate((model.dtype, model.quantization), model.device)
 
     def _own_bytes(self, model: CausalLM) -> int:

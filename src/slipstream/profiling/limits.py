@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from slipstream.models.linear.packed import packed_linears
+from slipstream.models.linear.formats import WeightFormat
 from slipstream.profiling.machine import last_level_cache_bytes
 from slipstream.profiling.memory import available_bytes
 
@@ -38,12 +38,12 @@ class ReadStream:
 class MatrixProduct:
     """Matrix products of one kind: PyTorch's own, and the packed ones where there are any."""
 
-    def __init__(self, dtype: torch.dtype, quantization: str | None, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, fmt: WeightFormat, device: torch.device) -> None:
         self._device = device
         plain = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
-        self._layers: list[nn.Module] = [plain] if quantization is None else []
+        self._layers: list[nn.Module] = [plain] if fmt.logit_error is None else []
         if device.type == "cpu" and dtype == torch.float32:
-            self._layers += packed_linears(plain, quantization)
+            self._layers += fmt.forms(plain)
         self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]
 
     def flops_per_s(self) -> float:

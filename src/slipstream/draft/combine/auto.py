@@ -12,8 +12,10 @@ from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup
+from slipstream.draft.model.self_model import DRAFT_FORMAT, is_smaller
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
+from slipstream.models.linear.formats import weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +56,13 @@ class AutoDrafter(DrafterGroup):
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
         """What the drafters hold together from which it chooses when none are named."""
-        target = context.target
-        copies = any(config.options.get("quantization") for config in _usual(context))
-        parts = [validate(config)[0].fit(context) for config in _usual(context)]
+        target, configs = context.target, _usual(context)
+        formats = [config.options["quantization"] for config in configs if "quantization" in config.options]
+        parts = [validate(config)[0].fit(context) for config in configs]
         return Fit(
             weight_bytes=None
-            if copies and target is None
-            else target.num_parameters
-            if copies and target
-            else 0,
+            if formats and target is None
+            else sum(weight_format(name).num_bytes(target.num_parameters) for name in formats if target),
             grows_with="; ".join(part.grows_with for part in parts if part.grows_with),
         )
 
@@ -84,6 +84,7 @@ class AutoDrafter(DrafterGroup):
 def _usual(context: DraftContext) -> list[SpeculativeConfig]:
     """What needs no draft model."""
     found = [SpeculativeConfig("suffix")]
-    if context.device.type == "cpu" and context.engine_config.quantization is None:
-        found.append(SpeculativeConfig("layer_skip", options={"quantization": "int8"}))
+    smaller = is_smaller(DRAFT_FORMAT, context.engine_config.quantization)
+    if smaller and context.device.type in weight_format(DRAFT_FORMAT).devices:
+        found.append(SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT}))
     return found

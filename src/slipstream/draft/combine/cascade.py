@@ -15,16 +15,17 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.config import DTYPES, QUANTIZATIONS, SpeculativeConfig, check_types, reject_unknown
+from slipstream.config import DTYPES, SpeculativeConfig, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.model.cached import Feed
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.model.growth import Growth, GrowthOptions
-from slipstream.draft.model.self_model import self_model
+from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
+from slipstream.models.linear.formats import check_quantization
 from slipstream.models.rows import tree_rows
 from slipstream.text.common_prefix import common_prefix_length
 
@@ -40,7 +41,7 @@ class CascadeOptions(GrowthOptions):
     """Folder or hub id of the draft model; None is the target's own weights, quantised, as in `method: self`."""
     dtype: str = "auto"
     quantization: str | None = None
-    """`int8`: the draft model's weights as 8-bit integers, on a CPU. None: as the target's, or int8 without `model`."""
+    """Weight format of the draft model, on a CPU. None: as the target's, or int8 without `model`."""
     device: str = "auto"
     revision: str | None = None
 
@@ -48,8 +49,7 @@ class CascadeOptions(GrowthOptions):
         check_types(self, "cascade")
         self.check_growth("cascade")
         reject_unknown([self.dtype], DTYPES, "cascade dtype")
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "cascade quantization")
+        check_quantization(self.quantization, "cascade")
         if self.tree_top_k > 1 or self.tree_choices is not None:
             raise ConfigError(
                 "cascade drafts are chains; leave tree_top_k and tree_choices to the inner draft"
@@ -255,7 +255,7 @@ class CascadeDrafter(DraftModelDrafter):
 def _draft_model(options: CascadeOptions, context: DraftContext) -> DraftModelOptions:
     """The options of the draft model alone."""
     if options.model is None:
-        return self_model(options.quantization or "int8", options, context)
+        return self_model(options.quantization or DRAFT_FORMAT, options, context)
     return DraftModelOptions(
         model=options.model,
         dtype=options.dtype,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
+from slipstream.config import check_types
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle_files import load_eagle
@@ -24,7 +24,8 @@ from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.packed import PackedAttention, Variant
-from slipstream.models.linear.packed import check_quantization, pack_linears, packed_bytes
+from slipstream.models.linear.formats import check_quantization
+from slipstream.models.linear.packing import packed_bytes
 from slipstream.models.rows import Batch
 
 
@@ -39,13 +40,12 @@ class EagleOptions(GrowthOptions):
     num_draft_nodes: int | None = 16
     revision: str | None = None
     quantization: str | None = None
-    """`int8`: the head's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the head, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
 
     def __post_init__(self) -> None:
         check_types(self, "eagle")
         self.check_growth("eagle")
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "eagle quantization")
+        check_quantization(self.quantization, "eagle")
 
 
 class EagleDrafter(CachedDrafter):
@@ -67,10 +67,7 @@ class EagleDrafter(CachedDrafter):
             raise ConfigError(
                 f"{options.model!r} is an EAGLE-{self.head.config.version} head; its method is {own}"
             )
-        quantization = options.quantization or self.target.quantization
-        check_quantization(quantization, self.target.device, self.target.dtype)
-        if self.target.kernels != "torch" or quantization is not None:
-            pack_linears(self.head, quantization, native=self.target.kernels != "torch")
+        self.target.pack_beside(self.head, options.quantization)
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         super().__init__(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
+from slipstream.config import check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.heads.fit import check_fits
@@ -24,7 +24,8 @@ from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Shape
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.linear.packed import check_quantization, pack_linears, packed_bytes
+from slipstream.models.linear.formats import check_quantization
+from slipstream.models.linear.packing import packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,14 @@ class HeadOptions(GrowthOptions):
     num_speculative_tokens: int = 4
     """Depth: draft tokens in a chain, levels in a tree; at most one a head, and more are cut to that."""
     quantization: str | None = None
-    """`int8`: the heads' weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the heads, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     revision: str | None = None
 
     def check(self, what: str) -> None:
         """Raise `ConfigError` for what cannot be."""
         check_types(self, what)
         self.check_growth(what)
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, f"{what} quantization")
+        check_quantization(self.quantization, what)
 
 
 class HeadDrafter(Drafter):
@@ -70,11 +70,8 @@ class HeadDrafter(Drafter):
                 f"tree_choices is {self.shape.depth} levels deep, but the heads {options.model!r} are "
                 f"{config.num_heads}; leave out the deeper nodes"
             )
-        quantization = options.quantization or target.quantization
-        check_quantization(quantization, target.device, target.dtype)
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
-        if target.kernels != "torch" or quantization is not None:
-            pack_linears(heads, quantization, native=target.kernels != "torch")
+        target.pack_beside(heads, options.quantization)
         self.target = target
         self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
         self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.config import DTYPES, QUANTIZATIONS, EngineConfig, check_types, reject_unknown
+from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter, Feed
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.models import load_model, load_tokenizer
+from slipstream.models.linear.formats import check_quantization
 from slipstream.text.vocabulary import check_same_vocabulary
 
 
@@ -24,7 +25,7 @@ class DraftModelOptions(GrowthOptions):
     """Folder or hub id of the draft model; its vocabulary must be the target's."""
     dtype: str = "auto"
     quantization: str | None = None
-    """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the draft, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     device: str = "auto"
     revision: str | None = None
     lora: str | None = None
@@ -38,8 +39,7 @@ class DraftModelOptions(GrowthOptions):
         check_types(self, what)
         self.check_growth(what)
         reject_unknown([self.dtype], DTYPES, f"{what} dtype")
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, f"{what} quantization")
+        check_quantization(self.quantization, what)
 
 
 class DraftModelDrafter(CachedDrafter):

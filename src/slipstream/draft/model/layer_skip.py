@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.config import QUANTIZATIONS, check_at_least, check_types, reject_unknown
+from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Peaks, Shape
 from slipstream.draft.model.layer_search import Layers, LayerSearch
+from slipstream.draft.model.self_model import is_smaller
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.linear.formats import check_quantization
 
 MAX_TENANTS = 256
 """Tenants whose search is remembered; the one that was begun first is forgotten."""
@@ -37,7 +39,7 @@ class LayerSkipOptions(GrowthOptions):
     """A draft ends after so many layers. Without this and without `skip_layers` the layers are found on the traffic,
     for each tenant apart."""
     quantization: str | None = None
-    """`int8`: draft with the layers of an int8 copy of the target, on a CPU. None: with the target's own."""
+    """Weight format of a copy of the target whose layers draft, such as `int8`, on a CPU. None: the target's own."""
     skip_ratio: float = 0.5
     """The search begins with evenly spread layers and leaves out ever more of them, up to this share."""
     drafts_per_trial: int = 32
@@ -49,8 +51,7 @@ class LayerSkipOptions(GrowthOptions):
         check_types(self, "layer_skip")
         self.check_growth("layer_skip")
         check_at_least("layer_skip", 1, drafts_per_trial=self.drafts_per_trial, patience=self.patience)
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "layer_skip quantization")
+        check_quantization(self.quantization, "layer_skip")
         if not 0 <= self.skip_ratio < 1:
             raise ConfigError(f"layer_skip skip_ratio must be at least 0 and below 1, got {self.skip_ratio}")
         if self.skip_layers is not None:
@@ -202,11 +203,12 @@ class LayerSkipDrafter(Drafter):
 
 
 def _model(quantization: str | None, context: DraftContext, target: CausalLM) -> CausalLM:
-    """The target, or its int8 copy; raises `ConfigError` where the copy cannot share the target's cache."""
+    """The target, or its quantised copy; raises `ConfigError` where the copy cannot share the target's cache."""
     if quantization is None:
         return target
-    if target.quantization is not None:
-        raise ConfigError(f"the target is {target.quantization} already; leave layer_skip's quantization out")
+    if not is_smaller(quantization, target.quantization):
+        name = target.weight_format.name
+        raise ConfigError(f"the target is {name} already; leave layer_skip's quantization out")
     config = context.engine_config
     copy = load_model(
         config.model,

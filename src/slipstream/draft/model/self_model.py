@@ -1,7 +1,7 @@
-"""The quantised target drafts for the target itself: no other model, and nearly every guess is right.
+"""The quantised target drafts for the target itself: no other model, and nearly every draft token is accepted.
 
 A step is bound by the bytes of the weights, so a target in a quarter of the bytes drafts at about a quarter of a
-step's price. The verifier is the unquantised target, whose text comes out: quantisation costs acceptance, never
+step's cost. The verifier is the unquantised target, whose text comes out: quantisation costs acceptance, never
 exactness. (A quantised target as its own draft: Tiwari et al., "QuantSpec: Self-Speculative Decoding with Hierarchical
 Quantized KV Cache", ICML 2025.)
 """
@@ -10,34 +10,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from slipstream.config import QUANTIZATIONS, check_types, reject_unknown
+from slipstream.config import check_types
 from slipstream.draft.base import DraftContext, Fit
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.errors import ConfigError
+from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format
+
+DRAFT_FORMAT = "int8"
+"""Weight format of the target's own copies where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfOptions(GrowthOptions):
     """Keys of `speculative_config` for `method: self`."""
 
-    quantization: str = "int8"
-    """How the target's weights are held for drafting."""
+    quantization: str = DRAFT_FORMAT
+    """Weight format of the target's copy that drafts."""
     num_speculative_tokens: int = 3
 
     def __post_init__(self) -> None:
         check_types(self, "self")
         self.check_growth("self")
-        reject_unknown([self.quantization], QUANTIZATIONS, "self quantization")
+        check_quantization(self.quantization, "self")
 
 
 def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
     """The target, quantised, as a draft model of the same shape; `ConfigError` where it is quantised already."""
     config = context.engine_config
-    if config.quantization is not None:
+    if not is_smaller(quantization, config.quantization):
         raise ConfigError(
-            f"the target is {config.quantization} already and cannot draft more cheaply for itself; "
-            "leave the target's quantization out, or choose another drafter"
+            f"the target is {config.quantization or UNCHANGED} already and cannot draft more cheaply for itself "
+            f"in {quantization}; choose a format of fewer bits, or another drafter"
         )
     return DraftModelOptions(
         model=config.model,
@@ -48,24 +52,29 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
     )
 
 
+def is_smaller(quantization: str, target: str | None) -> bool:
+    """Whether weights in one format are fewer bytes than the target's, so that drafting with a copy can pay."""
+    return weight_format(quantization).bytes_per_weight < weight_format(target).bytes_per_weight
+
+
 class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
-    summary = "the target's own weights in int8, with a cache of their own"
+    summary = f"the target's own weights in {DRAFT_FORMAT}, with a cache of their own"
 
     Options = SelfOptions  # type: ignore[assignment]
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
-        """A byte a weight, and keys and values as the target's."""
-        target = context.target
-        if context.engine_config.quantization is not None:
+        """The target's weights in the format that is taken where none is named, and keys and values as the target's."""
+        target, fmt = context.target, weight_format(DRAFT_FORMAT)
+        if not is_smaller(DRAFT_FORMAT, context.engine_config.quantization):
             return Fit("can never run: the target is quantised already", None, None, None)
-        if context.device.type != "cpu":
-            return Fit("can never run: int8 weights are for CPUs", None, None, None)
+        if context.device.type not in fmt.devices:
+            return Fit(f"can never run: {DRAFT_FORMAT} weights are for CPUs", None, None, None)
         if target is None:
             return Fit("", None, None, 0)
-        return Fit("", target.num_parameters, target.kv_bytes_per_token, 0)
+        return Fit("", fmt.num_bytes(target.num_parameters), target.kv_bytes_per_token, 0)
 
     def __init__(self, options: SelfOptions, context: DraftContext) -> None:
         super().__init__(self_model(options.quantization, options, context), context)

@@ -13,12 +13,13 @@ from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from slipstream.config import DTYPES, QUANTIZATIONS, check_at_least, check_types, reject_unknown
+from slipstream.config import DTYPES, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter
 from slipstream.errors import ConfigError
+from slipstream.models.linear.formats import check_quantization
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.retokenize import LOOKBEHIND, Encoder, anchor
 from slipstream.text.token_bytes import match_special
@@ -36,7 +37,7 @@ class SlemOptions:
     """0 writes the draft's most probable tokens; above, they are drawn from its own distribution."""
     dtype: str = "auto"
     quantization: str | None = None
-    """`int8`: the draft's weights as 8-bit integers, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the draft, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     device: str = "auto"
     revision: str | None = None
 
@@ -46,8 +47,7 @@ class SlemOptions:
         if not 0 <= self.draft_temperature <= 10:
             raise ConfigError(f"slem draft_temperature must be from 0 to 10, got {self.draft_temperature}")
         reject_unknown([self.dtype], DTYPES, "slem dtype")
-        if self.quantization is not None:
-            reject_unknown([self.quantization], QUANTIZATIONS, "slem quantization")
+        check_quantization(self.quantization, "slem")
 
 
 class _Writer(ForeignModelDrafter):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.packed import Variant
 from slipstream.models.cpu import native, threads
-from slipstream.models.cpu.native import BatchStruct, LayerStruct, ModelStruct, PackedWeight
+from slipstream.models.cpu.native import BatchStruct, Kernel, LayerStruct, ModelStruct, PackedWeight
 from slipstream.models.rows import RowGroup
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 class Decoder:
     """A model in the kernels' layout. Make one with `fuse`."""
 
-    def __init__(self, model: Any, variants: Sequence[Variant], quantization: str | None) -> None:
+    def __init__(self, model: Any, variants: Sequence[Variant], kernel: Kernel) -> None:
         config = model.config
         self.num_layers = config.num_hidden_layers
         self.vocab_size = model.lm_head.weight.shape[0]
@@ -50,13 +50,13 @@ class Decoder:
         self._embedding = None if tied else self._kept[-1]
         layers = (LayerStruct * self.num_layers)(
             *(
-                self._layer(layer, variant, quantization)
+                self._layer(layer, variant, kernel)
                 for layer, variant in zip(model.model.layers, variants, strict=True)
             )
         )
         frequencies = rotary.inv_freq.float().contiguous().clone()
         final_norm = self._keep(model.model.norm.weight)
-        self._head = self._pack([model.lm_head], quantization)
+        self._head = self._pack([model.lm_head], kernel)
         self._struct = ModelStruct(
             num_layers=self.num_layers,
             hidden=self.hidden_size,
@@ -151,29 +151,27 @@ class Decoder:
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _layer(self, layer: Any, variant: Variant, quantization: str | None) -> LayerStruct:
+    def _layer(self, layer: Any, variant: Variant, kernel: Kernel) -> LayerStruct:
         attention, mlp = layer.self_attn, layer.mlp
         struct = LayerStruct(
             attention_norm=self._keep(layer.input_layernorm.weight),
             mlp_norm=self._keep(layer.post_attention_layernorm.weight),
             query_norm=self._keep(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
             key_norm=self._keep(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
-            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], quantization).struct,
-            output=self._pack([attention.o_proj], quantization).struct,
-            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], quantization, interleaved=True).struct,
-            down=self._pack([mlp.down_proj], quantization).struct,
+            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], kernel).struct,
+            output=self._pack([attention.o_proj], kernel).struct,
+            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], kernel, interleaved=True).struct,
+            down=self._pack([mlp.down_proj], kernel).struct,
             sliding_window=variant.sliding_window or 0,
         )
         layer.to_empty(device="meta")
         return struct
 
-    def _pack(
-        self, linears: list[nn.Linear], quantization: str | None, interleaved: bool = False
-    ) -> PackedWeight:
+    def _pack(self, linears: list[nn.Linear], kernel: Kernel, interleaved: bool = False) -> PackedWeight:
         packed = PackedWeight(
             [linear.weight for linear in linears],
             [linear.bias for linear in linears],
-            quantization,
+            kernel,
             interleaved,
         )
         self._kept.append(packed)
@@ -196,16 +194,16 @@ class Decoder:
         return self._pools[pool]
 
 
-def fuse(model: Any, variants: Sequence[Variant], quantization: str | None = None) -> Decoder | None:
+def fuse(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> Decoder | None:
     """Take over a float32 CPU model; None, with the model untouched, when it is not of the kernels' shape.
 
-    `variants` says how each layer attends.
+    `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
     """
-    reason = next(_misfits(model, variants), None)
-    if reason is not None:
+    reason = "its weight format has no kernel" if kernel is None else next(_misfits(model, variants), None)
+    if kernel is None or reason is not None:
         log.info("%s runs layer by layer: %s", model.config.model_type, reason)
         return None
-    return Decoder(model, variants, quantization)
+    return Decoder(model, variants, kernel)
 
 
 def _misfits(model: Any, variants: Sequence[Variant]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The CPU kernels in `kernels/`: compiled once on the user's machine, for its instructions, and kept.
 
 They are plain C++ without dependencies, so a compiler needs a few seconds for them, once. Where there is no compiler
-the engine runs on PyTorch's operators instead (`linears.py`); `unavailable` says why.
+the engine runs on PyTorch's operators instead (`models.linear`); `unavailable` says why.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,11 +33,28 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "kernels"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
-FLOAT32, INT8 = 0, 1
 
 
 class NativeUnavailable(RuntimeError):
     """The kernels cannot be used here; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How linear.h holds and multiplies the weights of one format."""
+
+    kind: int
+    """Its number in `WeightKind`."""
+    pack: str
+    """The function that packs a weight: (float32 weight, in, out, panels, threads), and where there are scales (weight,
+    in, out, panels, scales, sums, threads)."""
+    bytes_per_weight: float
+    bytes_per_output: float = 0.0
+    """Of a float32 scale and an int32 sum an output; 0 where the format has none."""
+
+    @property
+    def has_scales(self) -> bool:
+        return self.bytes_per_output > 0
 
 
 class LinearStruct(Structure):
@@ -103,8 +121,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_panel": (c_int, ()),
     "slipstream_padded_out": (c_int, (c_int,)),
     "slipstream_packed_bytes": (c_size_t, (c_int, c_int, c_int)),
-    "slipstream_pack_float32": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
-    "slipstream_pack_int8": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_multiply": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "slipstream_unpack": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "slipstream_new_scratch": (c_void_p, ()),
@@ -159,13 +175,13 @@ class PackedWeight:
         self,
         weights: list[Tensor],
         biases: list[Tensor | None],
-        quantization: str | None,
+        kernel: Kernel,
         interleaved: bool = False,
     ) -> None:
-        kind = INT8 if quantization == "int8" else FLOAT32
+        self._kernel = kernel
         self.num_weights = sum(weight.numel() for weight in weights)
         self._num_biases = sum(bias.numel() for bias in biases if bias is not None)
-        self._num_scales = sum(len(weight) for weight in weights) if kind == INT8 else 0
+        self._num_outputs = sum(len(weight) for weight in weights)
         if interleaved:
             weight, bias = _interleave(weights), None
         else:
@@ -174,24 +190,23 @@ class PackedWeight:
         weight = weight.detach().float().contiguous()
         self.out_features, self.in_features = weight.shape
         lib = library()
-        size = lib.slipstream_packed_bytes(kind, self.in_features, self.out_features)
+        shape = (self.in_features, self.out_features)
         padded = lib.slipstream_padded_out(self.out_features)
-        self.panels = huge_buffer(size)
-        self.scales = empty_rows(padded if kind == INT8 else 0)
-        self.sums = torch.empty(padded if kind == INT8 else 0, dtype=torch.int32, device="cpu")
+        num_scales = padded if kernel.has_scales else 0
+        self.panels = huge_buffer(lib.slipstream_packed_bytes(kernel.kind, *shape))
+        self.scales = empty_rows(num_scales)
+        self.sums = torch.empty(num_scales, dtype=torch.int32, device="cpu")
         self.bias = (
             None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
         )
-        shape = (self.in_features, self.out_features)
         self.num_threads = threads.available()
-        source, panels = weight.data_ptr(), self.panels.data_ptr()
-        if kind == INT8:
-            scales, sums = self.scales.data_ptr(), self.sums.data_ptr()
-            lib.slipstream_pack_int8(source, *shape, panels, scales, sums, self.num_threads)
-        else:
-            lib.slipstream_pack_float32(source, *shape, panels, self.num_threads)
+        written = [self.panels, self.scales, self.sums] if kernel.has_scales else [self.panels]
+        pointers = [c_void_p(tensor.data_ptr()) for tensor in written]
+        getattr(lib, kernel.pack)(
+            c_void_p(weight.data_ptr()), *map(c_int, shape), *pointers, c_int(self.num_threads)
+        )
         self.struct = LinearStruct(
-            kind,
+            kernel.kind,
             *shape,
             0,
             self.panels.data_ptr(),
@@ -203,9 +218,9 @@ class PackedWeight:
     @property
     def least_bytes(self) -> int:
         """Bytes that a product must read: `nbytes` without the padding."""
-        each = torch.int8.itemsize if self._num_scales else torch.float32.itemsize
-        scales = self._num_scales * (torch.float32.itemsize + torch.int32.itemsize)
-        return self.num_weights * each + scales + self._num_biases * torch.float32.itemsize
+        weights = self.num_weights * self._kernel.bytes_per_weight
+        scales = self._num_outputs * self._kernel.bytes_per_output
+        return round(weights + scales) + self._num_biases * torch.float32.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,125 @@
+"""Formats in which the weights of linear layers are held: how many bytes, how they are packed, read back and checked.
+
+A format is a subclass of `WeightFormat`. `quantization` names one, and so does `--spec self:NAME`. A package adds a
+format with one line of its own `pyproject.toml`:
+
+    [project.entry-points."slipstream.weight_formats"]
+    my_format = "my_package.module:MyFormat"
+
+Without packaging the name may be "my_package.module:MyFormat" itself, or a script calls `WEIGHT_FORMATS.register`.
+
+What a pass of many rows costs follows from two numbers of a format: the bytes that a pass reads (`bytes_per_weight`,
+`bytes_per_output`), and the rate of its products, which `slipstream.profiling` measures over `forms`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.models.cpu.native import Kernel, unavailable
+from slipstream.models.linear.layers import NativeLinear, PackedLinear
+from slipstream.registry import Registry
+
+UNCHANGED = "float32"
+"""The format of weights that no `quantization` was given for."""
+
+
+class WeightFormat(ABC):
+    """One way to hold the weights of linear layers, whose inputs and outputs are float32."""
+
+    summary: ClassVar[str]
+    """In a few words: '8-bit integers'."""
+    bytes_per_weight: ClassVar[float]
+    bytes_per_output: ClassVar[float] = 0.0
+    """Scales and the like, for each row of a weight [out, in]."""
+    logit_error: ClassVar[float | None] = None
+    """None where the numbers are the checkpoint's. Otherwise the largest error of a row's logits, relative to their
+    spread, that is still taken for rounding when a model is loaded: tens of times what is usual."""
+    kernel: ClassVar[Kernel | None] = None
+    """How the native CPU kernels hold such weights; None where they cannot."""
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    """Types of `torch.device` that have this format."""
+
+    name: str = ""
+    """The name it was found by."""
+
+    @abstractmethod
+    def pack_torch(self, linear: nn.Linear) -> PackedLinear:
+        """The layer in PyTorch's operators, without a reference to the weight of `linear`.
+
+        A row's output must not depend on the rows beside it.
+        """
+
+    def torch_unavailable(self) -> str | None:
+        """Why `pack_torch` cannot be used on this machine, in one line; None where it can."""
+        return None
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise `ConfigError` where weights that are loaded as `dtype` on `device` cannot be held in this format."""
+        if device.type not in self.devices:
+            where = "the CPU" if self.devices == {"cpu"} else " or ".join(sorted(self.devices))
+            raise ConfigError(f"quantization {self.name!r} is for {where}; on {device.type} leave it out")
+        if dtype != torch.float32:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"quantization {self.name!r} computes in float32; leave dtype at auto, it is {name}"
+            )
+
+    def pack(self, linear: nn.Linear, native: bool) -> PackedLinear:
+        """The layer in the native kernels where they are wanted and have this format, else in PyTorch's operators."""
+        if native and self.kernel is not None:
+            return NativeLinear(linear, self.kernel)
+        return self.pack_torch(linear)
+
+    def forms(self, linear: nn.Linear) -> list[PackedLinear]:
+        """The layer in every form that this machine has."""
+        native = [True] if self.kernel is not None and unavailable() is None else []
+        torch_form = [False] if self.torch_unavailable() is None else []
+        return [self.pack(linear, kind) for kind in native + torch_form]
+
+    def num_bytes(self, num_weights: int, num_outputs: int = 0) -> int:
+        """Bytes of so many weights, padding left out."""
+        return round(num_weights * self.bytes_per_weight + num_outputs * self.bytes_per_output)
+
+
+WEIGHT_FORMATS = Registry[WeightFormat](
+    "weight format",
+    WeightFormat,  # type: ignore[type-abstract]
+    "slipstream.weight_formats",
+    {
+        "float32": "slipstream.models.linear.float32:Float32",
+        "int8": "slipstream.models.linear.int8:Int8",
+    },
+)
+"""`WEIGHT_FORMATS.register(name, cls)` adds one for this process."""
+
+
+def check_quantization(name: str | None, what: str = "") -> None:
+    """Raise `ConfigError` unless `name`, an option of `what`, is None or a weight format, and name the nearest one."""
+    if name is not None and ":" not in name:
+        reject_unknown([name], WEIGHT_FORMATS.names(), f"{what} quantization".lstrip())
+
+
+def weight_format(name: str | None) -> WeightFormat:
+    """The format called `name`; `float32` for None. Raises `ConfigError` for an unknown one, with the nearest name."""
+    name = UNCHANGED if name is None else name
+    try:
+        made = WEIGHT_FORMATS.load(name)()
+    except TypeError as error:  # an abstract method is missing
+        raise ConfigError(f"weight format {name!r} cannot be made: {error}") from error
+    made.name = name
+    return made
+
+
+def checked_format(name: str | None, device: torch.device, dtype: torch.dtype) -> WeightFormat:
+    """As `weight_format`; raises `ConfigError` too where weights of `dtype` on `device` cannot be held in it."""
+    found = weight_format(name)
+    if name is not None:
+        found.check(device, dtype)
+    return found

@@ -1,0 +1,53 @@
+"""Linear layers whose weights are held in a format of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from slipstream.models.cpu.native import Kernel, PackedWeight
+
+
+class PackedLinear(nn.Module, ABC):
+    """Takes the place of an `nn.Linear`. Its weight is no parameter: it can be neither moved nor saved."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weight as it is held, scales included; not of a bias that is a parameter."""
+
+    @abstractmethod
+    def forward(self, rows: Tensor) -> Tensor:
+        """float32 [..., in_features] -> [..., out_features]"""
+
+    @abstractmethod
+    def unpack(self, outputs: Tensor) -> Tensor:
+        """int64 [n] -> float32 [n, in_features]: the weights of these outputs, as `forward` uses them."""
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class NativeLinear(PackedLinear):
+    """A linear layer in the native CPU kernels. A row's bits do not depend on the other rows."""
+
+    def __init__(self, linear: nn.Linear, kernel: Kernel) -> None:
+        super().__init__(linear)
+        self._weight = PackedWeight([linear.weight], [linear.bias], kernel)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, its padding and bias included."""
+        return self._weight.nbytes
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output = self._weight.multiply(rows.reshape(-1, self.in_features))
+        return output.view(*rows.shape[:-1], self.out_features)
+
+    def unpack(self, outputs: Tensor) -> Tensor:
+        return self._weight.unpack(outputs)

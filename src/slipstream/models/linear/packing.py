@@ -1,0 +1,42 @@
+"""Replacing the linear layers of a module by packed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.linear.layers import PackedLinear
+
+
+def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True) -> int:
+    """Replace the float32 linear layers of `module` that are on a CPU, in place; returns how many.
+
+    Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,
+    except where an embedding shares them. Without `native` PyTorch's own operators are used; where they do not have the
+    format, `ConfigError` is raised, or, if the format keeps the checkpoint's numbers, the layers stay as they are.
+    """
+    plain = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+        and child.weight.dtype == torch.float32
+        and child.weight.device.type == "cpu"
+    ]
+    if not native or fmt.kernel is None:
+        reason = fmt.torch_unavailable()
+        if reason is not None and fmt.logit_error is None:
+            return 0
+        if reason is not None:
+            cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"
+            raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
+    for parent, name, child in plain:
+        setattr(parent, name, fmt.pack(child, native))
+    return len(plain)
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Bytes of the weights in the packed linear layers of `module`."""
+    return sum(part.nbytes for part in module.modules() if isinstance(part, PackedLinear))
