@@ -19,7 +19,6 @@ from slipstream.profiling.profile import CostProfile, StepTime
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
-    from slipstream.models import CausalLM
 
 USUAL_CONTEXT = 256
 """The context that a conclusion is about, where it was measured."""
@@ -45,7 +44,9 @@ class Measurement:
 
         from slipstream.profiling.floors import QUICK, Survey, measure
 
-        models = [model for model in (llm.engine.model, _draft_model(llm)) if model is not None]
+        models = [
+            model for model in (llm.engine.model, llm.engine.drafter.drafting_model()) if model is not None
+        ]
         # Drawn between the timed passes only: a bar that refreshes by itself would slow them down.
         with Progress(
             console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
@@ -64,7 +65,7 @@ class Measurement:
         from slipstream.profiling.floors import profile_key
         from slipstream.profiling.store import find
 
-        target, model = find(profile_key(llm.engine.model)), _draft_model(llm)
+        target, model = find(profile_key(llm.engine.model)), llm.engine.drafter.drafting_model()
         if target is None:
             return None
         return cls(target, None if model is None else find(profile_key(model)))
@@ -179,14 +180,6 @@ class Measurement:
                 f"drafting and checking a chain of {CHAIN} costs {cost:.2f} steps and {_pays(cost)}."
             )
         return sentences
-
-
-def _draft_model(llm: LLM) -> CausalLM | None:
-    """The model that the drafter runs, if it runs one."""
-    from slipstream.models import CausalLM
-
-    model = getattr(llm.engine.drafter, "model", None)
-    return model if isinstance(model, CausalLM) else None
 
 
 def _pays(cost: float) -> str:

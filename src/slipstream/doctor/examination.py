@@ -46,7 +46,7 @@ def examine(
         yield fault("checkpoint", str(error))
         return
     yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes are those of a draft for this target")
-    yield _context(loaded, getattr(drafter, "context_length", None))
+    yield _context(loaded, drafter.context_length)
     if kind != "draft_model":
         yield from _conventions(loaded, draft, kind)
     canary = sing(loaded, speculative)

@@ -1,4 +1,4 @@
-"""The contract of a drafter: anything that guesses the target's next tokens."""
+"""The contract of a drafter: anything that proposes the target's next tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DraftContext:
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
     draft_timeout_s: float = 30.0
-    """How long a call of a drafter may take; one that is late is left out for a while, in the end for good."""
+    """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Observation:
 
     sequence: Sequence
     proposal: Proposal
-    """What was checked, in full."""
+    """All draft tokens that were checked."""
     num_accepted: int
     """Draft tokens among the committed ones; the last committed token is the target's own, unless `was_cut`."""
     logits: torch.Tensor
@@ -90,35 +90,39 @@ class Fit:
 
 
 class Drafter(ABC):
-    """Guesses ahead for many sequences at once.
+    """Drafts for many sequences at once.
 
     In a step the engine calls `propose` for the sequences that decode, then `observe` when their verdicts have
     been committed to `sequence.token_ids`, and `release` once for each sequence that has finished, was aborted or
     was preempted (it may come back later under the same id). A drafter keeps whatever state it needs by
     `sequence.id`; a sequence that it has not seen before may already be long. Nothing that a drafter proposes can
-    change the text; it can only be slow.
+    change the text, only how fast it comes.
+
+    What is not abstract has a default that suits a drafter without memory, weights or draft model.
     """
 
     summary: ClassVar[str] = ""
     """What it does, in a few words for users; `slipstream info` shows it. Empty: the first line of the docstring."""
     Options: ClassVar[type]
-    """Frozen dataclass of the keys that `speculative_config` may hold for this drafter."""
+    """Frozen dataclass of the keys that `speculative_config` may hold for this drafter. The one that bounds a path is
+    called `num_speculative_tokens`; see `configured_depth`."""
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
     """The proposal kinds that this drafter may return."""
     looks_up: ClassVar[bool] = False
     """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
-    to see whether it would have been right."""
-
+    to see whether it would have been accepted."""
     guards_itself: ClassVar[bool] = False
-    """True for a group of drafters that are each held to the time that a call may take."""
+    """True for a group that holds each of its drafters to the time that a call may take."""
     observes_all: ClassVar[bool] = True
     """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
+    context_length: int | None = None
+    """The longest text, in tokens, for which it can draft; None for any."""
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
         """What `slipstream info` says of this drafter with its default options. Loads nothing.
 
-        Unless a class knows better, it lacks the options that have no default, and holds nothing when it has none.
+        By default it lacks the options that have no default; where all have one it runs, and holds nothing.
         """
         required = [
             field.name
@@ -127,6 +131,12 @@ class Drafter(ABC):
         ]
         return Fit(f"needs {' and '.join(required)}", None, None, None) if required else Fit()
 
+    @classmethod
+    def configured_depth(cls, options: Any) -> int | None:
+        """The most draft tokens on a path that `options` ask for: their `num_speculative_tokens`, None without one."""
+        depth: int | None = getattr(options, "num_speculative_tokens", None)
+        return depth
+
     def __init__(self, options: Any, context: DraftContext) -> None:
         self.options = options
         self.context = context
@@ -134,7 +144,7 @@ class Drafter(ABC):
     def remembers(self) -> bool:
         """True where what it proposes for a request may depend on other requests' texts or on what they accepted.
 
-        The classical verifiers then throw other coins for each request, so that a seed alone does not repeat a text.
+        The classical verifiers then draw other random numbers for each request, so a seed alone does not repeat a text.
         """
         return False
 
@@ -143,7 +153,7 @@ class Drafter(ABC):
         """One proposal a sequence, each of at most its budget in nodes and in depth; the empty one is always allowed.
 
         A budget of 0 announces a sequence whose prompt the target is still computing: a drafter that must compute
-        the prompt too does well to begin.
+        the prompt too should begin.
 
         Must not change the sequences (drafters that are not Slipstream's own get copies of them), and may be called
         several times in a step: if it raises for a batch, the engine asks again for each sequence alone, and retires it
@@ -175,13 +185,13 @@ class Drafter(ABC):
     def rewind(self, sequence: Sequence) -> None:
         """Forget what is known of tokens that were taken back: `token_ids` ends earlier than at the last call.
 
-        An engine never takes anything back. A drafter that drafts for another one is rewound when the guesses that
-        it was told of as committed turn out wrong. By default the sequence is released and met anew.
+        An engine never takes anything back. A drafter inside a `cascade` is told of the draft model's tokens as if they
+        were committed, and rewound when the target rejects them. By default the sequence is released.
         """
         self.release(sequence)
 
     def reset(self) -> None:
-        """Forget all that was kept from finished sequences, so that the next request meets a fresh drafter."""
+        """Forget all that was kept from finished sequences, as a new drafter would be."""
         return
 
     @property
@@ -190,8 +200,13 @@ class Drafter(ABC):
         return 0
 
     def ends_early(self) -> bool:
-        """True where a chain may end before its budget because the drafter lacks confidence in what follows."""
+        """True where a chain may end before its budget because the drafter lacks confidence in what follows: it has a
+        `confidence_threshold`."""
         return False
+
+    def drafting_model(self) -> CausalLM | None:
+        """The language model that drafts; None for lookups, heads and all others without one."""
+        return None
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""
@@ -204,7 +219,7 @@ class Drafter(ABC):
         return ()
 
     def attach(self, cache: KVCache) -> None:
-        """Get to know the target's cache; called once, after `allocate`.
+        """Get the target's cache; called once, after `allocate`.
 
         Slipstream's own drafters may write the entries behind a sequence's computed tokens: the target's next pass
         overwrites them. All others get a `ReadOnlyCache`.
@@ -224,5 +239,5 @@ class Drafter(ABC):
         return 0
 
     def integrity(self) -> list[str]:
-        """What is wrong in the drafter's own books (empty when nothing is); tests call it after every scenario."""
+        """Violated invariants of the drafter's own state, a sentence each; tests call it after every scenario."""
         return []

@@ -74,11 +74,11 @@ def _names(configs: Seq[SpeculativeConfig]) -> list[str]:
 def _name(config: SpeculativeConfig, with_model: bool) -> str:
     from slipstream.engine.speculation import validate
 
-    _, options = validate(config)
+    drafter, options = validate(config)
     parts: list[Any] = [{"draft_model": "draft"}.get(config.method, config.method)]
     if with_model and "model" in config.options:
         parts.append(Path(str(config.options["model"])).name)
-    tokens = getattr(options, "num_speculative_tokens", None)
+    tokens = drafter.configured_depth(options)
     if tokens is not None:
         parts.append(f"γ={tokens}")
     parts += [

@@ -96,7 +96,7 @@ class Engines:
         return engine
 
     def _label(self, engine: Engine, name: str) -> None:
-        draft = getattr(engine.drafter, "model", None)
+        draft = engine.drafter.drafting_model()
         runs_as = f"the target runs as {engine.model.runs_as}"
         if runs_as not in self.labels:
             self.labels.append(runs_as)
@@ -105,7 +105,7 @@ class Engines:
             f"{name}: the draft is cost-expanded: a smaller model's text at a larger model's cost": draft,
         }
         for label, model in found.items():
-            if getattr(model, "cost_expanded", False) and label not in self.labels:
+            if model is not None and model.cost_expanded and label not in self.labels:
                 self.labels.append(label)
 
 

@@ -109,14 +109,10 @@ def engine_labels(engine: Engine) -> list[str]:
     found = []
     if engine.model.cost_expanded:
         found.append("the target is cost-expanded: a smaller model's text at a larger model's cost")
-    if is_cost_expanded(engine.drafter):
+    draft = engine.drafter.drafting_model()
+    if draft is not None and draft.cost_expanded:
         found.append("the draft is cost-expanded: a smaller model's text at a larger model's cost")
     return found
-
-
-def is_cost_expanded(drafter: Any) -> bool:
-    """True when the drafter runs an artificially enlarged model."""
-    return bool(getattr(getattr(drafter, "model", None), "cost_expanded", False))
 
 
 def describe_speculation(llm: LLM) -> dict[str, Any]:
@@ -131,7 +127,7 @@ def describe_speculation(llm: LLM) -> dict[str, Any]:
 
 def short_speculation(llm: LLM) -> str:
     """'draft_model, 4 tokens' for a heading."""
-    tokens = getattr(llm.engine.drafter.options, "num_speculative_tokens", None)
+    tokens = llm.engine.drafter.configured_depth(llm.engine.drafter.options)
     method = llm.engine.speculative.method
     return method if tokens is None else f"{method}, {tokens} tokens"
 

@@ -43,6 +43,7 @@ class CachedDrafter(Drafter):
 
     kinds = frozenset(ProposalKind)
     observes_all = False
+    context_length: int
     first_entry = 0
     """Committed tokens before this one are never computed and never seen."""
     keeps_accepted = True

@@ -12,7 +12,7 @@ from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter, Feed
 from slipstream.draft.model.growth import GrowthOptions
-from slipstream.models import load_model, load_tokenizer
+from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.linear.formats import check_quantization
 from slipstream.text.vocabulary import check_same_vocabulary
 
@@ -73,6 +73,9 @@ class DraftModelDrafter(CachedDrafter):
             dtype=self.model.dtype,
             device=self.model.device,
         )
+
+    def drafting_model(self) -> CausalLM:
+        return self.model
 
     def weight_bytes(self) -> int:
         return self.model.weight_bytes

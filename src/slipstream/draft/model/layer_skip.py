@@ -88,6 +88,9 @@ class LayerSkipDrafter(Drafter):
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
         self._cache: KVCache | None = None
 
+    def drafting_model(self) -> CausalLM:
+        return self.model
+
     def remembers(self) -> bool:
         """What drafts were accepted, where it searches."""
         return self._layers is None

@@ -19,6 +19,7 @@ from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter
 from slipstream.errors import ConfigError
+from slipstream.models import CausalLM
 from slipstream.models.linear.formats import check_quantization
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.retokenize import LOOKBEHIND, Encoder, anchor
@@ -92,6 +93,9 @@ class SlemDrafter(Drafter):
         """Each sequence as the draft model knows it: the same text in its own tokens."""
 
     # --- the contract -----------------------------------------------------------------------------------------
+
+    def drafting_model(self) -> CausalLM:
+        return self.model
 
     def max_nodes(self) -> int:
         """Twice `num_speculative_tokens`: a token of the draft may be several of the target's."""
