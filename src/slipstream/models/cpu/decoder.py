@@ -1,9 +1,8 @@
 """A whole forward pass in one call: the CPU kernels' decoder for models that are shaped like Llama.
 
-Pre-norm layers of rotary grouped-query attention and a gated MLP cover most families; `fuse` takes over a Transformers
-model of one of them and leaves every other alone. Weights move into the kernels' layout layer by layer and are held
-once. Rows are computed independently of each other, bit for bit, so that neither drafts nor neighbours can change what
-a row says.
+`fuse` takes over a Transformers model of one of the families in `families.py` and leaves every other alone. Weights
+move into the kernels' layout layer by layer and are held once. Rows are computed independently of each other, bit for
+bit, so neither drafts nor neighbours can change a row's result.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -23,50 +23,48 @@ from torch import Tensor, nn
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.packed import Variant
 from slipstream.models.cpu import native, threads
+from slipstream.models.cpu.families import FAMILIES, Family, find_family
 from slipstream.models.cpu.native import BatchStruct, Kernel, LayerStruct, ModelStruct, PackedWeight
 from slipstream.models.rows import RowGroup
 
 log = logging.getLogger(__name__)
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers are computed as kernels/decoder.h says; the load-time canary checks each model all the same."""
-
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not change with the length of the text."""
-
 
 class Decoder:
     """A model in the kernels' layout. Make one with `fuse`."""
 
-    def __init__(self, model: Any, variants: Sequence[Variant], kernel: Kernel) -> None:
+    def __init__(self, model: Any, family: Family, variants: Sequence[Variant], kernel: Kernel) -> None:
         config = model.config
-        self.num_layers = config.num_hidden_layers
-        self.vocab_size = model.lm_head.weight.shape[0]
+        part = partial(family.part, model)
+        head, table, rotary = part(family.head), part(family.embedding).weight, part(family.rotary)
+        norm, model_layers = part(family.final_norm), part(family.layers)
+        self.num_layers = len(model_layers)
+        self.vocab_size = head.weight.shape[0]
         self.hidden_size = config.hidden_size
         self._kept: list[Any] = []  # what the structs point into
-        rotary = model.model.rotary_emb
-        tied = model.lm_head.weight is model.model.embed_tokens.weight
-        embedding = None if tied else self._keep(model.model.embed_tokens.weight)
+        tied = head.weight is table
+        embedding = None if tied else self._keep(table)
         self._embedding = None if tied else self._kept[-1]
+        query_width = family.layer_parts(model_layers[0]).qkv[0].out_features
         layers = (LayerStruct * self.num_layers)(
             *(
-                self._layer(layer, variant, kernel)
-                for layer, variant in zip(model.model.layers, variants, strict=True)
+                self._layer(layer, family, variant, kernel)
+                for layer, variant in zip(model_layers, variants, strict=True)
             )
         )
         frequencies = rotary.inv_freq.float().contiguous().clone()
-        final_norm = self._keep(model.model.norm.weight)
-        self._head = self._pack([model.lm_head], kernel)
+        final_norm = self._keep(norm.weight)
+        self._head = self._pack([head], kernel)
         self._struct = ModelStruct(
             num_layers=self.num_layers,
             hidden=self.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=model.model.layers[0].self_attn.head_dim,
+            head_dim=query_width // config.num_attention_heads,
             rotary_dim=2 * len(rotary.inv_freq),
             intermediate=config.intermediate_size,
             vocab=self.vocab_size,
-            norm_epsilon=model.model.norm.variance_epsilon,
+            norm_epsilon=family.part(norm, family.norm_epsilon),
             attention_scale=variants[0].scaling,
             rotary_scale=rotary.attention_scaling,
             inverse_frequencies=frequencies.data_ptr(),
@@ -151,23 +149,23 @@ class Decoder:
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _layer(self, layer: Any, variant: Variant, kernel: Kernel) -> LayerStruct:
-        attention, mlp = layer.self_attn, layer.mlp
+    def _layer(self, layer: nn.Module, family: Family, variant: Variant, kernel: Kernel) -> LayerStruct:
+        parts = family.layer_parts(layer)
         struct = LayerStruct(
-            attention_norm=self._keep(layer.input_layernorm.weight),
-            mlp_norm=self._keep(layer.post_attention_layernorm.weight),
-            query_norm=self._keep(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            key_norm=self._keep(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
-            qkv=self._pack([attention.q_proj, attention.k_proj, attention.v_proj], kernel).struct,
-            output=self._pack([attention.o_proj], kernel).struct,
-            gate_up=self._pack([mlp.gate_proj, mlp.up_proj], kernel, interleaved=True).struct,
-            down=self._pack([mlp.down_proj], kernel).struct,
+            attention_norm=self._keep(parts.attention_norm),
+            mlp_norm=self._keep(parts.mlp_norm),
+            query_norm=None if parts.query_norm is None else self._keep(parts.query_norm),
+            key_norm=None if parts.key_norm is None else self._keep(parts.key_norm),
+            qkv=self._pack(parts.qkv, kernel).struct,
+            output=self._pack([parts.output], kernel).struct,
+            gate_up=self._pack(parts.gate_up, kernel, interleaved=True).struct,
+            down=self._pack([parts.down], kernel).struct,
             sliding_window=variant.sliding_window or 0,
         )
         layer.to_empty(device="meta")
         return struct
 
-    def _pack(self, linears: list[nn.Linear], kernel: Kernel, interleaved: bool = False) -> PackedWeight:
+    def _pack(self, linears: Sequence[nn.Linear], kernel: Kernel, interleaved: bool = False) -> PackedWeight:
         packed = PackedWeight(
             [linear.weight for linear in linears],
             [linear.bias for linear in linears],
@@ -199,34 +197,24 @@ def fuse(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> Deco
 
     `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
     """
-    reason = "its weight format has no kernel" if kernel is None else next(_misfits(model, variants), None)
-    if kernel is None or reason is not None:
-        log.info("%s runs layer by layer: %s", model.config.model_type, reason)
-        return None
-    return Decoder(model, variants, kernel)
+    family = find_family(model)
+    if family is None:
+        reason: str | None = f"the fused decoder knows {', '.join(FAMILIES.names())}"
+    elif kernel is None:
+        reason = "its weight format has no kernel"
+    else:
+        reason = next(_misfits(model, family, variants), None)
+        if reason is None:
+            return Decoder(model, family, variants, kernel)
+    log.info("%s runs layer by layer: %s", model.config.model_type, reason)
+    return None
 
 
-def _misfits(model: Any, variants: Sequence[Variant]) -> Iterator[str]:
+def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
     """Why the kernels' decoder does not compute this model."""
-    config = model.config
-    if config.model_type not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        yield f"the fused decoder knows {', '.join(FAMILIES)}"
-        return
     if model.device.type != "cpu" or model.dtype != torch.float32:
         yield f"the fused decoder computes float32 on a CPU, not {model.dtype} on {model.device.type}"
-    if config.hidden_act not in ("silu", "swish"):
-        yield f"its activation is {config.hidden_act}"
-    if model.model.rotary_emb.rope_type not in STATIC_ROTARY:
-        yield f"its rotary embedding is {model.model.rotary_emb.rope_type}"
-    layers = model.model.layers
-    parts = [part for layer in layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
-    linears = [part for part in (*parts, model.lm_head) if isinstance(part, nn.Linear)]
-    if len(linears) != 7 * len(layers) + 1 or any(type(linear) is not nn.Linear for linear in linears):
-        yield "its linear layers are not plain ones"  # a subclass may compute something else
-    if any(layer.mlp.down_proj.bias is not None for layer in layers):
-        yield "its MLP has biases"
-    if any(variant.softcap or variant.sinks is not None for variant in variants):
-        yield "its attention has capped logits or sinks"
+    yield from family.misfits(model, variants)
 
 
 class _Rows:
