@@ -36,6 +36,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/draw_rooms.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
 	@echo "build/site/index.html (with search: $(BIN)/python -m http.server --directory build/site)"
 
