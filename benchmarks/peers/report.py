@@ -300,7 +300,7 @@ def _bars(models: list[ModelResults]) -> str:
         "## Bars",
         "",
         "Geometric means over tasks of paired ratios, with 95 % bootstrap intervals over tasks and pairs. The best "
-        "mode of a task is chosen and scored on the same samples, which flatters whoever has more modes by a few "
+        "mode of a task is chosen and scored on the same samples, which favours the side with more modes by a few "
         "percent: the rows that name one mode each do not have this.",
         "",
         "| what | model | against | bar | reached | yes or no |",
