@@ -1,1 +1,1 @@
-"""Text and tokens: streams of text, prompts, tokens' bytes, vocabularies."""
+"""Text and tokens: streaming detokenisation, prompts, the bytes of tokens, vocabularies."""

@@ -1,4 +1,4 @@
-"""A vocabulary for llguidance by what its tokens say."""
+"""A vocabulary in bytes, for llguidance."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
 
 
 class ByteTokens:
-    """A tokenizer as llguidance wants one: what each token says, how to say a text. Can be sent to another process."""
+    """A tokenizer in the interface that llguidance takes: each token's bytes, and an encoder. Picklable."""
 
     bos_token_id = None
 
-    def __init__(self, said: TokenBytes, num_tokens: int, ends: Seq[int]) -> None:
-        """`said` is what they say, `ends` are the end tokens, at least one."""
-        ordinary, special = said.ordinary, said.special
+    def __init__(self, token_bytes: TokenBytes, num_tokens: int, ends: Seq[int]) -> None:
+        """`token_bytes` are the tokens' bytes; `ends` are the end tokens, at least one."""
+        ordinary, special = token_bytes.ordinary, token_bytes.special
         self.tokens = [ordinary.get(token, b"") for token in range(num_tokens)]
         self.special_token_ids = sorted({*(token for token in special if token < num_tokens), *ends})
         for token in self.special_token_ids:
             self.tokens[token] = special.get(token, f"<|{token}|>").encode()
         self.ends = list(ends)
         self.eos_token_id = self.ends[0]
-        self._token_of = said.by_bytes()
+        self._token_of = token_bytes.by_bytes()
         self._longest = max(map(len, self._token_of))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The longest token first. The tokenizer itself would put a space in front, as before every text."""
+        """Token ids of `text`, the longest match first; raises `ValueError` for a byte without a token."""
         token_ids: list[int] = []
         while text:
             lengths = range(min(self._longest, len(text)), 0, -1)
             length = next((n for n in lengths if text[:n] in self._token_of), None)
             if length is None:
-                raise ValueError(f"no token says {text[:1]!r}")
+                raise ValueError(f"no token has the bytes {text[:1]!r}")
             token_ids.append(self._token_of[text[:length]])
             text = text[length:]
         return token_ids

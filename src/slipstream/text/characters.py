@@ -1,4 +1,4 @@
-"""What a text may consist of."""
+"""Checks that texts are valid Unicode."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slipstream.errors import RequestError
 
 
 def check_characters(what: str, value: Any) -> None:
-    """Raise `RequestError` where a text in `value`, a string or whatever JSON may hold, has half of a surrogate pair.
+    """Raise `RequestError` where a text in `value`, a string or decoded JSON, has a lone surrogate.
 
-    Python's strings may hold one; UTF-8, and so tokenizers and grammars, cannot. `what` is what the message calls it.
+    Python's strings may hold one; UTF-8, and so tokenizers and grammars, cannot. `what` is its name in the message.
     """
     parts, seen = [value], set[int]()
     while parts:
@@ -24,5 +24,5 @@ def check_characters(what: str, value: Any) -> None:
                 message = f"{what} must hold whole characters, got half of a surrogate pair, {found}"
                 raise RequestError(message) from None
         elif isinstance(part, (Mapping, list, tuple)) and id(part) not in seen:
-            seen.add(id(part))  # it may hold itself
+            seen.add(id(part))  # it may contain itself
             parts += [*part, *part.values()] if isinstance(part, Mapping) else part

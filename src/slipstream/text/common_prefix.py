@@ -1,4 +1,4 @@
-"""The common prefix of two texts in tokens."""
+"""The common prefix of two token sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """Number of equal leading tokens."""
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return position

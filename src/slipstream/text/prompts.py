@@ -1,4 +1,4 @@
-"""What a request says in words, as token ids: prompts, conversations, bad words, end tokens."""
+"""Encodes the texts of a request as token ids: prompts, conversations, bad words; and finds end tokens."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM writes it."""
+    """A text prompt in vLLM's form."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as vLLM writes it; `prompt` is its text, to be given back."""
+    """A prompt of token ids in vLLM's form; `prompt` is its text, for the output only."""
 
     prompt_token_ids: Seq[int]
     prompt: NotRequired[str]
 
 
 Prompt = str | Seq[int] | TextPrompt | TokensPrompt
-"""Text, or token ids; a one-dimensional array of them will do."""
+"""Text, or token ids: a list or a one-dimensional array."""
 
 _KINDS_OF_PROMPT = 'a prompt is a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """What a request says in words, as the engine's step needs it."""
+    """A request's texts as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -56,7 +56,8 @@ def encode_request(
 
 
 def parse_prompt(prompt: Any) -> tuple[str | None, Any]:
-    """The text that is given back with the answer, and what is to be encoded: a text or a list."""
+    """The prompt's text for the output (None if unknown), and the text or token ids to encode; raises
+    `RequestError`."""
     if isinstance(prompt, Mapping):
         own, _ = split_off(prompt, PROMPT, "prompt key", RequestError)
         unknown = own.keys() - {"prompt", "prompt_token_ids"}
@@ -68,12 +69,12 @@ def parse_prompt(prompt: Any) -> tuple[str | None, Any]:
 
 
 def as_list(values: Any) -> Any:
-    """An array of NumPy or PyTorch as lists of numbers; anything else as it is."""
+    """A NumPy or PyTorch array as nested lists; anything else unchanged."""
     return values.tolist() if callable(getattr(values, "tolist", None)) else values
 
 
 def is_token_id(value: Any) -> bool:
-    """True for a whole number, NumPy's included."""
+    """True for an int or a NumPy integer, not for a bool."""
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
@@ -81,7 +82,8 @@ def encode_prompt(tokenizer: Any, prompt: str | Seq[int], vocab_size: int, max_m
     """Token ids of `prompt`; raises `RequestError` when it is empty, too long or not of this vocabulary."""
     if isinstance(prompt, str):
         check_characters("the prompt", prompt)
-        token_ids = list(tokenizer(prompt, verbose=False).input_ids)  # it would warn of what is refused below
+        # `verbose` would warn of long prompts, which are refused below.
+        token_ids = list(tokenizer(prompt, verbose=False).input_ids)
     elif isinstance(prompt, Seq) and not isinstance(prompt, bytes) and all(map(is_token_id, prompt)):
         token_ids = list(map(int, prompt))
     else:
@@ -115,14 +117,13 @@ def encode_chat(
     """Token ids of a conversation, ready for the assistant's answer.
 
     `template_options` are variables of the model's own template, such as `enable_thinking`. `tools` are functions in
-    OpenAI's shape; a template that does not know tools says nothing of them. `check_text` sees the text that the
-    template makes, before it is tokenised. `chat_template` takes the model's own template's place: it is a program, so
-    never one that came from outside. `continue_final_message` leaves the last message open, to be continued. Raises
-    `RequestError`.
+    OpenAI's format; templates without support for tools ignore them. `check_text` is called with the rendered text
+    before it is tokenised. `chat_template` replaces the model's own template; it is a program, so never pass one from
+    an untrusted source. `continue_final_message` leaves the last message open. Raises `RequestError`.
     """
     if add_generation_prompt and continue_final_message:
         raise RequestError(
-            "continue_final_message goes on with the last message and add_generation_prompt begins a new one; "
+            "continue_final_message continues the last message and add_generation_prompt begins a new one; "
             "set one of them to false"
         )
     if not tokenizer.chat_template and chat_template is None:
@@ -145,8 +146,8 @@ def encode_chat(
         ("the chat template", chat_template),
     ):
         check_characters(what, said)
-    if reserved:  # else a request could bring a template of its own, which is a program
-        raise RequestError(f"{min(reserved)!r} is not a variable that the chat template may be given")
+    if reserved:  # a request must not replace the template, which is a program
+        raise RequestError(f"{min(reserved)!r} cannot be set as a variable of the chat template")
     readable = [_readable(message) for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(
@@ -159,14 +160,14 @@ def encode_chat(
             **(template_options or {}),
         )
     except Exception as error:  # a template may raise anything
-        raise RequestError(f"the chat template refuses this conversation: {error}") from None
+        raise RequestError(f"the chat template rejected this conversation: {error}") from None
     check_text(text)
     # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates read it: the text in one piece, the arguments of calls decoded."""
+    """The message as templates expect it: its text joined, its tool calls' arguments decoded; raises `RequestError`."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         for part in content:
@@ -183,7 +184,7 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(call: Any) -> Any:
-    """A call whose arguments are JSON as text, with the arguments themselves; any other as it is."""
+    """A tool call with its JSON arguments decoded; other calls unchanged."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -195,7 +196,7 @@ def _decoded(call: Any) -> Any:
 
 
 def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
-    """Each word as it is tokenised at the start of a text and after a space."""
+    """The token ids of each word at the start of a text and after a space, without duplicates."""
     texts = [text for word in words for text in (word, " " + word.lstrip(" "))]
     if not texts:
         return []
@@ -204,21 +205,21 @@ def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
 
 
 def end_token_ids(tokenizer: Any, model: Any, vocab_size: int) -> frozenset[int]:
-    """The model's own end tokens: generation config first, then model config, then tokenizer.
+    """The model's end tokens, from its generation config, else its model config, else its tokenizer.
 
-    Those beyond `vocab_size`, the width of the logits, are left out: the model cannot say them.
+    Tokens beyond `vocab_size`, the width of the logits, are dropped with a warning: the model cannot generate them.
     """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             named = frozenset([ids] if isinstance(ids, int) else ids)
-            sayable = frozenset(token for token in named if 0 <= token < vocab_size)
-            if sayable != named:
+            possible = frozenset(token for token in named if 0 <= token < vocab_size)
+            if possible != named:
                 logger.warning(
-                    "the model cannot say its end token %s: it has logits for %d tokens only%s",
-                    ", ".join(map(str, sorted(named - sayable))),
+                    "the model cannot generate its end token %s: it has logits for only %d tokens%s",
+                    ", ".join(map(str, sorted(named - possible))),
                     vocab_size,
-                    "" if sayable else "; answers end at stop strings, stop_token_ids or max_tokens",
+                    "" if possible else "; answers end at stop strings, stop_token_ids or max_tokens",
                 )
-            return sayable
+            return possible
     return frozenset()

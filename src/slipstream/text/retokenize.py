@@ -1,4 +1,4 @@
-"""Text of one tokenizer in the tokens of another, kept up to date while the text grows."""
+"""Incremental retokenisation: a growing text of one tokenizer in the tokens of another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slipstream.text.common_prefix import common_prefix_length
 from slipstream.text.token_bytes import TokenBytes, match_special
 
 LOOKBEHIND = (4, 24)
-"""How many tokens text that is added may change: at least, and, until a word begins there, at most."""
+"""(least, most) tokens before appended text that are encoded again: from the least on, up to the start of a word."""
 _SPACE = b" \n\t\r"
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 
 class Encoder:
-    """Turns bytes into tokens of one tokenizer, as they come in the middle of a text: nothing is put in front, no text
-    becomes a special token, and bytes that are no UTF-8 become byte tokens."""
+    """Encodes bytes as they occur in the middle of a text: without a prefix, without special tokens, and with byte
+    tokens for invalid UTF-8."""
 
     def __init__(self, tokenizer: Any, tokens: TokenBytes) -> None:
         self.tokens = tokens
@@ -29,8 +29,8 @@ class Encoder:
         self._single_bytes = tokens.single_bytes()
 
     def encode(self, data: bytes) -> tuple[list[int], list[bytes]]:
-        """Token ids, and the share of `data` that each stands for: b"" where it completes the character of an earlier
-        one. Bytes without a token, which few vocabularies have, are in no share."""
+        """Token ids and the share of `data` that each encodes: b"" where a token completes an earlier token's
+        character. Bytes without a token are in no share."""
         token_ids: list[int] = []
         shares: list[bytes] = []
         for part in _NOT_UTF8.split(data.decode("utf-8", "surrogateescape")):
@@ -52,8 +52,8 @@ class Encoder:
 
 
 def anchor(shares: Seq[bytes | None]) -> int:
-    """Which of the last tokens to encode again, with all behind it, when text is added; None is a special token, which
-    no text reaches across."""
+    """Index of the first token to encode again, with all after it, when text is appended. A share of None is a special
+    token; encoding never reaches across it."""
     least, most = LOOKBEHIND
     first = len(shares)
     while first > 0 and len(shares) - first < most:
@@ -71,8 +71,8 @@ def anchor(shares: Seq[bytes | None]) -> int:
 class Translation:
     """One sequence's text in another tokenizer's tokens.
 
-    `token_ids` begins with what that tokenizer puts in front of every text. A special token that it does not have
-    is spelled out. Only the last few tokens are ever encoded again; they are canonical from word to word.
+    `token_ids` begins with that tokenizer's own prefix, such as a begin-of-text token. Special tokens that it does not
+    have are spelled out. Only the last few tokens are encoded again when the text grows.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Translation:
         self._shares: list[bytes | None] = [None] * len(front)
 
     def update(self, source_ids: Seq[int]) -> int:
-        """Take in what `source_ids`, the whole text, has grown by; returns how many tokens stayed as they were."""
+        """Read the new tokens of `source_ids`, the whole text; returns the number of leading tokens left unchanged."""
         kept = len(self.token_ids)
         for token in source_ids[self._num_read :]:
             if token in self._special:
                 kept = min(kept, self._encode())
                 their = self._special[token]
-                if self._num_read or self.token_ids != [their]:  # not a second beginning of the text
+                if self._num_read or self.token_ids != [their]:  # no second begin-of-text token
                     self.token_ids.append(their)
                     self._shares.append(None)
             elif token in self._source.special:
@@ -102,7 +102,7 @@ class Translation:
         return min(kept, self._encode())
 
     def _encode(self) -> int:
-        """Encode the text that was read, and the last tokens before it again; returns how many tokens stayed."""
+        """Encode the unread text and re-encode the tokens before it; returns the number of tokens left unchanged."""
         if not self._unread:
             return len(self.token_ids)
         first = anchor(self._shares)
@@ -116,11 +116,11 @@ class Translation:
 
 
 class Translator:
-    """Begins a `Translation` for each sequence: from the target's tokens to the draft's."""
+    """Makes a `Translation` from the target's tokens to the draft's for each sequence."""
 
     def __init__(self, target: Any, draft: Any, target_name: str, draft_name: str) -> None:
-        """`target` and `draft` are fast Transformers tokenizers; raises `VocabularyMismatchError` where the tokens of
-        one do not spell bytes."""
+        """`target` and `draft` are fast Transformers tokenizers; raises `VocabularyMismatchError` unless the tokens of
+        both represent bytes."""
         self.target, self.draft = TokenBytes(target, target_name), TokenBytes(draft, draft_name)
         self._encoder = Encoder(draft, self.draft)
         self._special = match_special(self.target, self.draft)
@@ -132,20 +132,22 @@ class Translator:
         return Translation(self.target, self._encoder, self._special, self._front)
 
     def tokens_per_token(self) -> float:
-        """How many of the draft's tokens one of the target's becomes, on average over a thousand of its vocabulary, but
-        at least 1. Those of a text become fewer: common words are short and in both vocabularies."""
+        """Draft tokens per target token, at least 1: an average over a thousand tokens of the target's vocabulary. An
+        upper estimate, since the tokens of real texts are mostly in both vocabularies."""
         said = list(self.target.ordinary.values())
         sample = said[:: max(len(said) // 1000, 1)]
         return max(1.0, sum(len(self._encoder.encode(token)[0]) for token in sample) / max(len(sample), 1))
 
 
 def _for_continuations(backend: Any, tokens: TokenBytes) -> Any:
-    """A copy of the tokenizer that adds nothing to a text and takes nothing away at its ends."""
+    """A copy of the tokenizer without special treatment of a text's beginning and end."""
     state = json.loads(backend.to_str())
     state.update(truncation=None, padding=None, post_processor=None)
     state["normalizer"] = _inner(state["normalizer"], "normalizers")
     state["pre_tokenizer"] = _inner(state["pre_tokenizer"], "pretokenizers")
-    if state["model"]["type"] == "Unigram":  # special tokens are pieces there, and would be found in a text
+    if (
+        state["model"]["type"] == "Unigram"
+    ):  # its special tokens are pieces, which would match in ordinary text
         pieces = state["model"]["vocab"]
         for added in state["added_tokens"]:
             if added["id"] in tokens.special:
@@ -159,7 +161,7 @@ def _for_continuations(backend: Any, tokens: TokenBytes) -> Any:
 
 
 def _inner(part: dict[str, Any] | None, members: str) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer without what treats the beginning or the end of a text differently."""
+    """A normalizer or pre-tokenizer without special treatment of a text's beginning and end."""
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":

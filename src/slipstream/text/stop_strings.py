@@ -1,4 +1,4 @@
-"""Finding the ends of answers in text that grows."""
+"""Incremental search for stop strings in a growing text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for some strings in a text that comes in pieces.
+    """Searches for strings in a text that arrives in pieces.
 
-    A piece costs its own length and what of the strings may reach into it, never the whole text. How much of the text's
-    end may be the beginning of a string is known as in Knuth, Morris and Pratt's search, at a few steps a character.
+    The work for a piece grows with its length and that of the strings, not with the whole text. The longest suffix of
+    the text that is a prefix of a string is tracked as in the search of Knuth, Morris and Pratt.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -17,13 +17,13 @@ class StopStrings:
         self._longest = max(map(len, self._strings), default=0)
         self._borders = [_borders(string) for string in self._strings]
         self._matched = [0] * len(self._strings)
-        """How long a beginning of each string, less than the whole, the text ends with."""
+        """For each string: length of its longest proper prefix that is a suffix of the text."""
 
     def __bool__(self) -> bool:
         return bool(self._strings)
 
     def find(self, text: str, searched: int) -> tuple[int, str] | None:
-        """Where in `text` a string begins, and which: the earliest that was not there within `text[:searched]`."""
+        """(position, string) of the earliest match in `text` that does not end within `text[:searched]`, or None."""
         start = max(0, searched - self._longest + 1)
         tail = text[start:]
         found: tuple[int, str] | None = None
@@ -34,7 +34,7 @@ class StopStrings:
         return found
 
     def follow(self, piece: str) -> None:
-        """Take up the text's next piece."""
+        """Advance the prefix matches by the text's next piece."""
         for number, (string, borders) in enumerate(zip(self._strings, self._borders, strict=True)):
             matched, last = self._matched[number], len(string) - 1
             for character in piece:
@@ -47,12 +47,12 @@ class StopStrings:
 
     @property
     def pending(self) -> int:
-        """Length of the longest end of the text with which a string begins."""
+        """Length of the longest suffix of the text that a string could begin with."""
         return max(self._matched, default=0)
 
 
 def _borders(string: str) -> list[int]:
-    """For each beginning of `string`, how long a shorter beginning it ends with."""
+    """For each prefix of `string`: length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(string)
     matched = 0
     for end in range(1, len(string)):

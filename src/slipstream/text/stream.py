@@ -1,4 +1,4 @@
-"""From committed tokens to text that may be shown: UTF-8 and stop strings are never shown half."""
+"""Streaming detokenisation: text is released once no partial character or stop string can change it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tokenizers.decoders import DecodeStream
 from slipstream.text.stop_strings import StopStrings
 
 CONTEXT_TOKENS = range(6, 12)
-"""How many prompt tokens the decoder sees first, so that a leading space is decoded as in running text. More are
-taken where fewer would begin inside a character."""
+"""Prompt tokens that the decoder gets first, so that a leading space is decoded as in running text. More than the least
+are used where fewer would begin inside a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that may be shown now, and whether a draft token or the target's own yielded it."""
+    """Released text, and whether a draft token or the target's own yielded it."""
 
     text: str
     from_draft: bool
 
 
 class TextStream:
-    """Decodes one answer token by token, finds stop strings, and releases what can no longer change.
+    """Decodes one answer token by token, finds stop strings, and releases text that can no longer change.
 
-    Text that could be the beginning of a stop string is held back until it is known not to be; a character whose
-    bytes are spread over several tokens appears with its last one.
+    Text that may be the beginning of a stop string is held back until it is known not to be. A character whose bytes
+    are spread over several tokens is released with the last of them.
     """
 
     def __init__(
@@ -56,9 +56,7 @@ class TextStream:
         self._undecoded.append(token_id)
         try:
             piece = self._stream.step(self._backend, token_id)
-        except (
-            Exception
-        ):  # the decoder gives up on bytes that no character begins with; a sampler may draw them
+        except Exception:  # a sampler may draw bytes that begin no character, for which the decoder raises
             piece = self._replaced()
             self._stream = DecodeStream(
                 ids=self._context(self._undecoded[-1:]), skip_special_tokens=self._skip_special_tokens
@@ -71,13 +69,13 @@ class TextStream:
         return self._find_stop(searched) if check_stop else None
 
     def flush(self, from_draft: bool = False) -> None:
-        """The answer has ended: decode what is left, replacing bytes that never became a character."""
+        """Decode what is left at the end of the answer, with replacement characters for incomplete ones."""
         rest = self._replaced()
         self._undecoded.clear()
         self._append(rest, from_draft)
 
     def take(self, finished: bool) -> list[Piece]:
-        """The text released since the last call, token by token; everything that is left when `finished`."""
+        """The text released since the last call, in one piece a token; all remaining text when `finished`."""
         end = len(self.text) if finished else len(self.text) - self._stop.pending
         pieces: list[Piece] = []
         for boundary, from_draft in self._boundaries:
@@ -89,7 +87,7 @@ class TextStream:
         return pieces
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, as few as decode to whole characters; none where that takes too many."""
+        """The fewest last tokens of the prompt that decode to whole characters; none where that takes too many."""
         for length in CONTEXT_TOKENS:
             context = list(prompt_token_ids[-length:])
             if "\ufffd" not in self._backend.decode(context, skip_special_tokens=False):
@@ -97,7 +95,7 @@ class TextStream:
         return []
 
     def _replaced(self) -> str:
-        """What is not yet decoded, with a replacement for every byte that is no character."""
+        """The undecoded tokens as text, with replacement characters for invalid bytes."""
         text: str = self._backend.decode(self._undecoded, skip_special_tokens=self._skip_special_tokens)
         return text
 
@@ -107,7 +105,7 @@ class TextStream:
         self._boundaries.append((len(self.text), from_draft))
 
     def _find_stop(self, searched: int) -> str | None:
-        """The stop string that begins earliest in the text behind `searched`, less what may reach back."""
+        """The earliest stop string that is not within `text[:searched]`; cuts the text there."""
         found = self._stop.find(self.text, searched) if self._stop else None
         if found is None:
             return None
@@ -117,10 +115,10 @@ class TextStream:
 
 
 class NoText(TextStream):
-    """For who wants no text: nothing is decoded."""
+    """The stream of a request with `detokenize=False`: nothing is decoded."""
 
     def push(self, token_id: int, from_draft: bool, check_stop: bool = True) -> None:
-        """Nothing becomes of the token."""
+        """Does nothing."""
 
     def flush(self, from_draft: bool = False) -> None:
-        """There is nothing left."""
+        """Does nothing."""

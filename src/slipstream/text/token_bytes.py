@@ -1,8 +1,8 @@
-"""What the tokens of a vocabulary say, as bytes, so that tokens of different tokenizers can be compared.
+"""The bytes of a vocabulary's tokens, so that tokens of different tokenizers can be compared.
 
-Two families of tokenizers spell bytes differently: byte-level ones write each byte as one printable character (`Ġ` is a
-space), SentencePiece-like ones write `▁` for a space and `<0x0A>` for a byte that no piece covers. Compared as strings
-their tokens hardly meet; as bytes most common words do.
+Two families of tokenizers represent bytes differently: byte-level ones write each byte as one printable character (`Ġ`
+is a space), SentencePiece-like ones write `▁` for a space and `<0x0A>` for a byte that no piece covers. Compared as
+strings they share few tokens, compared as bytes most common words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROLES = ("bos_token_id", "eos_token_id")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character of a byte-level vocabulary to its byte: printable ones are themselves, the rest follow 255."""
+    """Character to byte of byte-level vocabularies: printable bytes are themselves, the others begin at U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -29,21 +29,21 @@ _ALPHABET = _byte_alphabet()
 
 
 class TokenBytes:
-    """The bytes of every ordinary token of one tokenizer, and its special tokens, which say nothing."""
+    """The bytes of every ordinary token of one tokenizer, and its special tokens."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """`tokenizer` is a fast Transformers one. Raises `VocabularyMismatchError`, calling it `name`, for a family
-        whose tokens do not spell bytes (WordPiece, whole words)."""
+        """`tokenizer` is a fast Transformers one, called `name` in messages. Raises `VocabularyMismatchError` for a
+        family whose tokens do not represent bytes (WordPiece, whole words)."""
         backend = tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special} | set(
             tokenizer.all_special_ids
         )
         self.special: dict[int, str] = {}
-        """Special tokens and what they look like."""
+        """Special token to its content."""
         self.ordinary: dict[int, bytes] = {}
         self.spelled: set[int] = set()
-        """Byte tokens of a SentencePiece-like vocabulary: they stand for their byte only where no piece does."""
+        """Byte tokens of a SentencePiece-like vocabulary, used only for bytes that no piece covers."""
         self.roles = {role: getattr(tokenizer, role, None) for role in _ROLES}
         byte_level, space = _family(backend, name)
         for token, number in backend.get_vocab(with_added_tokens=True).items():
@@ -61,7 +61,7 @@ class TokenBytes:
                 self.ordinary[number] = token.replace(space, " ").encode()
 
     def by_bytes(self) -> dict[bytes, int]:
-        """The one token for each run of bytes: a piece before a spelled byte, the lower id before the higher."""
+        """Bytes to one token with them: pieces are preferred to byte tokens, then lower ids to higher."""
         best: dict[bytes, int] = {}
         for number in sorted(self.ordinary, key=lambda number: (number in self.spelled, number)):
             best.setdefault(self.ordinary[number], number)
@@ -69,7 +69,7 @@ class TokenBytes:
         return best
 
     def single_bytes(self) -> dict[int, int]:
-        """Byte to the token that says it alone, for the bytes that have one; spelled ones first."""
+        """Byte to the token of that single byte, where there is one; byte tokens are preferred."""
         ranked = sorted(self.ordinary, key=lambda number: (number not in self.spelled, number))
         singles: dict[int, int] = {}
         for number in ranked:
@@ -80,7 +80,7 @@ class TokenBytes:
 
 
 def match_special(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
-    """Our special tokens to theirs: of the same look, else of the same role (begin or end of text). One to one."""
+    """Our special tokens to theirs, one to one: by equal content, else by role (begin or end of text)."""
     look = {content: number for number, content in theirs.special.items()}
     pairs = {number: look[content] for number, content in ours.special.items() if content in look}
     for role in _ROLES:
@@ -91,21 +91,21 @@ def match_special(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
 
 
 def shared_tokens(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
-    """Our tokens to those of theirs that mean the same; one to one, special tokens among special ones only."""
+    """Our tokens to theirs with the same bytes, one to one; special tokens are matched by `match_special`."""
     said = theirs.by_bytes()
     pairs = {number: said[token] for token, number in ours.by_bytes().items() if token in said}
     return dict(sorted((pairs | match_special(ours, theirs)).items()))
 
 
 def _bytes_of(token: str) -> bytes:
-    """What a token of a byte-level vocabulary says; one with other characters is taken literally."""
+    """The bytes of a byte-level token; a token with other characters is taken literally."""
     if all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token.encode()
 
 
 def _family(backend: Any, name: str) -> tuple[bool, str]:
-    """Whether the vocabulary is byte-level, and else the character that it writes for a space."""
+    """(True, " ") for a byte-level vocabulary, else (False, the character that it writes for a space)."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     parts = {part["type"]: part for part in _parts(state)}
     if "ByteLevel" in parts:
@@ -115,13 +115,13 @@ def _family(backend: Any, name: str) -> tuple[bool, str]:
     if "Replace" in parts and parts["Replace"]["content"] == " ":
         return False, parts["Replace"]["pattern"]["String"]
     raise VocabularyMismatchError(
-        f"the tokens of {name!r} do not spell bytes (neither byte-level nor SentencePiece-like); "
+        f"the tokens of {name!r} do not represent bytes (neither byte-level nor SentencePiece-like); "
         "use a model with another tokenizer"
     )
 
 
 def _parts(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A decoder's parts, those of a sequence one by one."""
+    """A decoder's parts; those of a sequence decoder one by one."""
     if state.get("type") == "Sequence":
         for part in state["decoders"]:
             yield from _parts(part)

@@ -1,4 +1,4 @@
-"""Do two tokenizers mean the same by a token id?"""
+"""Checks that a draft's vocabulary is the target's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from slipstream.errors import VocabularyMismatchError
 
 
 def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
-    """Raise `VocabularyMismatchError`, naming the first difference, unless every id means the same in both.
+    """Raise `VocabularyMismatchError`, naming the first difference, unless every token has the same id in both.
 
-    Which ids are used for padding, for unknown text, or to begin and end a text is not compared: prompts and stops are
-    the target's, and a base model drafts for one that was tuned to end its answers with another token.
+    The roles of ids (padding, unknown, begin, end) are not compared: prompts and stops are the target's, so a base
+    model may draft for a tuned one with another end token.
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
-    advice = (
-        "use method tli or slem, which draft across vocabularies, or a draft that was made for this target"
-    )
+    advice = "use method tli or slem, which draft across vocabularies, or a draft of the target's vocabulary"
     if ours != theirs:
         token = min(
             (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
