@@ -84,7 +84,7 @@ def test_what_is_too_large_is_refused_with_the_limit(
     answer = ask(shared, **structured)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "structured_outputs"
-    assert f"at most {limit:,} are taken" in answer.json()["error"]["message"]
+    assert f"at most {limit:,} are allowed" in answer.json()["error"]["message"]
 
 
 def test_a_long_chain_of_rules_does_not_end_the_process(shared: TestClient) -> None:
@@ -103,6 +103,6 @@ def test_small_hostile_expressions_are_refused_and_take_nothing(shared: TestClie
         refused = ask(shared, regex=f"({letter}{{1000}}){{1000}}")
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == "structured_outputs"
-        assert "regex cannot be followed: lexer error: too many" in refused.json()["error"]["message"]
+        assert "regex cannot be used: lexer error: too many" in refused.json()["error"]["message"]
     assert heap_bytes() - before < 8 * 2**20
     assert ask(shared, regex="[a-d]+").status_code == 200

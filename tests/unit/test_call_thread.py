@@ -13,8 +13,8 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.core import Sequence
+from slipstream.draft.call_thread import CallThread, CallTimeout
 from slipstream.draft.guard import MAX_FAILURES, Guard
-from slipstream.draft.worker import CallTimeout, Worker
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions, draft_context
 
 
@@ -45,7 +45,7 @@ def started(make: Callable[[], Any]) -> tuple[Any, threading.Thread]:
 
 
 def test_a_worker_answers_raises_and_waits_no_longer_than_it_may() -> None:
-    worker = Worker()
+    worker = CallThread()
     assert worker.call(lambda: threading.current_thread().name, 10) == "slipstream-drafter"
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0, math.inf)
@@ -58,7 +58,7 @@ def test_a_worker_answers_raises_and_waits_no_longer_than_it_may() -> None:
 
 
 def test_a_closed_worker_ends_its_thread() -> None:
-    worker, thread = started(Worker)
+    worker, thread = started(CallThread)
     worker.call(lambda: None, 10)
     assert thread.is_alive()
     worker.close()
@@ -67,7 +67,7 @@ def test_a_closed_worker_ends_its_thread() -> None:
 
 
 def test_a_forgotten_worker_ends_its_thread_after_the_call_that_it_is_in() -> None:
-    worker, thread = started(Worker)
+    worker, thread = started(CallThread)
     go_on = threading.Event()
     with pytest.raises(CallTimeout):
         worker.call(lambda: go_on.wait(30), 0.01)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.core import Sequence
-from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, Shape
+from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, ProposalShape
 from slipstream.sampling.params import SamplingParams
 
 WIDTH = 10
@@ -28,7 +28,7 @@ def sequence(number: int = 0, **params: Any) -> Sequence:
 
 
 def growths(method: str = "greedy", top_k: int = 1) -> Growths:
-    return Growths(Shape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH)
+    return Growths(ProposalShape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH)
 
 
 def rows(value: float = 0.0) -> torch.Tensor:

@@ -219,10 +219,10 @@ def test_true_features_replace_the_heads_estimates(tmp_path: Path) -> None:
         (lambda t, c: t.update({"extra.weight": torch.zeros(2)}), "unknown extra.weight"),
         (lambda t, c: t.update({"norm.weight": torch.zeros(7)}), r"tensor norm.weight is \[7\]"),
         (lambda t, c: t.pop("fc.weight"), "not an EAGLE head"),
-        (lambda t, c: t.pop("d2t"), "has no map d2t"),
-        (lambda t, c: t.update({"d2t": t["d2t"] + 5000}), "does not map into the target's"),
+        (lambda t, c: t.pop("d2t"), "has no tensor d2t"),
+        (lambda t, c: t.update({"d2t": t["d2t"] + 5000}), "is not a one-to-one map into the target's"),
         (lambda t, c: t.update({"t2d": ~t["t2d"]}), "name different tokens"),
-        (lambda t, c: c.update({"target_hidden_size": 512}), "made for a target with a hidden size of 512"),
+        (lambda t, c: c.update({"target_hidden_size": 512}), "for a target with a hidden size of 512"),
         (lambda t, c: c.update({"vocab_size": 32000}), "vocabulary of 32000"),
         (
             lambda t, c: c["eagle_config"].update({"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}),
@@ -265,7 +265,7 @@ def test_an_embedding_of_its_own_is_read_and_the_targets_own_is_not_kept_twice(t
 def test_a_method_takes_heads_of_its_version(tmp_path: Path) -> None:
     made = make(save(random_head(), tmp_path))
     Eagle3Drafter(made.options, made.context)
-    with pytest.raises(ConfigError, match="EAGLE-3 head; its method is eagle3"):
+    with pytest.raises(ConfigError, match="EAGLE-3 head; use method 'eagle3'"):
         Eagle1Drafter(made.options, made.context)
 
 

@@ -15,7 +15,7 @@ from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Reques
 from slipstream.draft import registry
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.ensemble import EnsembleDrafter, EnsembleOptions
-from slipstream.draft.combine.merging import TrackRecord, merge, part_of
+from slipstream.draft.combine.merging import AcceptanceRecord, merge, part_of
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
@@ -174,10 +174,10 @@ def test_a_union_holds_every_guess_once_and_comes_apart_again() -> None:
     rng = random.Random(0)
     for _ in range(200):
         members = {number: random_tree(rng, rng.randint(0, 7)) for number in range(3)}
-        united = merge(members, TrackRecord(), 100)
+        united = merge(members, AcceptanceRecord(), 100)
         assert paths(united) == set().union(*map(paths, members.values()))
         assert len(united) == len(paths(united))
-        cut = merge(members, TrackRecord(), rng.randint(0, 6))
+        cut = merge(members, AcceptanceRecord(), rng.randint(0, 6))
         assert paths(cut) <= paths(united)
         for own in members.values():
             part, rows = part_of(cut, own)
@@ -190,8 +190,8 @@ def test_a_union_holds_every_guess_once_and_comes_apart_again() -> None:
 
 def test_votes_come_before_chances() -> None:
     members = {0: Proposal.chain([1, 2, 3]), 1: Proposal((9, 1), (ROOT, ROOT)), 2: Proposal.chain([8])}
-    assert paths(merge(members, TrackRecord(), 1)) == {(1,)}  # two say so
-    record = TrackRecord()
+    assert paths(merge(members, AcceptanceRecord(), 1)) == {(1,)}  # two say so
+    record = AcceptanceRecord()
     for _ in range(30):
         record.learn(2, Proposal.chain([8]), [8, 0])
         record.learn(0, Proposal.chain([1]), [0])
@@ -201,7 +201,7 @@ def test_votes_come_before_chances() -> None:
 
 
 def test_the_record_of_a_member_decides_who_keeps_nodes() -> None:
-    record = TrackRecord()
+    record = AcceptanceRecord()
     for _ in range(20):
         record.learn(0, Proposal.chain([1, 2]), [1, 2, 5])
         record.learn(1, Proposal.chain([3, 4]), [1, 2, 5])
@@ -212,8 +212,8 @@ def test_the_record_of_a_member_decides_who_keeps_nodes() -> None:
 
 def test_mixed_kinds_are_coupled_and_chosen_ones_stay_chosen() -> None:
     chosen, coupled = Proposal.chain([1]), Proposal.chain([2], ProposalKind.COUPLED)
-    assert merge({0: chosen, 1: chosen}, TrackRecord(), 9).kind is ProposalKind.ONE_HOT
-    assert merge({0: chosen, 1: coupled}, TrackRecord(), 9).kind is ProposalKind.COUPLED
+    assert merge({0: chosen, 1: chosen}, AcceptanceRecord(), 9).kind is ProposalKind.ONE_HOT
+    assert merge({0: chosen, 1: coupled}, AcceptanceRecord(), 9).kind is ProposalKind.COUPLED
 
 
 def test_members_observe_their_own_nodes() -> None:
@@ -363,11 +363,11 @@ def test_wrong_options_are_one_line(options: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["merge", "vote"])
-def test_classical_verifiers_judge_no_union_of_drawn_draft_tokens(mode: str) -> None:
+def test_classical_verifiers_verify_no_union_of_sampled_drafts(mode: str) -> None:
     chain = {"method": "draft_model", "model": EMBEDDED_DRAFT}
     config = SpeculativeConfig("ensemble", "rejection", {"members": [NGRAM, chain], "mode": mode})
     context = draft_context(VOCAB, 512, "rejection", load_tokenizer(EMBEDDED_TARGET))
-    with pytest.raises(ConfigError, match="cannot judge drawn draft tokens"):
+    with pytest.raises(ConfigError, match="cannot verify sampled tokens"):
         registry.create_drafter(config, context)
     greedy = [NGRAM, {**chain, "draft_sample_method": "greedy"}]
     config = SpeculativeConfig("ensemble", "rejection", {"members": greedy, "mode": mode})

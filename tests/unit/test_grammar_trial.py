@@ -22,7 +22,7 @@ from slipstream.sampling.grammars import footprint
 from slipstream.sampling.grammars import trial as grammar_trial
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
-from slipstream.sampling.grammars.trial import TooComplexError, Vocabulary, Worker
+from slipstream.sampling.grammars.trial import TooComplexError, TrialProcess, TrialVocabulary
 from slipstream.text.byte_tokens import ByteTokens
 
 EOS = 1
@@ -49,17 +49,17 @@ def compiler(plain: LLM) -> GrammarCompiler:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(plain: LLM) -> Vocabulary:
+def vocabulary(plain: LLM) -> TrialVocabulary:
     _, vocabulary = GrammarCompiler(plain.engine.tokenizer, 4096, [EOS])._read_tokenizer()
     return vocabulary
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., Worker]]:
-    made: list[Worker] = []
+def make_worker() -> Iterator[Callable[..., TrialProcess]]:
+    made: list[TrialProcess] = []
 
-    def make(command: list[str] | None = None) -> Worker:
-        made.append(Worker(command))
+    def make(command: list[str] | None = None) -> TrialProcess:
+        made.append(TrialProcess(command))
         return made[-1]
 
     yield make
@@ -88,7 +88,9 @@ def test_small_requests_that_would_take_much_are_refused_and_leave_nothing(
     compiler.compile(StructuredOutput(regex="a"), [EOS])
     before, started_s = heap_bytes(), time.perf_counter()
     for letter in "ab":
-        with pytest.raises(RequestError, match=r"regex cannot be followed: (it takes|lexer error)") as caught:
+        with pytest.raises(
+            RequestError, match=r"regex cannot be used: (compiling takes|lexer error)"
+        ) as caught:
             compiler.compile(StructuredOutput(regex=expression.format(letter)), [EOS])
         assert "\n" not in str(caught.value)
     assert heap_bytes() - before < 2 * 2**20
@@ -110,7 +112,7 @@ def test_ordinary_forms_come_through(compiler: GrammarCompiler) -> None:
 
 
 def test_a_worker_that_dies_of_a_grammar_refuses_it_and_another_takes_its_place(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary
 ) -> None:
     """What it may take runs out, and the compiler aborts the process."""
     worker = make_worker([sys.executable, "-c", RECKLESS.format(memory=60 * 2**20)])
@@ -123,7 +125,7 @@ def test_a_worker_that_dies_of_a_grammar_refuses_it_and_another_takes_its_place(
 
 
 def test_a_worker_that_takes_too_long_is_ended(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker([sys.executable, "-c", RECKLESS.format(memory=4 * 2**30)])
     assert worker.try_(vocabulary, regex("[a-z]+")) is not None
@@ -133,7 +135,7 @@ def test_a_worker_that_takes_too_long_is_ended(
 
 
 def test_a_worker_that_is_killed_between_two_grammars_is_not_missed(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary
 ) -> None:
     worker = make_worker()
     assert worker.try_(vocabulary, regex("[a-z]+")) is not None
@@ -149,7 +151,7 @@ def test_a_worker_that_is_killed_between_two_grammars_is_not_missed(
 
 
 def test_many_vocabularies_and_threads_share_a_worker(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary
 ) -> None:
     """It keeps four of them; whoever comes back sends his again."""
 
@@ -162,7 +164,7 @@ def test_many_vocabularies_and_threads_share_a_worker(
             return {text: token for token, text in self.ordinary.items()}
 
     worker = make_worker()
-    others = [Vocabulary(ByteTokens(Said("ab" + letter), 4, [3])) for letter in "cdefgh"]  # type: ignore[arg-type]
+    others = [TrialVocabulary(ByteTokens(Said("ab" + letter), 4, [3])) for letter in "cdefgh"]  # type: ignore[arg-type]
     answers: list[Any] = []
 
     def ask() -> None:
@@ -190,7 +192,7 @@ grammar_worker.main()
 
 
 def test_a_worker_that_ends_for_what_is_left_over_harms_no_later_grammar(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary
 ) -> None:
     """It says so: the next grammar would meet it on its way out and be refused for it."""
     worker = make_worker([sys.executable, "-c", GREEDY.format(kept=0)])
@@ -202,7 +204,7 @@ def test_a_worker_that_ends_for_what_is_left_over_harms_no_later_grammar(
 
 
 def test_what_grammars_leave_in_a_worker_adds_up(
-    make_worker: Callable[..., Worker], vocabulary: Vocabulary
+    make_worker: Callable[..., TrialProcess], vocabulary: TrialVocabulary
 ) -> None:
     """Else many small leaks would use up what it may take, and an innocent grammar be refused."""
     worker = make_worker([sys.executable, "-c", GREEDY.format(kept=int(3.5 * 2**20))])
@@ -214,7 +216,7 @@ def test_what_grammars_leave_in_a_worker_adds_up(
 
 
 def test_a_worker_that_cannot_be_had_for_a_while_is_waited_for(
-    compiler: GrammarCompiler, make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, make_worker: Callable[..., TrialProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compiled without a trial meanwhile, and no refusal is kept."""
     worker = make_worker()
@@ -227,18 +229,18 @@ def test_a_worker_that_cannot_be_had_for_a_while_is_waited_for(
 
         crowded.setattr(grammar_trial.subprocess, "Popen", popen)
         for _ in range(2):
-            with pytest.raises(RequestError, match=r"at this moment.*Too many open files; ask again later"):
+            with pytest.raises(RequestError, match=r"at the moment.*Too many open files; retry later"):
                 compiler.compile(form, [EOS])
     compiler.compile(form, [EOS])
     assert worker._process is not None
     worker.close()
     worker._command = [sys.executable, "-c", "raise SystemExit"]  # it was there before, so it will be again
-    with pytest.raises(RequestError, match="ask again later"):
+    with pytest.raises(RequestError, match="retry later"):
         compiler.compile(StructuredOutput(regex="[a-y]+"), [EOS])
 
 
 def test_a_worker_runs_nothing_of_the_working_directory(
-    make_worker: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., TrialProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
@@ -250,7 +252,7 @@ def test_a_worker_runs_nothing_of_the_working_directory(
 @pytest.mark.parametrize("command", [["/does/not/exist"], [sys.executable, "-c", "raise SystemExit"]])
 def test_where_no_process_can_be_had_forms_are_compiled_without(
     compiler: GrammarCompiler,
-    make_worker: Callable[..., Worker],
+    make_worker: Callable[..., TrialProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     command: list[str],
@@ -264,7 +266,7 @@ def test_where_no_process_can_be_had_forms_are_compiled_without(
         record.getMessage() for record in caplog.records if "no process can be had" in record.getMessage()
     ]
     assert len(said) == 1
-    with pytest.raises(RequestError, match=r"it takes 1[789] MiB; 16 are allowed"):
+    with pytest.raises(RequestError, match=r"compiled it takes 1[789] MiB; at most 16 are allowed"):
         compiler.compile(StructuredOutput(regex="(a{200}){200}"), [EOS])
 
 
@@ -295,7 +297,7 @@ def test_a_form_that_grows_while_answers_follow_it_ends_them_and_is_refused_from
     output, free = plain.generate(["text", "other"], [params, SamplingParams(max_tokens=5, ignore_eos=True)])
     assert output.outputs[0].finish_reason == "error"
     assert len(free.outputs[0].token_ids) == 5
-    with pytest.raises(RequestError, match="regex cannot be followed: it takes ever more memory"):
+    with pytest.raises(RequestError, match="regex cannot be used: it exceeds its memory limit"):
         plain.generate("text", params)
 
 

@@ -16,14 +16,14 @@ from slipstream.draft.heads import hydra_head as hydra
 from slipstream.draft.heads import medusa_head as medusa
 from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
-from slipstream.draft.heads.residual import Projecting
+from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.errors import ModelError
 
 HIDDEN, VOCAB = 8, 13
 BATCH, LENGTH = 2, 7
 
 
-def randomised(heads: Projecting, seed: int = 0) -> Any:
+def randomised(heads: ProjectedHeads, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.parallel.jacobi import JacobiDrafter, JacobiOptions, first_guess
+from slipstream.draft.parallel.lookahead import JacobiDrafter, JacobiOptions, initial_token
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
@@ -42,7 +42,7 @@ def test_the_first_draft_is_made_of_the_text() -> None:
     text = [11, 12, 13]
     proposal = make().propose([sequence(text)], [4])[0]
     assert proposal.is_chain
-    assert list(proposal.token_ids) == [first_guess(text, position) for position in range(3, 7)]
+    assert list(proposal.token_ids) == [initial_token(text, position) for position in range(3, 7)]
     assert set(proposal.token_ids) <= set(text)
 
 
@@ -53,7 +53,7 @@ def test_the_target_s_tokens_beyond_the_accepted_are_the_next_draft(num_accepted
     step(drafter, text, 4, said, num_accepted)
     start = len(text.token_ids)
     expected = said[num_accepted + 1 :]
-    expected += [first_guess(text.token_ids, start + i) for i in range(len(expected), 4)]
+    expected += [initial_token(text.token_ids, start + i) for i in range(len(expected), 4)]
     assert list(drafter.propose([text], [4])[0].token_ids) == expected
 
 

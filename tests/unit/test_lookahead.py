@@ -11,7 +11,7 @@ import torch
 
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.parallel.lookahead import Branches, LookaheadDrafter, LookaheadOptions, NgramPool
+from slipstream.draft.parallel.lookahead import LookaheadDrafter, LookaheadOptions, NgramPool, TreeBuilder
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
@@ -164,11 +164,11 @@ def test_what_was_not_computed_waits() -> None:
 
 
 def test_branches_that_begin_alike_share_nodes() -> None:
-    branches = Branches(5)
-    assert branches.add(ROOT, [1, 2, 3]) == 2
-    assert branches.add(ROOT, [1, 2, 4]) == 3
-    assert branches.add(ROOT, [1, 5, 6]) == 4  # no room for 6
-    proposal = branches.proposal()
+    tree = TreeBuilder(5)
+    assert tree.add(ROOT, [1, 2, 3]) == 2
+    assert tree.add(ROOT, [1, 2, 4]) == 3
+    assert tree.add(ROOT, [1, 5, 6]) == 4  # no room for 6
+    proposal = tree.proposal()
     assert (proposal.token_ids, proposal.parents) == ((1, 2, 3, 4, 5), (-1, 0, 1, 1, 0))
 
 

@@ -126,14 +126,14 @@ def test_equal_constraints_are_equal() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"json_schema": {"type": "thing"}}, "json_schema cannot be followed: Invalid type: thing"),
+        ({"json_schema": {"type": "thing"}}, "json_schema cannot be used: Invalid type: thing"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json_schema": {"type": "string", "pattern": "("}}, "unclosed group"),
-        ({"regex": "[a-z]+("}, "regex cannot be followed"),
-        ({"regex": "(?=a)a"}, "regex cannot be followed"),
-        ({"grammar": "start: missing"}, "grammar cannot be followed"),
+        ({"regex": "[a-z]+("}, "regex cannot be used"),
+        ({"regex": "(?=a)a"}, "regex cannot be used"),
+        ({"grammar": "start: missing"}, "grammar cannot be used"),
         ({"regex": r"[^\s\S]"}, "regex allows no text"),
-        ({"regex": "()"}, "regex allows no text, at most the empty one"),
+        ({"regex": "()"}, "regex allows no text but the empty one"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_any_work(
@@ -176,7 +176,7 @@ def test_a_grammar_that_is_too_complex_is_refused(
     limits = LLParserLimits(max_lexer_states=2, verbose_errors=False)
     monkeypatch.setattr(grammars, "parser_limits", lambda: limits)
     for _ in range(2):
-        with pytest.raises(RequestError, match="regex cannot be followed: lexer error: too many states"):
+        with pytest.raises(RequestError, match="regex cannot be used: lexer error: too many states"):
             compiler.compile(StructuredOutput(regex="[a-z]+x|y"), [EOS])
 
 

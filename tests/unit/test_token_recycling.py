@@ -84,7 +84,8 @@ def test_every_row_is_recycled_accepted_or_not_and_the_first_decides() -> None:
 
 
 def test_a_cut_block_and_others_guesses_do_not_shift_the_rows() -> None:
-    """Draft 3 stops the answer; then a step of an ensemble in which another member's guesses 6, 7 were accepted."""
+    """Draft 3 stops the answer; then a step of an ensemble in which another member's draft tokens 6, 7 were
+    accepted."""
     drafter = make(num_successors=1)
     done = sequence([1, 2, 3])
     done.finish_reason = FinishReason.STOP

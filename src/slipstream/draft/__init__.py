@@ -1,1 +1,1 @@
-"""Everything that guesses ahead: one file a drafter."""
+"""Drafters: one file each, in a room by how they draft."""

@@ -1,4 +1,4 @@
-"""A thread in which code that is not trusted to return is called."""
+"""A thread for calls that may never return."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _Results = queue.SimpleQueue[tuple[Any, Exception | None]]
 
 
 class CallTimeout(Exception):
-    """A call took longer than it may; not a `TimeoutError`, which the code that was called may raise itself."""
+    """A call exceeded its time limit; not a `TimeoutError`, which the called code may raise itself."""
 
 
-class Worker:
-    """Calls functions one after the other in a thread of its own, and does not wait for ever.
+class CallThread:
+    """Calls functions one at a time in a thread of its own, with a time limit.
 
-    A call takes some 0.05 ms more than it would in the caller's thread. Python cannot end a thread: one that does not
-    return is left alone, and its worker is of no use while it `hangs`. The thread ends when its worker is closed or
-    forgotten, after the call that it is in.
+    A call takes about 0.05 ms more than in the caller's thread. Python cannot end a thread: a call that does not return
+    keeps its thread, and no call can be made while it `hangs`. The thread ends after its current call once the object
+    is closed or collected.
     """
 
     def __init__(self) -> None:
         self._calls: _Calls = queue.SimpleQueue()
         self._results: _Results = queue.SimpleQueue()
         self._given_up = False
-        arguments = self._calls, self._results  # not the worker itself, which could never be forgotten then
+        arguments = self._calls, self._results  # not self, which could never be collected then
         threading.Thread(target=_serve, args=arguments, name="slipstream-drafter", daemon=True).start()
         self._finalizer = weakref.finalize(self, self._calls.put, None)
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """What `function` returns or raises; raises `CallTimeout` when it takes longer than `timeout_s`.
+        """Call `function` in the thread; returns or raises what it does, or raises `CallTimeout` after `timeout_s`.
 
-        Not to be called while it `hangs`.
+        Must not be called while it `hangs`.
         """
         self._calls.put(function)
         try:
@@ -49,14 +49,14 @@ class Worker:
 
     @property
     def hangs(self) -> bool:
-        """True while a call that took too long has not returned; what it then says is thrown away."""
+        """True while a call that timed out has not returned; its result is discarded."""
         if self._given_up and not self._results.empty():
             self._results.get()
             self._given_up = False
         return self._given_up
 
     def close(self) -> None:
-        """Let the thread end; nothing may be called any more. May be called again."""
+        """Let the thread end; no call may follow. Idempotent."""
         self._finalizer()
 
 
@@ -66,4 +66,4 @@ def _serve(calls: _Calls, results: _Results) -> None:
             results.put((function(), None))
         except Exception as error:
             results.put((None, error))
-        del function  # whatever it holds is nobody's business until the next call
+        del function  # so that its closure is freed before the next call

@@ -1,7 +1,7 @@
-"""What a drafter that is not trusted is shown, and what it answers, as copies.
+"""Copies of sequences, proposals and observations, for drafters from other packages.
 
-Such a drafter may keep what it was given, and a call that was given up on goes on in its own thread: whatever it then
-writes to must be its own.
+Such a drafter may keep its arguments, and a call that timed out goes on in its own thread. It must not write to objects
+that the engine uses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slipstream.metrics.request import RequestMetrics
 
 
 class SequenceCopies:
-    """One copy of each sequence, which grows as the sequence does; no other call pays for the whole text again."""
+    """One copy of each sequence, which is extended as the sequence grows, so that each token is copied once."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Sequence] = {}
 
     def of(self, sequence: Sequence) -> Sequence:
-        """The copy, with all that has been committed. Log-probabilities and metrics are not in it."""
+        """The sequence's copy, up to date, without log-probabilities and metrics."""
         copied = self._copies.get(sequence.id)
         if copied is None:
             copied = self._copies[sequence.id] = _new(sequence)
@@ -34,27 +34,27 @@ class SequenceCopies:
         return copied
 
     def rewind(self, sequence: Sequence) -> None:
-        """The sequence's text ends earlier than it did."""
+        """Cut the copy to the sequence's length."""
         if sequence.id in self._copies:
             del self._copies[sequence.id].token_ids[len(sequence.token_ids) :]
 
     def drop(self, sequence: Sequence) -> None:
-        """Keep no copy of the sequence any more."""
+        """Drop the sequence's copy."""
         self._copies.pop(sequence.id, None)
 
     def drop_all(self) -> list[Sequence]:
-        """Keep none of any; returns those that were kept."""
+        """Drop all copies and return them."""
         copies, self._copies = self._copies, {}
         return list(copies.values())
 
 
 def copies_of_proposals(proposals: Seq[Proposal]) -> list[Proposal]:
-    """The same proposals, in tuples and tensors that nobody else holds. Raises TypeError for what is none."""
+    """Copies of the proposals; raises TypeError for an item that is not a `Proposal`."""
     return [_copy_of_proposal(proposals[place]) for place in range(len(proposals))]
 
 
 def copy_of_observation(seen: Observation, sequence: Sequence) -> Observation:
-    """What was seen, of the copy of its sequence."""
+    """A copy of `seen` for the sequence's copy."""
     return replace(seen, sequence=sequence, proposal=replace(seen.proposal), logits=seen.logits.clone())
 
 

@@ -1,4 +1,4 @@
-"""A proposal under a grammar: without what it refuses, with the tokens that it leaves no choice about."""
+"""A proposal under a grammar: without the tokens that it forbids, with the tokens that it forces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from slipstream.sampling.grammars.grammar import Grammar
 
 
 def under_grammar(proposal: Proposal, grammar: Grammar, output: Seq[int], max_nodes: int) -> Proposal:
-    """`proposal`, at most `max_nodes` nodes, after the answer `output`; itself where there is nothing to change.
+    """`proposal` under `grammar`, after the answer `output`, at most `max_nodes` nodes; the same object if unchanged.
 
-    Forced tokens are certain, so those behind the text come first, then what the drafter guessed, then those behind its
-    leaves. They are what the target itself must say, not a text that would be tokenised anew. A drawn proposal stays as
-    it is: dropping what was drawn for what it turned out to be would bias a classical verifier, and whoever draws by
-    `LogitsProcessor` has drawn under the grammar already.
+    Forced tokens are always accepted, so those after the text come first, then the drafter's own, then those after its
+    leaves. A sampled proposal is returned as it is: dropping a sampled token because of its value would bias a
+    classical verifier, and drafters that sample with `LogitsProcessor` respect the grammar already.
     """
     if proposal.draft_probs is not None:
         return proposal
@@ -34,7 +33,7 @@ def under_grammar(proposal: Proposal, grammar: Grammar, output: Seq[int], max_no
 
 
 class _Tree:
-    """Nodes with the tokens on their paths."""
+    """A tree of draft tokens under construction, with the path of each node."""
 
     def __init__(self, grammar: Grammar, output: Seq[int], max_nodes: int) -> None:
         self._grammar = grammar
@@ -46,7 +45,7 @@ class _Tree:
         self.paths: dict[int, tuple[int, ...]] = {ROOT: ()}
 
     def add(self, token_id: int, parent: int) -> int | None:
-        """The node that says `token_id` below `parent`; None where there is no room for it."""
+        """The node for `token_id` below `parent`, added if need be; None where there is no room for it."""
         at = self._places.get((parent, token_id))
         if at is None and len(self.token_ids) < self._max_nodes:
             at = self._places[parent, token_id] = len(self.token_ids)

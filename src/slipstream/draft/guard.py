@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.call_thread import CallThread, CallTimeout
 from slipstream.draft.copies import SequenceCopies, copies_of_proposals, copy_of_observation
-from slipstream.draft.worker import CallTimeout, Worker
 from slipstream.kv.cache import KVCache, ReadOnlyCache
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Guard:
         """Those of which the drafter may keep something, where it is shown the sequences themselves."""
         self._owed: list[Sequence] = []
         """What it is to forget before anything else is asked of it."""
-        self._worker = None if _is_ours(drafter) else Worker()
+        self._worker = None if _is_ours(drafter) else CallThread()
         self._copies = SequenceCopies()
 
     @property

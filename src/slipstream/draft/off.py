@@ -1,4 +1,4 @@
-"""Ordinary decoding, as a drafter: it never guesses."""
+"""Ordinary decoding, as a drafter without proposals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slipstream.draft.base import Drafter
 
 @dataclass(frozen=True)
 class OffOptions:
-    """Nothing to choose."""
+    """No keys."""
 
 
 class OffDrafter(Drafter):
-    """Speculation off is not another loop: it is the empty proposal, every step."""
+    """Speculation off: the empty proposal in every step of the same loop."""
 
     summary = "no speculation"
 
@@ -26,5 +26,5 @@ class OffDrafter(Drafter):
         return [EMPTY_PROPOSAL] * len(sequences)
 
     def max_nodes(self) -> int:
-        """0: there is nothing to ask for."""
+        """0."""
         return 0

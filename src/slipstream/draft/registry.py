@@ -39,7 +39,7 @@ DRAFTERS = Registry[Drafter](
         "hydra": "slipstream.draft.heads.hydra:HydraDrafter",
         "token_recycling": "slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
         "lookahead": "slipstream.draft.parallel.lookahead:LookaheadDrafter",
-        "jacobi": "slipstream.draft.parallel.jacobi:JacobiDrafter",
+        "jacobi": "slipstream.draft.parallel.lookahead:JacobiDrafter",
         "auto": "slipstream.draft.combine.auto:AutoDrafter",
         "ensemble": "slipstream.draft.combine.ensemble:EnsembleDrafter",
         "layer_skip": "slipstream.draft.model.layer_skip:LayerSkipDrafter",

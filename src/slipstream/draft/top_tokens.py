@@ -1,4 +1,4 @@
-"""The best tokens of rows of logits, for drafters that look at every row that the target computes."""
+"""The top-k tokens of rows of logits, for drafters that read every row that the target computes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Neighbouring logits of which only the largest is compared at first."""
+"""Neighbouring logits of which only the maximum is compared at first."""
 
 
 def top_tokens(logits: Tensor, k: int) -> Tensor:
     """The `k` best tokens of each row, best first: [rows, k] of `logits` [rows, vocab], where vocab is at least k.
 
-    A chunk that holds one of the k best logits is among the k chunks with the largest maxima, so only theirs are
-    sorted, and what is left over at the end. For a large vocabulary that is eight times as fast as `topk` over all.
-    Among equal logits any may come first.
+    A chunk that holds one of the k largest logits is among the k chunks with the largest maxima, so only these chunks
+    and the remainder after the last chunk are sorted. For a large vocabulary that is eight times as fast as `topk`
+    over all. The order among equal logits is not defined.
     """
     num_rows, vocab_size = logits.shape
     num_chunks = vocab_size // CHUNK

@@ -1,1 +1,1 @@
-"""Turning logits into tokens: processors, position-keyed noise."""
+"""Sampling: parameters, logits processors, grammars, position-keyed noise."""

@@ -1,4 +1,4 @@
-"""Keyword arguments as users write them."""
+"""Checks of keyword arguments with helpful errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def strict_keywords(what: str, foreign: Mapping[str, Foreign] | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass answer an unknown keyword with the nearest valid one, not with a bare TypeError.
+    """Make a dataclass raise `RequestError` with the nearest valid name for an unknown keyword, not a bare TypeError.
 
-    `what` is what a keyword is called in the message. `foreign` names are taken at their neutral values and forgotten.
+    `what` is what messages call a keyword. `foreign` names are accepted at their neutral values and ignored.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -1,8 +1,8 @@
-"""Randomness without state: every number is a function of (seed, position, purpose).
+"""Stateless randomness: every number is a function of (seed, position, purpose).
 
 The target's token at absolute position t is `argmax(log p + g(seed, t))` with Gumbel noise g, which makes it
-a draw from p (the Gumbel-max trick) and at the same time a pure function: whoever computes p at that
-position, in whatever batch and after whatever drafts, gets the same token.
+a sample from p (the Gumbel-max trick) and at the same time a pure function: the same p at the same position
+gives the same token, in any batch and after any draft.
 
 A 64-bit key is mixed on the host from Python integers; each token's noise is the splitmix64 output (Steele,
 Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) number `token` of the generator
@@ -27,44 +27,44 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ULP = 2.0**-53
 
 _SMALL_VOCABULARY = 16_384
-"""Up to this many tokens, noise for all of them costs a CPU less than finding out which ones can win."""
+"""Up to this many tokens a CPU computes noise for all faster than it finds the tokens that can win."""
 
 _LEAD = 5.0
-"""In nats. Tokens this close below the most probable one are compared first; see `_choose_row`."""
+"""Nats. Tokens within this distance of the most probable one are compared first; see `_choose_row`."""
 
 
 class Stream(IntEnum):
-    """What a random number is for; numbers of different streams are independent."""
+    """The purpose of a random number; numbers of different streams are independent."""
 
     TARGET = 0
-    """The target's own token. Drafters may look: under the `coupled` verifier they should."""
+    """The target's own token. Drafters may use this stream, and should under the `coupled` verifier."""
     ACCEPTANCE = 1
-    """The coin that keeps or rejects a draft token."""
+    """Acceptance or rejection of a draft token by the classical verifiers."""
     NEXT_TOKEN = 2
     """The recovered or bonus token of the classical verifiers."""
     DRAFT = 3
-    """Drafts that are sampled independently of the target."""
+    """Draft tokens that are sampled independently of the target."""
 
 
 class Noise:
     """The randomness of one sequence at one step.
 
     `root_position` is the absolute index of the first token that this step decides. The target's stream
-    ignores it: that is what makes the text independent of how steps were cut. The classical streams are keyed
-    by it as well. A step may look at coins and drafts of positions that it does not commit in the end: the
-    verdict of block verification depends on all of them. Were the next step to see the same numbers again,
-    they would no longer be independent of the text so far, and the output would be biased.
+    ignores it, which makes the text independent of where steps begin and end. The classical streams are also
+    keyed by it. A step may use numbers of positions that it does not commit: block verification's verdict
+    depends on all of them. If the next step used the same numbers again, they would not be independent of the
+    text so far, and the output would be biased.
     """
 
     def __init__(self, seed: int, root_position: int, greedy: bool = False, nonce: int = 0) -> None:
-        """`nonce` tells requests of one seed apart, in all streams but the target's; see `Sequence.nonce`."""
+        """`nonce` separates requests with the same seed in all streams but the target's; see `Sequence.nonce`."""
         self.seed = seed
         self.root_position = root_position
         self.greedy = greedy
         self.nonce = nonce
 
     def key(self, position: int, stream: Stream = Stream.TARGET, index: int = 0) -> int:
-        """The 64-bit key of `position`; `index` tells apart a position's uses, such as nodes."""
+        """The 64-bit key of `position`; `index` separates several uses at one position, such as nodes."""
         if stream is Stream.TARGET:
             return _mix(self.seed, stream, position)
         own = (self.nonce,) if self.nonce else ()
@@ -75,7 +75,7 @@ class Noise:
         return perturb_rows(log_probs, self._target_keys(positions))
 
     def choose(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
-        """The target's tokens, int64 [R]: argmax of `perturb`, without computing all of it."""
+        """The target's tokens, int64 [R]: the argmax of `perturb`, without computing all noise."""
         return choose_rows(log_probs, self._target_keys(positions))
 
     @classmethod
@@ -94,10 +94,10 @@ class Noise:
     def draw_without_replacement(
         self, log_probs: torch.Tensor, k: int, position: int, index: int = 0
     ) -> list[int]:
-        """At most k different tokens from `log_probs` [V] on the draft stream, in the order of their draw.
+        """At most k different tokens from `log_probs` [V] on the draft stream, in sampling order.
 
-        The largest k of log p + Gumbel noise are such a draw (Kool et al., "Stochastic beams and where to
-        find them", ICML 2019). Fewer come back when fewer have any probability.
+        The top k of log p + Gumbel noise are such a sample (Kool et al., "Stochastic beams and where to find
+        them", ICML 2019). Fewer are returned when fewer tokens have a probability above 0.
         """
         key = None if self.greedy else self.key(position, Stream.DRAFT, index)
         best = perturb_rows(log_probs[None], [key])[0].topk(min(k, len(log_probs)))
@@ -108,7 +108,7 @@ class Noise:
         ]
 
     def accepts(self, probability: float, position: int, candidate: int) -> bool:
-        """A coin that says yes with `probability`, never at 0, always at 1; `candidate` is the node."""
+        """True with the given probability: never at 0, always at 1. `candidate` is the node."""
         bits = _finalise(self.key(position, Stream.ACCEPTANCE, candidate))
         return ((bits >> 11) | 1) * _ULP < probability
 
@@ -122,9 +122,9 @@ def gumbel(keys: Seq[int], vocab_size: int, device: torch.device | str = "cpu") 
 
 
 def perturb_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
-    """`log_probs` [R, V] plus the noise of each row's key, float64; a row whose key is None stays as it is.
+    """`log_probs` [R, V] plus the noise of each row's key, float64; rows whose key is None are unchanged.
 
-    When no row has a key (all greedy) `log_probs` itself comes back.
+    Returns `log_probs` itself when no row has a key (all greedy).
     """
     noisy = [row for row, key in enumerate(keys) if key is not None]
     if not noisy:
@@ -137,17 +137,17 @@ def perturb_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor
 
 
 def choose_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
-    """Argmax of `perturb_rows`, int64 [R], the lowest id among equals."""
+    """Argmax of `perturb_rows`, int64 [R]; ties go to the lowest id."""
     if log_probs.is_cuda or log_probs.shape[-1] <= _SMALL_VOCABULARY or not len(keys):
         return perturb_rows(log_probs, keys).argmax(-1)
     return torch.stack([_choose_row(row, key) for row, key in zip(log_probs, keys, strict=True)])
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` of a request with n > 1: the request's own first, mixed ones after it.
+    """The seed of answer `index` of a request with n > 1: the request's own for index 0, else one derived from it.
 
-    Each answer can be replayed alone, with n = 1 and its own seed. Mixed seeds are below 2**53, so that they
-    survive JSON readers that keep numbers as doubles.
+    Each answer can be replayed alone, with n = 1 and its own seed. Derived seeds are below 2**53, so that JSON
+    readers that store numbers as doubles keep them exact.
     """
     return seed if index == 0 else _mix(seed, index) >> 11
 
@@ -164,7 +164,7 @@ def _finalise(word: int) -> int:
 
 
 def _mix(*words: int) -> int:
-    """64 well-mixed bits: different words give different results, but for one pair in 2**64."""
+    """64 well-mixed bits of `words`; the chance of a collision is 2**-64."""
     state = 0
     for word in words:
         state = _finalise(((state ^ word) + _GOLDEN) & _MASK_64)
@@ -208,11 +208,10 @@ def _gumbel(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _choose_row(log_probs: torch.Tensor, key: int | None) -> torch.Tensor:
-    """Argmax of log_probs [V] + noise, at the price of hashing, not of two logarithms for every token.
+    """Argmax of log_probs [V] + noise with a hash a token, without two logarithms for every token.
 
-    The most probable tokens are compared first. Any other token must beat the best of them from at least
-    `_LEAD` below the top, for which its uniform must exceed one common threshold: only those that do are
-    looked at closely.
+    The most probable tokens are compared first. Any other token is at least `_LEAD` below the top, so to win
+    its uniform must exceed one common threshold. Scores are computed only for the tokens above it.
     """
     possible = log_probs > -math.inf  # [V]
     num_possible = int(possible.sum())
@@ -229,9 +228,9 @@ def _choose_row(log_probs: torch.Tensor, key: int | None) -> torch.Tensor:
         top = log_probs.max()
         leading = log_probs >= top - _LEAD
         best = scores(leading.nonzero()[:, 0]).max()
-        # u > exp(-exp(-needed)) means noise > needed; the margin covers the rounding of this very line.
+        # u > exp(-exp(-needed)) means noise > needed; the margin covers the rounding of the threshold.
         needed = float(best) - (float(top) - _LEAD)
         threshold = math.exp(-math.exp(-needed)) * (1 - 1e-9)
         possible &= leading | (_bits(counters + start) >= int(threshold / _ULP))
-    tokens = possible.nonzero()[:, 0]  # ascending, so that equals go to the lowest id
+    tokens = possible.nonzero()[:, 0]  # ascending, so that ties go to the lowest id
     return tokens[scores(tokens).argmax()]

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: names and meanings as in vLLM, checked when the object is made."""
+"""Sampling parameters of a request, with vLLM's names and meanings, validated on construction."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from slipstream.vllm_names import SAMPLING
 
 MAX_SEED = 2**63 - 1
 MIN_TEMPERATURE = 1e-5
-"""Below this a temperature other than 0 would overflow float32 logits; nobody means it."""
+"""A lower temperature other than 0 would overflow float32 logits."""
 MAX_TEMPERATURE = 1e6
-"""At which all tokens are about equally probable. Beyond it float32 cannot tell their logits apart, and overflows."""
+"""All tokens are about equally probable there. Beyond it float32 loses the differences of logits."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
-"""Logits that are multiplied and divided by it stay finite in float32, also behind the lowest temperature."""
+"""Within these bounds penalised logits stay finite in float32, also at the lowest temperature."""
 MAX_N = 16384
 """As in vLLM: every answer takes memory before its first step."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 256, 16384
-"""Stop strings, and their characters in all: each step looks for all of them."""
+"""Stop strings, and their total characters: each step searches for all of them."""
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS_CHARACTERS = 4096, 256, 65536
-"""Bad words, the characters of one, and of all: they are tokenised, and each step looks for what begins one."""
+"""Bad words, characters of one, and total characters: all are tokenised, and each step searches for their prefixes."""
 MAX_SHOWN = 80
-"""Characters of a bad value that a message shows."""
+"""Characters of an invalid value that a message quotes."""
 
 
 class RequestOutputKind(Enum):
-    """vLLM's ways to report an answer under way. `LLM` reports what is finished and `AsyncEngine` what is new,
-    whichever is asked for."""
+    """vLLM's modes of partial output. Accepted without effect: `LLM` returns finished answers, `AsyncEngine` deltas."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -47,61 +46,61 @@ class RequestOutputKind(Enum):
 @strict_keywords("sampling parameter", SAMPLING)
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How the answers to one prompt are drawn and when they end.
+    """How the answers to one prompt are sampled and when they end.
 
-    Validated when it is made and whenever an attribute is set: a bad value raises `RequestError` in one line that says
-    what would be right, and leaves everything as it was. Lists are kept as tuples. An engine works on a copy.
-    `check_vocabulary` does the checks for which the model must be known.
+    Validated on construction and whenever an attribute is set: an invalid value raises a one-line `RequestError` that
+    says what is valid, and changes nothing. Lists are stored as tuples. An engine works on a copy. `check_vocabulary`
+    does the checks that need the model.
     """
 
     n: int = 1
-    """Answers a prompt, at most 16,384."""
+    """Answers per prompt, at most 16,384."""
     temperature: float = 1.0
-    """0 is greedy: always the most probable token, the lowest id among equals. Else within [1e-5, 1e6]."""
+    """0 is greedy: always the most probable token, ties to the lowest id. Otherwise within [1e-5, 1e6]."""
     top_k: int = 0
-    """Keep the k most probable tokens, and those that tie with the last of them; 0 or -1 keeps all."""
+    """Keep the k most probable tokens, and those tied with the last of them; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the most probable tokens until their mass reaches `top_p`, and those that tie with the last."""
+    """Keep the most probable tokens until their mass reaches `top_p`, and those tied with the last."""
     min_p: float = 0.0
     """Drop tokens less probable than `min_p` times the most probable one."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or answer are divided by it, the others multiplied; 1 is off.
-    Within [1e-4, 1e4]."""
+    """Positive logits of tokens in the prompt or answer are divided by it, negative ones multiplied; 1 is off. Within
+    [1e-4, 1e4]."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token that the answer already holds."""
+    """Subtracted once from the logit of each token that the answer already contains."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for every time that the answer already holds it."""
+    """Subtracted from a token's logit once for each of its occurrences in the answer."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to what is added to its logit, each within [-100, 100]."""
+    """Token id to a number added to its logit, each within [-100, 100]."""
     min_tokens: int = 0
-    """No stop token before the answer holds this many tokens."""
+    """Stop tokens are masked until the answer has this many tokens."""
     max_tokens: int | None = 16
-    """The most tokens in an answer; None lets it fill the context."""
+    """The most tokens in an answer; None is limited by the context only."""
     bad_words: Seq[str] = ()
-    """Texts that may not come; at most 4,096, of 256 characters each and 65,536 in all."""
+    """Texts that must not occur in the answer; at most 4,096, of 256 characters each and 65,536 in all."""
     allowed_token_ids: Seq[int] | None = None
-    """Only these tokens may come; None allows all."""
+    """Only these tokens may occur in the answer; None allows all."""
     seed: int | None = None
-    """0 to 2**63 - 1; None, and -1 as in vLLM, draws a fresh one, which the answer reports."""
+    """0 to 2**63 - 1. None, or -1 as in vLLM, draws a fresh seed, which the output reports."""
     stop: Seq[str] = ()
-    """A string, or several, at which the answer ends; at most 256, of 16,384 characters in all."""
+    """One or several strings that end the answer; at most 256, of 16,384 characters in all."""
     stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    """Alternatives to report for each token; 0 reports the token alone, -1 the whole vocabulary, None nothing."""
+    """Alternatives reported for each token; 0 reports the token alone, -1 the whole vocabulary, None nothing."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Mapping[str, Any] | StructuredOutput | None = None
-    """What the answer must look like: a `StructuredOutput`, or its fields as an object. None leaves it free."""
+    """Constraint on the answer: a `StructuredOutput`, or its fields as an object. None is unconstrained."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """The same in vLLM's words: it becomes `structured`, and is None then."""
+    """The same in vLLM's form; it is converted to `structured` and set to None."""
     detokenize: bool = True
-    """Make text of the tokens. Without it answers have token ids alone, and no `stop` strings."""
+    """Decode the tokens to text. Without it answers have token ids only, and `stop` is not allowed."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """vLLM's; changes nothing."""
+    """vLLM's; without effect."""
     extra_args: Mapping[str, Any] | None = None
-    """For code of the caller's own; nothing here reads it."""
+    """Data of the caller's own; not read by Slipstream."""
 
     def __post_init__(self) -> None:
         for name, minimum, maximum in (("n", 1, MAX_N), ("top_k", -1, None), ("min_tokens", 0, None)):
@@ -135,7 +134,7 @@ class SamplingParams:
         self._set("_checked", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_checked" not in self.__dict__:  # while it is made
+        if "_checked" not in self.__dict__:  # during construction
             self._set(name, value)
             return
         try:
@@ -147,7 +146,7 @@ class SamplingParams:
         self.__dict__.update(changed.__dict__)
 
     def clone(self) -> SamplingParams:
-        """A copy of its own; what it holds cannot be changed but for mappings, which are copied too."""
+        """An independent copy; its mappings, the only mutable values, are copied too."""
         other = copy(self)
         for name in ("logit_bias", "extra_args"):
             if (held := getattr(self, name)) is not None:
@@ -158,9 +157,7 @@ class SamplingParams:
         if self.structured_outputs is not None:
             meant = StructuredOutputsParams.from_any(self.structured_outputs).as_structured()
             if self.structured not in (None, meant):
-                raise RequestError(
-                    "structured and structured_outputs say different things; leave one of them out"
-                )
+                raise RequestError("structured and structured_outputs differ; omit one of them")
             self._set("structured", meant)
             self._set("structured_outputs", None)
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -168,7 +165,9 @@ class SamplingParams:
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise RequestError(f"extra_args must be a mapping, got {self.extra_args!r}")
         if self.stop and not self.detokenize:
-            raise RequestError("stop must be left out without detokenize: there is no text to stop at")
+            raise RequestError(
+                "stop needs detokenize: without text no stop string can be found; omit one of them"
+            )
 
     def _check_together(self) -> None:
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -189,9 +188,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise RequestError(
-                    "allowed_token_ids is empty, so no token could come; leave it out to allow all"
-                )
+                raise RequestError("allowed_token_ids is empty, which allows no token; omit it to allow all")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
@@ -200,17 +197,17 @@ class SamplingParams:
             self._set("logit_bias", dict(zip(ids, biases, strict=True)))
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # past `__setattr__`
+        object.__setattr__(self, name, value)  # without the validation of `__setattr__`
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
-        """From decoded JSON, whose keys are strings: `logit_bias` may have token ids such as "50256"."""
+        """From decoded JSON; the token ids of `logit_bias` may be strings such as "50256". Raises `RequestError`."""
         if not isinstance(mapping, Mapping):
             raise RequestError(f"sampling parameters must be an object of names and values, got {mapping!r}")
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = {
-                # What is longer is no id, and Python refuses to read numbers that are longer yet.
+                # Longer strings are no token ids, and Python refuses to parse very long numbers.
                 int(token)
                 if isinstance(token, str) and token.isdecimal() and len(token) < 20
                 else token: bias
@@ -247,17 +244,17 @@ def _whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> i
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # not a number is not within either
+    if not is_number or not low <= value <= high:  # NaN fails the comparison too
         raise RequestError(f"{name} must be a finite number within [{low:g}, {high:g}], got {_shown(value)}")
     return float(value)
 
 
 def _shown(value: Any) -> str:
-    """A bad value in one line of a message, however large it is."""
+    """An invalid value for a message, shortened."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of more than some thousand digits
-        return f"one of {value.bit_length():,} bits"
+    except ValueError:  # Python refuses to print very long numbers
+        return f"a number of {value.bit_length():,} bits"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
@@ -281,7 +278,7 @@ def _strings(name: str, values: Any, most: int, most_characters: int) -> tuple[s
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
-    """Each once, in the order in which they come."""
+    """Token ids without duplicates, in their order; raises `RequestError`."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
         raise RequestError(f"{name} must be a list of token ids, got {_shown(values)}")
     checked = (

@@ -1,25 +1,23 @@
-"""From the target's logits to the distribution that a request asked for, row by row and exactly.
+"""Processes the target's logits into the request's distribution, exactly and row by row.
 
-The order is fixed, vLLM's, and documented because it matters:
+The order is fixed and vLLM's:
 
-1. masks: allowed tokens, grammar, bad words, `logit_bias`, then no stop token before `min_tokens`;
+1. masks: allowed tokens, grammar, bad words, `logit_bias`, stop tokens before `min_tokens`;
 2. penalties: repetition, frequency, presence;
 3. temperature;
-4. filters: min-p, then top-k of what is left, then top-p of what is left then.
+4. filters: min-p, then top-k of the remaining tokens, then top-p of the remaining tokens.
 
-Transformers takes min-p last. Top-p measures its mass after min-p here and before it there, so a request with both is
-another distribution; any other choice of filters is the same.
+Transformers applies min-p last. Here top-p measures its mass after min-p, there before it, so a request with both has
+another distribution there; any other combination of filters is the same.
 
-Every rule that looks at the text looks at the text *of its row*: prompt, answer so far and the path to the
-node. A row on a path is therefore the same, bit for bit, as the row of that text once it is committed. No row
-depends on another.
+Every rule that depends on the text uses the text *of its row*: prompt, answer so far and the path to the node. So a
+node's row is the same, bit for bit, as the row of that text once it is committed. No row depends on another.
 
-Ties have one rule: a filter draws its line at a value, and all tokens on the line stay. So the result depends
-neither on a sort's stability nor on the order of the vocabulary. Greedy takes the lowest id among equals.
+Ties: a filter keeps all tokens at its threshold value, so the result depends neither on a sort's stability nor on the
+order of the vocabulary. Greedy takes the lowest id among ties.
 
-A row in which the masks leave nothing becomes a stop: only the stop tokens remain, with equal logits. Where
-there is no stop token either, the row is token 0 for certain, which `permits` does not: the answer ends there, without
-it.
+A row without an allowed token becomes a stop: only the stop tokens remain, with equal logits. If there are no stop
+tokens either, the row is token 0 with probability 1. `permits` rejects that token, so the answer ends before it.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ if TYPE_CHECKING:
     from slipstream.sampling.grammars.grammar import Grammar
 
 NUM_NUCLEUS_CANDIDATES = 1024
-"""Sorting a vocabulary is slow on a CPU: top-p ranks this many tokens first, all only if they fall short."""
+"""Sorting a vocabulary is slow on a CPU: top-p sorts this many tokens first, all only if their mass is too small."""
 
 
 class LogitsProcessor:
-    """Everything that `SamplingParams` does to the logits of one request. Stateless after it is built.
+    """Applies a request's `SamplingParams` to logits. Stateless after construction.
 
-    `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored; `bad_words` are
-    the tokenised bad words; `vocab_size` is the width of the logits, and what only tokens beyond it could say is left
-    out; `grammar` is what `structured` came to for this answer. Works on any device without a host synchronisation,
-    except that on a CPU top-p decides by the data how much to sort.
+    `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored. `bad_words` are the
+    tokenised bad words. `vocab_size` is the width of the logits; stop tokens and bad words beyond it are ignored.
+    `grammar` is the compiled `structured` of this answer. Works on any device without a host synchronisation, except
+    that on a CPU the size of top-p's sort depends on the data.
     """
 
     def __init__(
@@ -61,15 +59,17 @@ class LogitsProcessor:
         grammar: Grammar | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
-        sayable = range(vocab_size)
-        words = {tuple(word) for word in bad_words if len(word) and all(token in sayable for token in word)}
+        vocabulary = range(vocab_size)
+        words = {
+            tuple(word) for word in bad_words if len(word) and all(token in vocabulary for token in word)
+        }
         self._params = params
         self._vocab_size = vocab_size
         self._grammar = grammar
-        self._stop = sorted({token for token in stop_token_ids if token in sayable})
+        self._stop = sorted({token for token in stop_token_ids if token in vocabulary})
         self._bad_tokens = frozenset(word[0] for word in words if len(word) == 1)
         self._phrases: dict[tuple[int, ...], list[int]] = {}
-        """What begins a bad phrase, to the tokens that would complete one."""
+        """Prefix of bad phrases to the tokens that would complete one."""
         for word in sorted(words):
             if len(word) > 1:
                 self._phrases.setdefault(word[:-1], []).append(word[-1])
@@ -81,12 +81,12 @@ class LogitsProcessor:
 
     @cached_property
     def is_plain_greedy(self) -> bool:
-        """True when the token is simply the argmax of the raw logits, so that nothing here need run."""
+        """True when the token is the argmax of the raw logits, so that no processing is needed."""
         return self._params.greedy and not (self.masks or self._biases or self._penalises)
 
     @cached_property
     def masks(self) -> bool:
-        """True when some tokens may not come, or not yet."""
+        """True when some tokens may be masked."""
         waits = self._params.min_tokens > 0 and bool(self._stop)
         chosen = self._params.allowed_token_ids is not None or self._grammar is not None
         return chosen or bool(self._bad_tokens or self._phrases) or waits
@@ -129,8 +129,8 @@ class LogitsProcessor:
         return self._filter(scores).log_softmax(-1)
 
     def permits(self, output_token_ids: Seq[int], token_id: int) -> bool:
-        """Whether `token_id`, which is no stop token, may follow the text. A token that was drawn may, unless nothing
-        was left of its row."""
+        """True where `token_id`, not a stop token, may follow the text. False for a sampled token only if its row had
+        no allowed token."""
         if token_id in self._bad_tokens or (self._allowed is not None and token_id not in self._allowed):
             return False
         if any(token_id in completing for completing in self._completing(output_token_ids, ())):
@@ -162,7 +162,7 @@ class LogitsProcessor:
                     scores[row, torch.tensor(completing, device=scores.device)] = -math.inf
 
     def _never(self) -> torch.Tensor:
-        """The tokens that no row may say, [V]."""
+        """The tokens that are masked in every row, bool [V]."""
         forbidden = torch.zeros(self._vocab_size, dtype=torch.bool)
         if self._params.allowed_token_ids is not None:
             forbidden[:] = True
@@ -171,11 +171,11 @@ class LogitsProcessor:
         return forbidden
 
     def _never_early(self) -> torch.Tensor:
-        """The same before `min_tokens`, [V]."""
+        """The tokens that are masked before `min_tokens`, bool [V]."""
         return self._never().index_fill_(0, torch.tensor(self._stop), True)
 
     def _completing(self, output: Seq[int], path: Seq[int]) -> list[list[int]]:
-        """The last tokens of bad phrases whose other tokens end one row's text."""
+        """The last tokens of bad phrases whose preceding tokens are a suffix of the row's text."""
         if not self._phrases:
             return []
         reach = self._beginnings[-1]
@@ -184,7 +184,7 @@ class LogitsProcessor:
         return [self._phrases[beginning] for beginning in beginnings if beginning in self._phrases]
 
     def _revive(self, scores: torch.Tensor) -> torch.Tensor:
-        """Give rows in which nothing stayed allowed a token that ends the answer; see the module's docstring."""
+        """Turn rows without an allowed token into a stop; see the module's docstring."""
         dead = ~(scores.amax(-1, keepdim=True) > -math.inf)  # [R, 1]
         return torch.where(dead, self._tensor("last words", self._last_words, scores.device), scores)
 
@@ -238,28 +238,30 @@ class LogitsProcessor:
         return scores
 
     def _tensor(self, name: str, make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-        """What `make` makes, made once a device."""
+        """The tensor from `make`, cached for each device."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = make().to(device)
         return self._tensors[name, device]
 
 
 def _one_hot(scores: torch.Tensor) -> torch.Tensor:
-    """Log of one-hot rows at the argmax, the lowest id among equals."""
+    """Log of one-hot rows at the argmax; ties go to the lowest id."""
     return torch.full_like(scores, -math.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
 
 
 def _nucleus_cut(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest probability that top-p keeps, [R, 1]: a token stays while the mass before it is below."""
+    """The smallest probability that top-p keeps, [R, 1]: a token is kept while the mass before it is below `top_p`."""
     vocab_size = probs.shape[-1]
     if not probs.is_cuda and vocab_size > NUM_NUCLEUS_CANDIDATES:
         ranked = probs.topk(NUM_NUCLEUS_CANDIDATES).values  # [R, C], descending
-        if float(ranked.double().sum(-1).min()) >= top_p + 1e-9:  # clear of rounding: the line falls inside
+        if (
+            float(ranked.double().sum(-1).min()) >= top_p + 1e-9
+        ):  # with a margin for rounding, the cut is among them
             return _cut_of_ranked(ranked, top_p)
     return _cut_of_ranked(probs.sort(-1, descending=True).values, top_p)
 
 
 def _cut_of_ranked(ranked: torch.Tensor, top_p: float) -> torch.Tensor:
-    mass = ranked.double().cumsum(-1)  # float64: the line must not move with the order of additions
+    mass = ranked.double().cumsum(-1)  # float64: the cut must not depend on the order of additions
     num_kept = (mass - ranked < top_p).sum(-1, keepdim=True).clamp_(min=1)
     return ranked.gather(-1, num_kept - 1)

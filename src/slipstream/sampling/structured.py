@@ -1,4 +1,4 @@
-"""What an answer must look like: a JSON schema, a regular expression, a grammar or a choice."""
+"""The constraint on an answer: a JSON schema, a regular expression, a grammar or a choice."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 @strict_keywords("structured output key")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """The form that an answer must have; exactly one of the first five fields is set.
+    """The constraint on an answer; exactly one of the first five fields is set.
 
-    Frozen and validated: a bad value raises `RequestError` in one line. Whether a schema, expression or grammar
-    can be followed is seen when it meets a model's tokenizer, before any work is done for the request. JSON is kept as
-    text and lists as tuples, so that equal constraints are equal and can be looked up.
+    Frozen and validated: a bad value raises a one-line `RequestError`. Whether a schema, expression or grammar is
+    supported is checked when it is compiled for a model's tokenizer, before the request starts. JSON is stored as text
+    and lists as tuples, so that the object is hashable and equal constraints are equal.
     """
 
     json_schema: Mapping[str, Any] | bool | str | None = None
-    """A JSON schema, decoded or as text. Properties come in the order in which they are written there."""
+    """A JSON schema, decoded or as text. An answer's properties come in the schema's order."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """A regular expression in the syntax of Rust's; the whole answer matches it."""
+    """A regular expression in the syntax of Rust's `regex` crate; it matches the whole answer."""
     grammar: str | None = None
     """A context-free grammar in llguidance's variant of Lark's syntax; its rule `start` is the answer."""
     choice: Seq[str] | None = None
     """One of these texts."""
     compact: bool = False
-    """With `json_schema` or `json_object`: no whitespace between the tokens of JSON. Without it there may be one space,
-    or a new line and its indentation."""
+    """With `json_schema` or `json_object`: no whitespace between JSON's tokens. Without it, one space, or a new line
+    with its indentation, is allowed."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", "compact"):
@@ -46,7 +46,7 @@ class StructuredOutput:
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if self.json_schema is False:
-            raise RequestError("json_schema false allows nothing; give a schema that something satisfies")
+            raise RequestError("json_schema false allows nothing; give a schema that some value satisfies")
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise RequestError(
@@ -66,7 +66,7 @@ class StructuredOutput:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StructuredOutput:
-        """From decoded JSON."""
+        """From decoded JSON; raises `RequestError`."""
         if not isinstance(mapping, Mapping):
             raise RequestError(
                 f'structured must be a StructuredOutput or an object such as {{"json_object": true}}, '
@@ -76,7 +76,7 @@ class StructuredOutput:
 
 
 def _schema_text(schema: Mapping[str, Any] | bool | str) -> str:
-    """The schema as JSON text, in the order in which it was written."""
+    """The schema as JSON text, in its own order; raises `RequestError`."""
     try:
         decoded = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(decoded)

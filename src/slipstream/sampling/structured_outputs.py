@@ -1,4 +1,4 @@
-"""vLLM's names for the form of an answer."""
+"""vLLM's names for the constraint on an answer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FOREIGN = {
 @strict_keywords("structured output key", _FOREIGN)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must look like, as vLLM writes it; see `StructuredOutput` for ours.
+    """The constraint on an answer in vLLM's form; `StructuredOutput` is Slipstream's own.
 
-    Exactly one of the first five is set. `grammar` may be in GBNF (`root ::= ...`) too. Raises `RequestError`.
+    Exactly one of the first five fields is set. `grammar` may also be in GBNF (`root ::= ...`). Raises `RequestError`.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -46,7 +46,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_any(cls, value: Any) -> StructuredOutputsParams:
-        """From one, or from a mapping with its fields."""
+        """From an instance, or a mapping with its fields; raises `RequestError`."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -54,7 +54,7 @@ class StructuredOutputsParams:
         return cls(**value)
 
     def as_structured(self) -> StructuredOutput:
-        """The same in our words."""
+        """The same constraint as a `StructuredOutput`; raises `RequestError`."""
         return StructuredOutput(
             json_schema=self.json,
             json_object=bool(self.json_object),
@@ -66,9 +66,9 @@ class StructuredOutputsParams:
 
 
 def _lark(grammar: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark  # only where it is needed: a command's help is quick
+    from llguidance.gbnf_to_lark import any_to_lark  # imported here to keep `slipstream --help` quick
 
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # the converter's own, and whatever odd texts make of it
+    except Exception as error:  # the converter may raise anything for an invalid text
         raise RequestError(f"grammar is neither Lark nor GBNF: {' '.join(str(error).split())}") from None

@@ -29,8 +29,8 @@ from slipstream.draft.heads import hydra_head as hydra
 from slipstream.draft.heads import medusa_head as medusa
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.fit import check_fits
 from slipstream.draft.heads.residual import ResidualBlock
+from slipstream.draft.heads.target_shape import check_fits
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models import CausalLM, load_model
 from slipstream.testing.expand import (

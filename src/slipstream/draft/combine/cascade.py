@@ -1,9 +1,9 @@
-"""A draft model that is itself decoded speculatively: a smaller drafter guesses what the larger one will guess.
+"""A draft model that is itself decoded speculatively: an inner drafter drafts for it.
 
 Chen et al., "Cascade speculative drafting for even faster LLM inference" (NeurIPS 2024); Spector and Re, "Accelerating
-LLM inference with staged speculative decoding" (2023). A draft model's token is a function of its logits, also where it
-is drawn, for the noise is keyed by position. So the inner drafter is checked exactly, by equality, and the chain is the
-one that the draft model alone would propose; it only takes fewer of its passes. The inner drafter may be a cascade.
+LLM inference with staged speculative decoding" (2023). A draft model's token is a function of its logits and of noise
+that is keyed by position, also where it is sampled. So inner draft tokens are verified by equality, and the chain is
+the same as the draft model alone would propose, in fewer of its passes. The inner drafter may be a cascade too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CascadeOptions(GrowthOptions):
 
     num_speculative_tokens: int = 6
     draft: Mapping[str, Any]
-    """`method` and keys of the drafter that guesses for the draft model, which is the target in its eyes."""
+    """`method` and keys of the inner drafter, whose target is the draft model."""
     model: str | None = None
     """Folder or hub id of the draft model; None is the target's own weights, quantised, as in `method: self`."""
     dtype: str = "auto"
@@ -51,19 +51,17 @@ class CascadeOptions(GrowthOptions):
         reject_unknown([self.dtype], DTYPES, "cascade dtype")
         check_quantization(self.quantization, "cascade")
         if self.tree_top_k > 1 or self.tree_choices is not None:
-            raise ConfigError(
-                "cascade drafts are chains; leave tree_top_k and tree_choices to the inner draft"
-            )
+            raise ConfigError("cascade drafts are chains; set tree_top_k and tree_choices in the inner draft")
         if "verifier" in self.draft:
             raise ConfigError(
-                "cascade draft has a verifier; inner drafts are checked by equality, leave it out"
+                "cascade draft has a verifier, but inner drafts are verified by equality; omit it"
             )
         validate(SpeculativeConfig.from_mapping(self.draft))
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """A sequence as the inner drafter sees it: guesses of the draft model are committed tokens."""
+    """A sequence for the inner drafter, in which the draft model's tokens count as committed."""
 
     sequence: Sequence
     num_committed: int = 0
@@ -71,7 +69,7 @@ class _Shadow:
 
 
 class CascadeDrafter(DraftModelDrafter):
-    """Drafts with a draft model whose passes check the guesses of an inner drafter."""
+    """Drafts with a draft model whose passes verify an inner drafter's proposals."""
 
     summary = "a draft model that itself drafts with a cheaper drafter"
 
@@ -166,18 +164,18 @@ class CascadeDrafter(DraftModelDrafter):
         return super()._max_stored() + self.inner.max_nodes()
 
     def _compute(self, feeds: list[Feed]) -> None:
-        """One pass over the feeds and, below each, the inner drafter's guesses of what follows."""
+        """One pass over the feeds, each with the inner drafter's proposal below it."""
         shadows = [self._shadows[feed.growth.sequence.id].sequence for feed in feeds]
         budgets: list[int] = []
         for feed, shadow in zip(feeds, shadows, strict=True):
             shadow.num_computed = feed.rows.num_past
-            # The pass yields one token without the inner drafter's help.
+            # The pass itself yields one more token.
             missing = feed.growth.max_depth - len(feed.growth.nodes) - 1
             budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
         served = [place for place, shadow in enumerate(shadows) if self._guard.serves(shadow)]
-        asked = self._guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
+        answers = self._guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
         proposals = [EMPTY_PROPOSAL] * len(shadows)
-        for place, proposal in zip(served, asked, strict=True):
+        for place, proposal in zip(served, answers, strict=True):
             proposals[place] = proposal
         own_rows = [feed.rows for feed in feeds]
         for feed, proposal in zip(feeds, proposals, strict=True):
@@ -201,27 +199,27 @@ class CascadeDrafter(DraftModelDrafter):
         self._guard.observe(seen)
 
     def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:
-        """Grow the chain by the draft model's own tokens for as long as the inner drafter foresaw them.
+        """Grow the chain by the draft model's own tokens, as far as the inner drafter proposed them.
 
-        `logits` is [1 + n, vocab]: row 0 follows the chain, row i + 1 node i. Returns the nodes that were right.
+        `logits` is [1 + n, vocab]: row 0 follows the chain, row i + 1 node i. Returns the accepted nodes.
         """
         accepted: list[int] = []
         node: int | None = ROOT
         while node is not None and growth.frontier:
-            guesses = growth.grow(logits[node + 1 : node + 2])
-            if not guesses:
+            grown = growth.grow(logits[node + 1 : node + 2])
+            if not grown:
                 break
-            (guess,) = guesses
+            (draft,) = grown
             children = {proposal.token_ids[child]: child for child in proposal.children.get(node, ())}
-            node = children.get(guess.token_id)
+            node = children.get(draft.token_id)
             if node is not None:
                 accepted.append(node)
-                guess.stored = len(growth.stored)
-                growth.stored.append(guess)
+                draft.stored = len(growth.stored)
+                growth.stored.append(draft)
         return accepted
 
     def _shadow(self, sequence: Sequence) -> Sequence:
-        """The sequence for the inner drafter, with the committed text and no guesses."""
+        """The inner drafter's sequence, rewound to the committed text."""
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
             shadow = self._shadows[sequence.id] = _Shadow(self._new_shadow(sequence))
@@ -238,7 +236,7 @@ class CascadeDrafter(DraftModelDrafter):
     def _new_shadow(self, sequence: Sequence) -> Sequence:
         params = sequence.params
         if self.shape.method == "greedy" and params.temperature > 0:
-            params = dataclasses.replace(params, temperature=0.0)  # what is to be foreseen is the argmax
+            params = dataclasses.replace(params, temperature=0.0)  # the draft model takes the argmax
         return Sequence(
             id=sequence.id,
             request_id=sequence.request_id,
@@ -248,7 +246,7 @@ class CascadeDrafter(DraftModelDrafter):
             params=params,
             seed=sequence.seed,
             options=sequence.options,
-            grammar=sequence.grammar and sequence.grammar.copy(),  # it is asked about another text
+            grammar=sequence.grammar and sequence.grammar.copy(),  # it follows another text
         )
 
 

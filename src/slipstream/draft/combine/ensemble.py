@@ -1,4 +1,4 @@
-"""Several drafters in one: all at once, one after the other, or each for its own kind of request."""
+"""Several drafters combined: united in one tree, tried in order, or routed by a request's task."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slipstream.config import SpeculativeConfig, check_at_least, check_types, re
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.combine.group import DrafterGroup
-from slipstream.draft.combine.merging import TrackRecord, merge, share_of
+from slipstream.draft.combine.merging import AcceptanceRecord, merge, share_of
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 
 MODES = ("merge", "first", "vote", "route")
 UNITING = ("merge", "vote")
-"""The modes that make one tree of all members' guesses."""
+"""The modes that unite all members' draft tokens in one tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class EnsembleOptions:
     members: list[Any]
     """The drafters, each as a `speculative_config` of its own; the verifier is the ensemble's."""
     mode: str = "merge"
-    """`merge`: all guesses in one tree, the most probable first. `vote`: the same, guesses of more members first.
-    `first`: members are asked in order until one has a guess, so cheap ones come first. `route`: one member a request,
+    """`merge`: one tree of all members' draft tokens, the most probable first. `vote`: the same, tokens of more members
+    first. `first`: the first member in order with a proposal, so list cheap ones first. `route`: one member a request,
     by its `task`."""
     num_draft_nodes: int | None = None
-    """The most nodes of a proposal; None is the largest member's own number."""
+    """The most nodes of a proposal; None is the largest of the members' own maxima."""
     min_tokens: int = 1
-    """With `first`: a guess of fewer tokens than this in depth does not keep the next member from being asked; the
-    deepest guess wins if no member has as many."""
+    """With `first`: the depth from which a proposal is used without trying the next member. If no proposal is as deep,
+    the deepest one is used."""
     routes: Mapping[str, Any] | None = None
     """With `route`: a request's `task` to the member's number, from 0, or its `method`."""
     default_route: int | str = 0
@@ -56,14 +56,14 @@ class EnsembleOptions:
             self.number(member)
 
     def configs(self) -> list[SpeculativeConfig]:
-        """The members' configurations; raises `ConfigError` where one is none."""
+        """The members' configurations; raises `ConfigError` for an invalid one."""
         for member in self.members:
             if isinstance(member, Mapping) and "verifier" in member:
                 raise ConfigError("an ensemble's members share its verifier; set it beside members")
         return [SpeculativeConfig.from_mapping(member) for member in self.members]
 
     def number(self, member: Any) -> int:
-        """Which member a number or a method names; raises `ConfigError` where that is none or several."""
+        """Index of the member that a number or a method names; raises `ConfigError` unless it is exactly one."""
         methods = [config.method for config in self.configs()]
         if type(member) is int and 0 <= member < len(methods):
             return member
@@ -77,19 +77,19 @@ class EnsembleOptions:
 
 @dataclass(slots=True)
 class _Round:
-    """What the members proposed for one sequence in one step."""
+    """The members' proposals for one sequence in one step."""
 
     length: int
-    """Tokens of the text then."""
+    """Length of the committed text then."""
     proposals: dict[int, Proposal] = field(default_factory=dict)
-    """By member; those that were not asked, or had nothing, are absent."""
+    """Member to its proposal; without members that were not called or proposed nothing."""
 
 
 class EnsembleDrafter(DrafterGroup):
-    """Asks other drafters and unites or chooses among their proposals.
+    """Unites several drafters' proposals, or chooses among them.
 
-    A member that raises or breaks its contract is retired for that sequence; the others go on. Each member is told
-    what became of its own guesses, with the target's logits behind them, whoever else had made them too.
+    A member that raises or breaks its contract is retired for that sequence; the others go on. Each member observes the
+    verdicts of its own draft tokens, with the target's logits behind them.
     """
 
     summary = "several drafters whose drafts are united, voted on or tried in turn"
@@ -102,27 +102,27 @@ class EnsembleDrafter(DrafterGroup):
             drawn = member.drafter.kinds_made() - {ProposalKind.ONE_HOT}
             if drawn and not context.verifier.accepts_coupled and options.mode in UNITING:
                 raise ConfigError(
-                    f"verifier {context.verifier.name!r} cannot judge drawn draft tokens of several drafters in one "
+                    f"verifier {context.verifier.name!r} cannot verify sampled tokens of several drafters in one "
                     f"tree; for {name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
                 )
         self._routes = {task: options.number(member) for task, member in (options.routes or {}).items()}
         self._default = options.number(options.default_route)
         self._rounds: dict[int, _Round] = {}
-        self._records: dict[int, TrackRecord] = {}
+        self._records: dict[int, AcceptanceRecord] = {}
 
     # --- proposing --------------------------------------------------------------------------------------------
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """One proposal a sequence, made of the members' as `mode` says."""
+        """One proposal a sequence, combined from the members' by `mode`."""
         rounds = [_Round(len(sequence.token_ids)) for sequence in sequences]
-        asked = list(
+        requests = list(
             zip(sequences, [min(budget, self.max_nodes()) for budget in budgets], rounds, strict=True)
         )
         for number, member in enumerate(self.members):
             most = member.drafter.max_nodes()
             wanted = [
                 (sequence, min(budget, most), round_)
-                for sequence, budget, round_ in asked
+                for sequence, budget, round_ in requests
                 if member.serves(sequence) and self._wants(number, sequence, round_)
             ]
             proposals = member.ask([each[0] for each in wanted], [each[1] for each in wanted])
@@ -130,7 +130,7 @@ class EnsembleDrafter(DrafterGroup):
                 if len(proposal):
                     round_.proposals[number] = proposal
         result: list[Proposal] = []
-        for sequence, budget, round_ in asked:
+        for sequence, budget, round_ in requests:
             result.append(self._unite(sequence, budget, round_) if round_.proposals else EMPTY_PROPOSAL)
             self._rounds.pop(sequence.id, None)
             if round_.proposals:
@@ -138,7 +138,7 @@ class EnsembleDrafter(DrafterGroup):
         return result
 
     def _wants(self, number: int, sequence: Sequence, round_: _Round) -> bool:
-        """True where the member is to be asked, given what those before it proposed."""
+        """True where the member should propose too, given the proposals of those before it."""
         if self.options.mode == "route":
             return number == self._routes.get(sequence.task, self._default)
         if self.options.mode == "first":
@@ -146,15 +146,15 @@ class EnsembleDrafter(DrafterGroup):
         return True
 
     def _is_enough(self, proposal: Proposal) -> bool:
-        """Drawn tokens always are: a classical verifier is exact only if none is dropped for what it turned out to be,
-        and how deep a drawn tree is may depend on that."""
+        """True where no further member is needed. Always true for sampled tokens: a classical verifier is exact only if
+        none is dropped because of its value, and a sampled tree's depth may depend on the values."""
         drawn = proposal.draft_probs is not None
         return drawn or max(proposal.depths) >= self.options.min_tokens
 
     def _unite(self, sequence: Sequence, budget: int, round_: _Round) -> Proposal:
         proposals = round_.proposals
         if self.options.mode in UNITING:
-            record = self._records.setdefault(sequence.id, TrackRecord())
+            record = self._records.setdefault(sequence.id, AcceptanceRecord())
             return merge(proposals, record, budget, by_votes=self.options.mode == "vote")
         enough = [proposal for proposal in proposals.values() if self._is_enough(proposal)]
         return enough[0] if enough else max(proposals.values(), key=lambda proposal: max(proposal.depths))
@@ -165,14 +165,14 @@ class EnsembleDrafter(DrafterGroup):
         return frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED}) if united else made
 
     def max_nodes(self) -> int:
-        """`num_draft_nodes`, or the largest member's."""
+        """`num_draft_nodes`, or the largest of the members' maxima; at most their sum."""
         members = sum(member.drafter.max_nodes() for member in self.members)
         return min(self.options.num_draft_nodes or super().max_nodes(), members)
 
     # --- learning ---------------------------------------------------------------------------------------------
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Tell each member what became of its own nodes; count how often its guesses were right."""
+        """Pass each member the verdicts of its own nodes, and count its acceptance."""
         rounds = [self._rounds.pop(seen.sequence.id, None) for seen in observations]
         for seen, round_ in zip(observations, rounds, strict=True):
             record = self._records.get(seen.sequence.id)
@@ -194,6 +194,6 @@ class EnsembleDrafter(DrafterGroup):
 
 
 def _own(number: int, seen: Observation, round_: _Round | None) -> Observation:
-    """What one member is to learn from what was checked."""
+    """One member's part of an observation."""
     proposal = EMPTY_PROPOSAL if round_ is None else round_.proposals.get(number, EMPTY_PROPOSAL)
     return share_of(seen, proposal, seen.num_before if round_ is None else round_.length)

@@ -1,8 +1,8 @@
-"""Several drafters' trees in one: united below one text, cut to one budget, and taken apart again.
+"""Merges several drafters' trees into one within a budget, and splits its verdict among them again.
 
 The union of several drafts is SpecInfer's (Miao et al., "SpecInfer: accelerating large language model serving with
-tree-based speculative inference and verification", ASPLOS 2024). Which nodes survive the budget is decided by what was
-known before the step: how often each drafter's guesses were right so far.
+tree-based speculative inference and verification", ASPLOS 2024). The nodes within the budget are chosen by each
+drafter's acceptance before the step.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from dataclasses import dataclass, field
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.draft.base import Observation
 
-FIRST_GUESS = 0.5
-"""The chance that a best guess is right, before anything has been seen; each further sibling has half of it."""
+PRIOR_ACCEPTANCE = 0.5
+"""Prior acceptance probability of a best-ranked token; each further sibling has half of it."""
 PRIOR_STEPS = 2.0
-"""How many steps that expectation weighs."""
-MEMORY = 0.95
-"""What an outcome still weighs when the next one of its kind has come."""
+"""Weight of the prior, in steps."""
+DECAY = 0.95
+"""Factor by which older outcomes are discounted with each new one."""
 MAX_RANK = 8
 """Siblings from this one on are counted together."""
 
 
-class TrackRecord:
-    """How often guesses were right in one text, by drafter, depth and rank among siblings, given their parent was."""
+class AcceptanceRecord:
+    """Acceptance in one sequence given that the parent was accepted, by drafter, depth and rank among siblings."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], tuple[float, float]] = {}
-        """(member, depth, rank) to (steps, accepted), old ones weighing less."""
+        """(member, depth, rank) to discounted (steps, accepted)."""
 
     def chance(self, member: int, depth: int, rank: int) -> float:
-        """The chance that the guess is right if its parent is. What is known of a depth is expected of the next."""
+        """Acceptance probability given an accepted parent; each depth's estimate is the prior of the next."""
         rank = min(rank, MAX_RANK)
-        estimate = FIRST_GUESS ** (rank + 1)
+        estimate = PRIOR_ACCEPTANCE ** (rank + 1)
         for above in range(1, depth + 1):
             steps, accepted = self._counts.get((member, above, rank), (0.0, 0.0))
             estimate = (accepted + PRIOR_STEPS * estimate) / (steps + PRIOR_STEPS)
         return estimate
 
     def learn(self, member: int, proposal: Proposal, committed: Seq[int]) -> None:
-        """Compare a member's own proposal, checked or not, with the tokens that were committed after it."""
+        """Compare a member's proposal, verified or not, with the tokens committed after it."""
         node = ROOT
         for depth, token in enumerate(committed, start=1):
             children = proposal.children.get(node, [])
@@ -50,7 +50,7 @@ class TrackRecord:
                 right = proposal.token_ids[child] == token
                 key = (member, depth, min(rank, MAX_RANK))
                 steps, accepted = self._counts.get(key, (0.0, 0.0))
-                self._counts[key] = (steps * MEMORY + 1, accepted * MEMORY + right)
+                self._counts[key] = (steps * DECAY + 1, accepted * DECAY + right)
                 if right:
                     node = child
             if node == ROOT:
@@ -58,27 +58,27 @@ class TrackRecord:
 
 
 @dataclass(slots=True)
-class _Node:
+class _MergedNode:
     token_id: int
     parent: int
     depth: int
     members: set[int] = field(default_factory=set)
     wrong: float = 1.0
-    """The chance that every member that guessed it is wrong, if the parent is right."""
+    """Probability that no member's prediction of it holds, given that the parent is accepted."""
     score: float = 0.0
-    """The chance that the whole path is right."""
+    """Probability that the whole path is accepted."""
 
 
 def merge(
-    proposals: Mapping[int, Proposal], record: TrackRecord, max_nodes: int, by_votes: bool = False
+    proposals: Mapping[int, Proposal], record: AcceptanceRecord, max_nodes: int, by_votes: bool = False
 ) -> Proposal:
-    """One tree of the members' `proposals`, equal tokens below one parent being one node.
+    """One tree of the members' `proposals`; equal tokens below one parent become one node.
 
-    The `max_nodes` nodes that are most likely to be accepted stay; `by_votes` puts those first that more members
-    guessed. Either way no child comes before its parent, because it has neither more voters nor a better chance. With
-    anything but chosen tokens among them the result is coupled: only the coupled verifier may judge it.
+    The `max_nodes` nodes with the highest acceptance probability are kept; `by_votes` ranks nodes of more members
+    first. Either way a child never ranks before its parent. Unless all proposals are one-hot the result is coupled, for
+    the coupled verifier only.
     """
-    nodes: list[_Node] = []
+    nodes: list[_MergedNode] = []
     places: dict[tuple[int, int], int] = {}
     for member, proposal in proposals.items():
         place: list[int] = []
@@ -88,7 +88,7 @@ def merge(
             above = ROOT if parent == ROOT else place[parent]
             at = places.setdefault((above, token_id), len(nodes))
             if at == len(nodes):
-                nodes.append(_Node(token_id, above, depth))
+                nodes.append(_MergedNode(token_id, above, depth))
             rank = proposal.children[parent].index(len(place))
             place.append(at)
             if member not in nodes[at].members:
@@ -112,7 +112,8 @@ def merge(
 
 
 def part_of(checked: Proposal, proposal: Proposal) -> tuple[Proposal, list[int]]:
-    """What of `proposal` is in the tree that was `checked`, and the row of its logits, the root's 0 first."""
+    """The part of `proposal` that is in the `checked` tree, and its rows of the logits: the root's 0, then its
+    nodes'."""
     places = {key: node for node, key in enumerate(zip(checked.parents, checked.token_ids, strict=True))}
     found = {ROOT: ROOT}
     for node, (token_id, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
@@ -137,7 +138,7 @@ def part_of(checked: Proposal, proposal: Proposal) -> tuple[Proposal, list[int]]
 
 
 def depth_along(proposal: Proposal, token_ids: Seq[int]) -> int:
-    """How many of `token_ids`, one after the other, the proposal holds from its top down."""
+    """Length of the longest prefix of `token_ids` that is a path from the proposal's root."""
     node = ROOT
     for depth, token in enumerate(token_ids):
         below = [child for child in proposal.children.get(node, []) if proposal.token_ids[child] == token]
@@ -148,7 +149,7 @@ def depth_along(proposal: Proposal, token_ids: Seq[int]) -> int:
 
 
 def node_along(proposal: Proposal, token_ids: Seq[int]) -> int | None:
-    """The node that all of `token_ids`, one after the other, lead to from the top; None where one is missing."""
+    """The node at the end of the path `token_ids` from the root; None where the path is not in the proposal."""
     node = ROOT
     for token in token_ids:
         children = proposal.children.get(node, [])
@@ -160,9 +161,9 @@ def node_along(proposal: Proposal, token_ids: Seq[int]) -> int | None:
 
 
 def share_of(seen: Observation, proposal: Proposal, num_before: int | None) -> Observation:
-    """What the author of `proposal` is to learn from what was checked, a tree that holds some of it and more.
+    """The observation for the drafter of `proposal`, of which the verified tree holds all or part.
 
-    `num_before` is how many tokens the text had when it was proposed; None where nothing was.
+    `num_before` is the text's length when it was proposed; None where nothing was proposed.
     """
     part, rows = part_of(seen.proposal, proposal)
     accepted = [] if num_before is None else seen.sequence.token_ids[num_before:][: seen.num_accepted]

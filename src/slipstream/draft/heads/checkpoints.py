@@ -1,20 +1,20 @@
-"""Configuration and tensors of a head, in a folder or on the hub."""
+"""A head's checkpoint: its configuration and tensors, in a folder or on the hub."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 
@@ -24,7 +24,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 def read_checkpoint(
     path: str, *, revision: str | None = None, weight_files: tuple[str, ...] = WEIGHT_FILES
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and the tensors of the first of `weight_files` that is there; raises `ModelError`."""
+    """`config.json` and the tensors of the first of `weight_files` that exists; raises `ModelError`."""
     folder = _folder(path, revision, weight_files)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     weight_file: str = WEIGHT_FILES[0],
 ) -> None:
-    """Write `config.json` and the tensors; each file appears whole or not at all."""
+    """Write `config.json` and the tensors; each file is replaced atomically."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -80,6 +80,59 @@ def write_checkpoint(
             file.replace(folder / file.name)
 
 
+class HeadCheckpoint:
+    """A checkpoint whose tensors must be exactly those of a module."""
+
+    def __init__(self, path: str, weight_files: tuple[str, ...], revision: str | None = None) -> None:
+        """Reads the first of `weight_files` that exists; raises `ModelError` where a file is missing or damaged."""
+        self.path = path
+        self.config, self.tensors = read_checkpoint(path, revision=revision, weight_files=weight_files)
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """The configuration's value of the first of `keys` that it has; raises `ModelError` unless it is an int ≥ 0."""
+        value = next((self.config[key] for key in keys if self.config.get(key) is not None), default)
+        if type(value) is not int or value < 0:
+            self.refuse(
+                f"has no {keys[0]} in its config.json" if value is None else f"has {keys[0]} {value!r}"
+            )
+        return value
+
+    def length(self, tensor: str) -> int:
+        """Number of rows of a tensor, for sizes that a configuration omits; raises `ModelError` if it is missing."""
+        if tensor not in self.tensors:
+            self.refuse(f"lacks the tensor {tensor}")
+        return len(self.tensors[tensor])
+
+    def rename(self, usual: Callable[[str], str]) -> None:
+        """Rename every tensor by `usual`."""
+        self.tensors = {usual(name): tensor for name, tensor in self.tensors.items()}
+
+    def load_into(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """Copy the tensors into `module`; `names` maps each entry of its state to the file's name for it.
+
+        Raises `ModelError` for tensors that are missing, unknown or of another shape, naming the first one.
+        """
+        state = module.state_dict()
+        expected = {names[name]: tensor.shape for name, tensor in state.items()}
+        present = {name: tensor.shape for name, tensor in self.tensors.items()}
+        if missing := sorted(expected.keys() - present.keys()):
+            self.refuse(f"lacks the tensor {_first_of(missing)}")
+        if unknown := sorted(present.keys() - expected.keys()):
+            self.refuse(f"has an unknown tensor: {_first_of(unknown)}")
+        for name in sorted(expected):
+            if expected[name] != present[name]:
+                self.refuse(f"has {name} of shape {list(present[name])}, not {list(expected[name])}")
+        module.load_state_dict({name: self.tensors[names[name]] for name in state})
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise `ModelError` for this checkpoint, with the reason."""
+        raise ModelError(f"the heads {self.path!r}: the checkpoint {why}")
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _folder(path: str, revision: str | None, weight_files: tuple[str, ...]) -> Path:
     if Path(path).is_dir():
         return Path(path)
@@ -89,4 +142,4 @@ def _folder(path: str, revision: str | None, weight_files: tuple[str, ...]) -> P
         return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json", *weight_files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"there is no folder {path!r}, and the hub has no such head: {reason}") from None
+        raise ModelError(f"{path!r} is neither a folder nor a head on the hub: {reason}") from None

@@ -1,8 +1,8 @@
-"""EAGLE: a one-layer head drafts from the target's own features (heads/eagle.py has the papers).
+"""EAGLE: a one-layer head drafts from the target's own features (`eagle_head` names the papers).
 
-An entry stands for a token and the feature before it, so committed text is fed with the target's true features, and
-guesses with the head's own estimates. After a verdict the estimates are forgotten: accepted tokens are fed again with
-what the target really computed.
+A cache entry belongs to a token and the feature of the token before it. Committed text is fed with the target's true
+features, draft tokens with the head's own estimates. After a verdict the estimates are dropped, and accepted tokens are
+fed again with the target's features.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class EagleDrafter(CachedDrafter):
 
     Options = EagleOptions
     version: ClassVar[int | None] = None
-    """Of the heads that it takes; None takes both."""
+    """EAGLE version of the heads that it accepts; None accepts both."""
     first_entry = 1  # the first token has no feature before it
     keeps_accepted = False
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         if context.target is None:
-            raise ConfigError("eagle drafts from a target's features and needs the target")
+            raise ConfigError("eagle drafts from a target's features; load a target with it")
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
         if self.version is not None and self.head.config.version != self.version:
             own = {1: "eagle", 3: "eagle3"}[self.head.config.version]
             raise ConfigError(
-                f"{options.model!r} is an EAGLE-{self.head.config.version} head; its method is {own}"
+                f"{options.model!r} is an EAGLE-{self.head.config.version} head; use method {own!r}"
             )
         self.target.pack_beside(self.head, options.quantization)
         config = self.head.config
@@ -124,7 +124,8 @@ class EagleDrafter(CachedDrafter):
         return self.target.embed(token_ids)
 
     def _states(self, feed: Feed) -> Tensor:
-        """[rows, hidden]: what each row starts from, the true feature or the estimate before it."""
+        """[rows, hidden]: each row's input state, the target's feature or the head's estimate for the token before
+        it."""
         if feed.nodes is None:
             assert self._target_cache is not None, "attach() comes before the first proposal"
             end = feed.first - 1 + len(feed.rows.token_ids)
@@ -133,7 +134,7 @@ class EagleDrafter(CachedDrafter):
         return torch.stack([node.parent.state if node.parent else feed.growth.state for node in feed.nodes])
 
     def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:
-        """Keep the estimates that the next level starts from."""
+        """Store the estimates that the next level starts from."""
         end = 0
         for feed in feeds:
             begin, end = end, end + len(feed.rows.token_ids)
@@ -145,7 +146,7 @@ class EagleDrafter(CachedDrafter):
 
 
 class Eagle1Drafter(EagleDrafter):
-    """Drafts with an EAGLE-1 head; as chains, fixed trees and EAGLE-2's dynamic trees."""
+    """Drafts with an EAGLE-1 head: chains, fixed trees and EAGLE-2's dynamic trees."""
 
     summary = "a head of one layer, trained on the target's hidden states (EAGLE, EAGLE-2)"
 
@@ -153,7 +154,7 @@ class Eagle1Drafter(EagleDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
-    """Drafts with an EAGLE-3 head; as chains, fixed trees and dynamic trees."""
+    """Drafts with an EAGLE-3 head: chains, fixed trees and dynamic trees."""
 
     summary = "a head of one layer, trained on three of the target's hidden states (EAGLE-3)"
 

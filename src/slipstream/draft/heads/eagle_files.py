@@ -1,6 +1,6 @@
-"""EAGLE heads on disk: the layouts that exist, read strictly and written back.
+"""EAGLE heads on disk: reads and writes the layouts in use.
 
-| layout | who writes it | how it is told |
+| layout | written by | recognised by |
 |---|---|---|
 | `eagle` | EAGLE-1 and EAGLE-2's own code | `layers.0.*` and `fc.*`, no output layer |
 | `eagle3` | EAGLE-3's own code, SpecForge, for SGLang and vLLM | `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d` |
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from slipstream.draft.heads.fit import TargetShape
+from slipstream.draft.heads.target_shape import TargetShape
 from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
 
@@ -38,7 +38,7 @@ def load_eagle(path: str, target: CausalLM, *, revision: str | None = None) -> E
 
 
 def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -> EagleHead:
-    """The head in a folder or on the hub, in float32; raises `ModelError` where it does not fit, with the reason."""
+    """The head in a folder or on the hub, in float32; raises `ModelError` where it does not match `target`."""
     raw, tensors = read_checkpoint(path, revision=revision)
     config = eagle_config(raw, tensors, target, path)
     head = EagleHead(config)
@@ -51,14 +51,14 @@ def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -
 def eagle_config(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape, path: str
 ) -> EagleConfig:
-    """What a checkpoint's configuration and tensors say; raises `ModelError` where they are not an EAGLE head's."""
+    """The configuration of a checkpoint of any layout; raises `ModelError` where it is not an EAGLE head's."""
     if "fc.weight" not in tensors:
         raise ModelError(f"{path!r} is not an EAGLE head: it has no tensor fc.weight")
     layer = raw
     if "speculators_model_type" in raw:
         if raw["speculators_model_type"] != "eagle3":
             raise ModelError(
-                f"{path!r} is a {raw['speculators_model_type']!r} speculator; eagle3 loads eagle3"
+                f"{path!r} is a {raw['speculators_model_type']!r} speculator; only 'eagle3' is supported"
             )
         layer = raw.get("transformer_layer_config") or {}
     three = "lm_head.weight" in tensors or any(name.startswith("midlayer.") for name in tensors)
@@ -111,7 +111,7 @@ def save_eagle(
     }
     if head.embedding is not None:
         tensors["embed_tokens.weight"] = head.embedding
-    if config.draft_vocab_size < config.vocab_size:  # others refuse a map that maps nothing
+    if config.draft_vocab_size < config.vocab_size:  # other engines refuse an identity map
         ids = head.draft_token_ids.cpu()
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
         known[ids] = True
@@ -173,7 +173,7 @@ def _written(config: EagleConfig, target: str, layout: str, num_speculative_toke
 
 
 def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[str, Tensor]:
-    """The tensors under the module's own names; raises `ModelError` for any that are missing, odd or left over."""
+    """The tensors under the module's names; raises `ModelError` for missing, unknown or misshapen ones."""
     renamed: dict[str, Tensor] = {}
     offsets, known = tensors.get("d2t"), tensors.get("t2d")
     for name, tensor in tensors.items():
@@ -188,7 +188,7 @@ def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[
     unknown = sorted(renamed.keys() - expected.keys())
     if missing or unknown:
         raise ModelError(
-            f"{path!r} is not a whole EAGLE-{head.config.version} head: "
+            f"{path!r} is not a complete EAGLE-{head.config.version} head: "
             + "; ".join(
                 f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
                 for what, names in (("missing", missing), ("unknown", unknown))
@@ -204,20 +204,20 @@ def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[
 
 
 def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: EagleConfig, path: str) -> Tensor:
-    """d2t holds offsets: the target's id is the draft's id plus its offset."""
+    """[draft vocab]: the target's ids of the draft tokens; `offsets` (d2t) is added to the draft's own ids."""
     ids = torch.arange(config.draft_vocab_size)
     if offsets is None:
         if config.draft_vocab_size != config.vocab_size:
             raise ModelError(
-                f"{path!r} guesses {config.draft_vocab_size} of {config.vocab_size} tokens but has no map d2t"
+                f"{path!r} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no tensor d2t"
             )
         return ids
     if len(offsets) != len(ids):
-        raise ModelError(f"{path!r}: d2t maps {len(offsets)} tokens, the head guesses {len(ids)}")
+        raise ModelError(f"{path!r}: d2t maps {len(offsets)} tokens, but the head drafts {len(ids)}")
     ids = ids + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
         raise ModelError(
-            f"{path!r}: d2t does not map into the target's {config.vocab_size} tokens, one to one"
+            f"{path!r}: d2t is not a one-to-one map into the target's {config.vocab_size} tokens"
         )
     if known is not None and not torch.equal(known.nonzero()[:, 0], ids.sort().values):
         raise ModelError(f"{path!r}: t2d and d2t name different tokens")
@@ -225,25 +225,27 @@ def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: Eagle
 
 
 def _check_fit(config: EagleConfig, target: TargetShape, path: str) -> None:
-    """Raise `ModelError` where the head was made for another target."""
+    """Raise `ModelError` where the head was trained for another target."""
     for what, mine, its in (
         ("hidden size", target.hidden_size, config.target_hidden_size),
         ("vocabulary", target.vocab_size, config.vocab_size),
     ):
         if mine != its:
             raise ModelError(
-                f"{path!r} was made for a target with a {what} of {its}, this one has {mine}; use its own head"
+                f"{path!r} is for a target with a {what} of {its}, this target has {mine}; use a head trained for it"
             )
     if config.version == 1 and config.hidden_size != target.hidden_size:
-        raise ModelError(f"{path!r}: an EAGLE-1 head is as wide as its target, {target.hidden_size}")
+        raise ModelError(
+            f"{path!r}: an EAGLE-1 head must have its target's hidden size, {target.hidden_size}"
+        )
     if any(not 0 <= layer <= target.num_layers for layer in config.feature_layers):
         raise ModelError(
-            f"{path!r} reads hidden states {list(config.feature_layers)}, the target has {target.num_layers} layers"
+            f"{path!r} reads hidden states {list(config.feature_layers)}, but the target has {target.num_layers} layers"
         )
 
 
 def _own_embedding(table: Tensor | None, target: TargetShape, path: str) -> Tensor | None:
-    """The head's own embedding table; None where it is the target's."""
+    """The head's own embedding table; None where it has none or a copy of the target's."""
     if table is None:
         return None
     if table.shape[0] != target.vocab_size:
@@ -252,7 +254,7 @@ def _own_embedding(table: Tensor | None, target: TargetShape, path: str) -> Tens
         return table
     for token_ids in torch.split(torch.arange(target.vocab_size), _ROWS_AT_ONCE):
         mine = target.embed(token_ids).float().cpu()
-        # As near as half-precision copies of one table are.
+        # The tolerance covers half-precision copies of one table.
         if not torch.allclose(mine, table[token_ids].float(), rtol=0.01, atol=1e-4):
             return table
     return None
@@ -266,7 +268,7 @@ def _number(config: Mapping[str, Any], name: str, path: str) -> int:
 
 
 def _old_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings as configurations held them before Transformers 5."""
+    """The rotary settings of a configuration from before Transformers 5."""
     rope = dict(config.get("rope_scaling") or {})
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     return rope | {"rope_theta": config.get("rope_theta", 10000.0)}

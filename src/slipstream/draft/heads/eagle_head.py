@@ -1,11 +1,11 @@
-"""EAGLE's draft head: one layer that guesses the target's next features, and from them its next tokens.
+"""EAGLE's draft head: one layer that predicts the target's next features, and from them its next tokens.
 
-A row pairs the feature of a token with the embedding of the token after it. EAGLE-1 and EAGLE-2 (Li et al., ICML 2024
-and EMNLP 2024; they differ in their trees only) read the target's last hidden state and use its own output layer.
+A row combines the feature of a token with the embedding of the token after it. EAGLE-1 and EAGLE-2 (Li et al., ICML
+2024 and EMNLP 2024; they differ in their trees only) read the target's last hidden state and use its output layer.
 EAGLE-3 (Li et al., NeurIPS 2025) fuses a low, a middle and a high hidden state, feeds its own output back, and has an
-output layer of its own, over a pruned vocabulary if one likes.
+output layer of its own, optionally over a pruned vocabulary.
 
-The same module serves drafting, over cached entries, and training, over whole texts: `attend` makes the difference.
+The module serves both drafting, over cached entries, and training, over whole texts; only `attend` differs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a head looks like. Layer numbers count as Slipstream's taps do: i is what layer i puts out, 0 the embedding,
-    and the target's number of layers what its final norm puts out."""
+    """Sizes and options of a head. Feature layer 0 is the embedding, i the output of layer i, and the target's number
+    of layers the output of its final norm."""
 
     version: int
     """1 or 3."""
@@ -40,14 +40,14 @@ class EagleConfig:
     vocab_size: int
     """The target's."""
     draft_vocab_size: int
-    """Tokens that the head can guess; with version 1 all of them."""
+    """Tokens that the head can draft; all of them with version 1."""
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     feature_layers: tuple[int, ...]
     norm_before_residual: bool = False
-    """Whether the residual starts behind the norm of the fused features (speculators) or before it (EAGLE's own)."""
+    """Whether the residual starts after the norm of the fused features (speculators) or before it (EAGLE's own)."""
     fc_bias: bool = False
     attention_bias: bool = False
     rms_norm_eps: float = 1e-6
@@ -108,7 +108,7 @@ class EagleAttention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer; EAGLE-3's attention reads the embedding and the state side by side, each normed."""
+    """A Llama layer; EAGLE-3's attention reads the normed embedding and the normed state, concatenated."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class EagleHead(nn.Module):
         return next(self.parameters()).device
 
     def encode(self, features: Tensor) -> Tensor:
-        """What the first row of a draft starts from: features [..., taps * target hidden] -> state [..., hidden]."""
+        """The input state for true features: [..., feature layers * target hidden] -> [..., hidden]."""
         return self.fc(features) if self.config.version == 3 else features
 
     def forward(self, embeds: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -169,9 +169,9 @@ class EagleHead(nn.Module):
         return self.layer(embeds, state, self.rotary(state, positions), attend)  # type: ignore[no-any-return]
 
     def logits(self, state: Tensor) -> Tensor:
-        """EAGLE-3: [..., hidden] -> [..., draft vocab]. EAGLE-1's are the target's own output layer's."""
+        """EAGLE-3 only: [..., hidden] -> [..., draft vocab]. EAGLE-1 uses the target's output layer."""
         return self.lm_head(self.norm(state))  # type: ignore[no-any-return]
 
     def num_parameters(self) -> int:
-        """Weights of the head itself."""
+        """Number of the head's own weights."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,7 +1,6 @@
-"""Drafters that are heads on the target: they read the state behind its last computed token and nothing else.
+"""Drafters of heads on the target: they read only the hidden state of its last computed token.
 
-No keys and values of their own, nothing to catch up with, nothing to roll back: what a sequence's next guesses are
-made from stands in the target's cache.
+They have no keys and values of their own, so there is nothing to catch up with and nothing to roll back.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.heads.fit import check_fits
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Shape
+from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, ProposalShape
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
@@ -35,13 +34,13 @@ class HeadOptions(GrowthOptions):
     model: str
     """Folder or hub id of the heads; they must have been trained for this target."""
     num_speculative_tokens: int = 4
-    """Depth: draft tokens in a chain, levels in a tree; at most one a head, and more are cut to that."""
+    """Depth: draft tokens in a chain, levels in a tree; reduced to the number of heads."""
     quantization: str | None = None
     """Weight format of the heads, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     revision: str | None = None
 
     def check(self, what: str) -> None:
-        """Raise `ConfigError` for what cannot be."""
+        """Raise `ConfigError` for an invalid value; `what` is the drafter's name in the message."""
         check_types(self, what)
         self.check_growth(what)
         check_quantization(self.quantization, what)
@@ -59,16 +58,18 @@ class HeadDrafter(Drafter):
         target: CausalLM,
         heads: MedusaHeads | HydraHeads,
     ) -> None:
-        """Takes `heads` over: moved to the target's device and type, and packed for its kernels."""
+        """Moves `heads` to the target's device and dtype, and packs them for its kernels."""
         super().__init__(options, context)
         config = heads.config
         check_fits(options.model, config.hidden_size, config.vocab_size, target)
         depth = min(options.num_speculative_tokens, config.num_heads)
-        self.shape = Shape.of(dataclasses.replace(options, num_speculative_tokens=depth), context.verifier)
+        self.shape = ProposalShape.of(
+            dataclasses.replace(options, num_speculative_tokens=depth), context.verifier
+        )
         if self.shape.depth > config.num_heads:
             raise ConfigError(
-                f"tree_choices is {self.shape.depth} levels deep, but the heads {options.model!r} are "
-                f"{config.num_heads}; leave out the deeper nodes"
+                f"tree_choices is {self.shape.depth} levels deep, but {options.model!r} has "
+                f"{config.num_heads} heads; omit the deeper nodes"
             )
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
         target.pack_beside(heads, options.quantization)
@@ -79,7 +80,7 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
-        """Grow all trees to the end; `features` [growths, hidden] are the states behind the tokens computed last."""
+        """Grow all trees to the end; `features` [growths, hidden] are the states of the tokens computed last."""
 
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds
@@ -111,7 +112,7 @@ class HeadDrafter(Drafter):
         growths = {
             sequence.id: self._growths.begin(sequence, budget)
             for sequence, budget in zip(sequences, budgets, strict=True)
-            # The heads guess what follows the one token that the target has not computed.
+            # The heads predict the tokens after the single token that the target has not computed.
             if budget > 0
             and 0 < sequence.num_computed == len(sequence.token_ids) - 1
             and self._growths.may_draft(sequence)
@@ -125,7 +126,7 @@ class HeadDrafter(Drafter):
         ]
 
     def _feature(self, sequence: Sequence) -> Tensor:
-        """[1, hidden]: the state behind the token that the target computed last."""
+        """[1, hidden]: the hidden state of the token that the target computed last."""
         assert self._target_cache is not None, "attach() comes before the first proposal"
         return self._target_cache.features(sequence.id, sequence.num_computed - 1, sequence.num_computed)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.headed import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.hydra_head import load_hydra
 from slipstream.draft.model.growth import Growth
 
@@ -53,7 +53,8 @@ class HydraDrafter(HeadDrafter):
             level, growing = level + 1, [growth for growth in growing if growth.frontier]
 
     def _above(self, growths: Seq[Growth]) -> Tensor:
-        """What the head above read of every frontier node's parent; for the committed text, the target's state."""
+        """Each frontier node's prefix of its input row: its parent's row, or the target's state for the committed
+        text."""
         return torch.stack(
             [
                 node.parent.state if node and node.parent else growth.state
@@ -63,7 +64,7 @@ class HydraDrafter(HeadDrafter):
         )
 
     def _tokens(self, growths: Seq[Growth]) -> Tensor:
-        """Of every frontier node; the committed text's is its last."""
+        """The token of each frontier node; the last committed token for the committed text."""
         return torch.tensor(
             [
                 node.token_id if node else growth.sequence.token_ids[-1]

@@ -1,4 +1,4 @@
-"""Hydra heads: Medusa's, but each also reads the tokens that were guessed before it.
+"""Hydra heads: like Medusa's, but each also reads the draft tokens before its own.
 
 Ankner, Parthasarathy, Nrusimha, Rinard, Ragan-Kelley and Brandon, "Hydra: Sequentially-Dependent Draft Heads for Medusa
 Decoding" (COLM 2024). These are the paper's plain Hydra heads; Hydra++ adds a decoder layer before them.
@@ -13,15 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.draft.heads.checkpoints import write_checkpoint
-from slipstream.draft.heads.residual import Projecting, Projection, ResidualBlock
-from slipstream.draft.heads.strict import Checkpoint
+from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
+from slipstream.draft.heads.residual import ProjectedHeads, Projection, ResidualBlock
 
 PICKLED = "hydra_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
 WEIGHT_FILES = ("model.safetensors", PICKLED)
 ONLY = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
-"""What a configuration must say, or leave out, for the heads to be of this kind."""
+"""Configuration values that are supported; a key may be absent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,8 @@ class HydraConfig:
     """Folder or hub id of the target that they were trained for."""
 
 
-class HydraHeads(Projecting):
-    """Head k guesses the token k + 1 places after the target's own next one, knowing all tokens before it.
+class HydraHeads(ProjectedHeads):
+    """Head k predicts the token k + 1 positions after the target's own next one, given all tokens before it.
 
     It reads the target's last hidden state, after the final norm, and then the target's embeddings of the k + 1 tokens
     that follow the token of that state, side by side: [(k + 2) * hidden].
@@ -63,14 +62,14 @@ class HydraHeads(Projecting):
         )
 
     def step(self, head: int, rows: Tensor) -> Tensor:
-        """Logits [..., vocab] of one head; `rows` [..., (head + 2) * hidden] is what it reads."""
+        """Logits [..., vocab] of one head for its inputs `rows` [..., (head + 2) * hidden]."""
         return self.project(self.blocks[head](rows)[None], first=head)[0]
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """Teacher forcing: logits [heads, batch, length, vocab] where the text itself follows each position.
 
         `hidden` and `embeddings` [batch, length, hidden] belong to the same tokens. Rows whose following tokens lie
-        behind the end read zeros in their place; no token is there to be guessed either.
+        beyond the end read zeros in their place; they have no label either.
         """
         rows, states = hidden, []
         for head, block in enumerate(self.blocks):
@@ -85,7 +84,7 @@ def load_hydra(path: str, lm_head: Projection | None = None, revision: str | Non
 
     Raises `ModelError` where the files are not exactly a set of plain Hydra heads.
     """
-    checkpoint = Checkpoint(path, WEIGHT_FILES, revision)
+    checkpoint = HeadCheckpoint(path, WEIGHT_FILES, revision)
     for key, only in ONLY.items():
         if checkpoint.config.get(key, only) != only:
             checkpoint.refuse(f"has {key} {checkpoint.config[key]!r}; only {only!r} is supported")
@@ -104,9 +103,9 @@ def load_hydra(path: str, lm_head: Projection | None = None, revision: str | Non
 
 
 def save_hydra(heads: HydraHeads, folder: str | Path, weight_file: str = WEIGHT_FILES[0]) -> None:
-    """Write heads as the authors' code (`weight_file=PICKLED`) reads them."""
+    """Write heads in the layout of the authors' code (which needs `weight_file=PICKLED`)."""
     config, names = heads.config, _names(heads)
-    facts = {
+    config_json = {
         "model_type": "hydra",
         "base_model_name_or_path": config.base_model,
         "hidden_size": config.hidden_size,
@@ -117,10 +116,10 @@ def save_hydra(heads: HydraHeads, folder: str | Path, weight_file: str = WEIGHT_
         **ONLY,
     }
     tensors = {names[name]: tensor for name, tensor in heads.state_dict().items()}
-    write_checkpoint(folder, facts, tensors, weight_file)
+    write_checkpoint(folder, config_json, tensors, weight_file)
 
 
 def _names(heads: HydraHeads) -> dict[str, str]:
-    """What the authors' files call each entry of the state."""
+    """Entry of the state to its name in the authors' files."""
     usual = {"blocks": "hydra_mlp", "projections": "hydra_lm_head"}
     return {name: re.sub(r"^\w+", lambda part: usual[part[0]], name) for name in heads.state_dict()}

@@ -1,6 +1,6 @@
 """Medusa heads draft a chain or a tree (Cai et al., ICML 2024); see `slipstream.draft.heads.medusa_head`.
 
-Typical acceptance, the paper's second half, changes the text and is not used: the verifiers keep it.
+The paper's typical acceptance is not used, because it changes the target's output distribution.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.headed import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.medusa_head import load_medusa
 from slipstream.draft.model.growth import Growth
 
@@ -25,9 +25,9 @@ class MedusaOptions(HeadOptions):
 
 
 class MedusaDrafter(HeadDrafter):
-    """One pass over the heads gives the guesses of all levels: every node of a level has the same ones."""
+    """One pass over the heads gives the logits of all levels; all nodes of a level share them."""
 
-    summary = "small heads on the target, one for each place ahead (Medusa)"
+    summary = "small heads on the target, one for each position ahead (Medusa)"
 
     Options = MedusaOptions
 

@@ -1,8 +1,8 @@
-"""Medusa heads: each guesses one token further ahead from the same hidden state, on its own.
+"""Medusa heads: each predicts one token further ahead from the same hidden state, independently of the others.
 
 Cai, Li, Geng, Peng, Lee, Chen and Dao, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
-Heads" (ICML 2024). Medusa-1 trains the heads beside a frozen target, which is all that is needed here; Medusa-2 trains
-the target with them, and the result is another target with heads of the same form.
+Heads" (ICML 2024). Medusa-1, which is trained here, trains the heads beside a frozen target; Medusa-2 also trains the
+target, which gives another target with heads of the same form.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.draft.heads.checkpoints import write_checkpoint
-from slipstream.draft.heads.residual import Projecting, Projection, ResidualBlock
-from slipstream.draft.heads.strict import Checkpoint
+from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
+from slipstream.draft.heads.residual import ProjectedHeads, Projection, ResidualBlock
 
 PICKLED = "medusa_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
@@ -37,14 +36,14 @@ class MedusaConfig:
     bias: bool = True
     """In the blocks; the projections have none."""
     shares_lm_head: bool = False
-    """True: the heads have no projections and use the target's output layer, frozen: most of the weights of a set are
-    its projections, and one pass over the shared one serves all heads."""
+    """True: the heads have no projections and use the target's frozen output layer. Projections are most of a set's
+    weights, and one pass over the shared one serves all heads."""
     base_model: str = ""
     """Folder or hub id of the target that they were trained for."""
 
 
-class MedusaHeads(Projecting):
-    """Head k guesses the token k + 1 places after the target's own next one.
+class MedusaHeads(ProjectedHeads):
+    """Head k predicts the token k + 1 positions after the target's own next one.
 
     They read what the target's output layer reads: the last hidden state, after the final norm.
     """
@@ -70,16 +69,14 @@ def load_medusa(path: str, lm_head: Projection | None = None, revision: str | No
 
     Raises `ModelError` where the files are not exactly a set of heads.
     """
-    checkpoint = Checkpoint(path, WEIGHT_FILES, revision)
+    checkpoint = HeadCheckpoint(path, WEIGHT_FILES, revision)
     num_layers = checkpoint.size("medusa_num_layers", "num_hidden_layers", default=1)
     checkpoint.rename(lambda name: _usual_name(name, num_layers))
     last = f"0.{num_layers}.weight"
     shares = bool(checkpoint.config.get("original_lm_head"))
     vocab_size = checkpoint.size("vocab_size") if shares else checkpoint.length(last)
     if checkpoint.config.get("truncated_vocab_size") not in (None, vocab_size):
-        checkpoint.refuse(
-            "guesses a part of the vocabulary only (truncated_vocab_size), which is not supported"
-        )
+        checkpoint.refuse("has a truncated vocabulary (truncated_vocab_size), which is not supported")
     config = MedusaConfig(
         hidden_size=checkpoint.length("0.0.linear.weight"),
         vocab_size=vocab_size,
@@ -90,7 +87,7 @@ def load_medusa(path: str, lm_head: Projection | None = None, revision: str | No
         base_model=str(checkpoint.config.get("base_model_name_or_path") or ""),
     )
     if shares:
-        checkpoint.tensors.pop(last, None)  # the target's output layer, for engines that do not lend it
+        checkpoint.tensors.pop(last, None)  # a copy of the target's output layer, which some engines need
     heads = MedusaHeads(config, lm_head)
     checkpoint.load_into(heads, _names(heads))
     return heads
@@ -99,15 +96,15 @@ def load_medusa(path: str, lm_head: Projection | None = None, revision: str | No
 def save_medusa(
     heads: MedusaHeads, folder: str | Path, weight_file: str = WEIGHT_FILES[0], lm_head: Tensor | None = None
 ) -> None:
-    """Write heads as the authors' code (`weight_file=PICKLED`) and vLLM read them.
+    """Write heads in the layout of the authors' code (which needs `weight_file=PICKLED`) and of vLLM.
 
-    vLLM needs `lm_head` [vocab, hidden], the target's output layer, in the file of heads that share it.
+    For heads that share it, vLLM needs the target's output layer in the file: `lm_head` [vocab, hidden].
     """
     config, names = heads.config, _names(heads)
     tensors = {names[name]: tensor for name, tensor in heads.state_dict().items()}
     if config.shares_lm_head and lm_head is not None:
         tensors[f"0.{config.num_layers}.weight"] = lm_head
-    facts = {
+    config_json = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "base_model_name_or_path": config.base_model,
@@ -118,11 +115,11 @@ def save_medusa(
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.shares_lm_head,
     }
-    write_checkpoint(folder, facts, tensors, weight_file)
+    write_checkpoint(folder, config_json, tensors, weight_file)
 
 
 def _names(heads: MedusaHeads) -> dict[str, str]:
-    """What the authors' files call each entry of the state: a head is a list of its blocks and its projection."""
+    """Entry of the state to its name in the authors' files, where a head is a list of its blocks and its projection."""
     names = {}
     for name in heads.state_dict():
         part, head, rest = name.split(".", 2)
@@ -133,7 +130,7 @@ def _names(heads: MedusaHeads) -> dict[str, str]:
 
 
 def _usual_name(name: str, num_layers: int) -> str:
-    """The authors' name of a tensor that may have vLLM's."""
+    """The authors' name of a tensor that may have vLLM's name."""
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
     name = re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_layers}.", name)

@@ -1,4 +1,4 @@
-"""The block that Medusa and Hydra heads are built of."""
+"""The residual block and the projections of Medusa and Hydra heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Projection = Callable[[Tensor], Tensor]
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(Linear(x))`, which begins as the identity.
+    """`x + SiLU(Linear(x))`, initialised as the identity.
 
-    An input wider than `hidden_size` is brought to that width by a second linear layer on the residual path, which
-    begins by passing on the first `hidden_size` numbers.
+    For an input wider than `hidden_size`, a second linear layer on the residual path reduces it to that width. It
+    begins as the projection to the first `hidden_size` numbers.
     """
 
     def __init__(self, in_features: int, hidden_size: int, bias: bool = True) -> None:
@@ -38,13 +38,13 @@ class ResidualBlock(nn.Module):
         return output
 
 
-class Projecting(nn.Module):
-    """What heads share: blocks first, then a vocabulary projection of their own or the target's for all of them."""
+class ProjectedHeads(nn.Module):
+    """Base of a set of heads: each head's blocks, then its own vocabulary projection or the target's for all heads."""
 
     def __init__(self, own: list[nn.Linear], shared: Projection | None) -> None:
         super().__init__()
         self.projections = nn.ModuleList(own)
-        # In a tuple, because a module that is assigned becomes a part of this one, and is trained and saved with it.
+        # In a tuple, because an assigned module would become a submodule, trained and saved with this one.
         self._shared: tuple[Any, ...] = (shared,)
         if not own and shared is None:
             raise ValueError("heads without projections of their own need the target's")
@@ -54,7 +54,7 @@ class Projecting(nn.Module):
         return next(self.parameters()).device
 
     def init_projections(self, weight: Tensor) -> None:
-        """Begin with the target's output layer, `weight` [vocab, hidden], in every projection of the heads' own."""
+        """Initialise every own projection with the target's output layer, `weight` [vocab, hidden]."""
         with torch.no_grad():
             for projection in self.projections:
                 assert isinstance(projection, nn.Linear)

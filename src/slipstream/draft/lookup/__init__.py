@@ -1,1 +1,1 @@
-"""Drafters that look up what followed the same tokens before."""
+"""Drafters that look up what followed the same tokens earlier."""

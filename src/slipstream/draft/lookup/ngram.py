@@ -1,4 +1,4 @@
-"""Prompt lookup: the text's last few tokens have stood there before, so guess that the same follows again."""
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the text's last n-gram."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class NgramOptions:
     num_speculative_tokens: int = 4
     """The most draft tokens in a step."""
     prompt_lookup_min: int = 2
-    """The shortest n-gram that counts as having stood there before."""
+    """The shortest n-gram that counts as a match."""
     prompt_lookup_max: int = 4
-    """The longest n-gram that is looked up; a longer match says little more."""
+    """The longest n-gram that is looked up; longer matches predict little better."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -39,7 +39,7 @@ class NgramOptions:
 
 
 class NgramIndex:
-    """Where in one growing text each n-gram of `min_n` to `max_n` tokens was last followed by something."""
+    """For one growing text: where each n-gram of `min_n` to `max_n` tokens last occurred before another token."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._lengths = range(min_n, max_n + 1)
@@ -50,7 +50,7 @@ class NgramIndex:
         self.num_indexed = 0
 
     def extend_to(self, token_ids: Seq[int]) -> None:
-        """Index what `token_ids` holds beyond what was seen before; nothing follows the last token yet."""
+        """Index the n-grams of `token_ids` that are new since the last call; the last token has no follower yet."""
         for follower in range(max(self.num_indexed, 1), len(token_ids)):
             for n in self._lengths:
                 if n > follower:
@@ -61,7 +61,7 @@ class NgramIndex:
         self.num_indexed = len(token_ids)
 
     def find(self, token_ids: Seq[int]) -> int | None:
-        """Where the continuation of the longest n-gram at the text's end began when it last stood there."""
+        """Position after the last earlier occurrence of the longest n-gram at the text's end; None without a match."""
         for n in reversed(self._lengths):
             if n < len(token_ids):
                 follower = self._followed_at.get(tuple(token_ids[-n:]))
@@ -72,7 +72,7 @@ class NgramIndex:
     def memory_bytes(self) -> int:
         """Bytes held by the table, its keys and its positions."""
         keys_bytes = sum(num * (sys.getsizeof(()) + 8 * n) for n, num in enumerate(self._num_entries))
-        # The n-grams that end at one place share its number, and there are most of the longest.
+        # All n-grams that end at one position share one integer object; the longest n-grams are the most numerous.
         positions_bytes = max(self._num_entries) * sys.getsizeof(1 << 20)
         return sys.getsizeof(self._followed_at) + keys_bytes + positions_bytes
 
@@ -80,11 +80,10 @@ class NgramIndex:
 class NgramDrafter(Drafter):
     """Prompt lookup decoding (Saxena 2023) over prompt and answer alike.
 
-    Of the n-grams at the text's end the longest that has stood there before decides, at its most recent
-    occurrence. What followed it is proposed. When the occurrence is so recent that its continuation reaches
-    the text's end, the draft goes on through its own beginning: were the draft accepted, the same occurrence,
-    as far back as now, would predict exactly that. Text that loops (rules, tables, lists) thus fills the
-    whole budget instead of one period.
+    The longest n-gram at the text's end that occurred before decides. The tokens that followed its most recent
+    occurrence are proposed. If that continuation reaches the end of the text, the draft repeats its own
+    beginning: once accepted, the same match would predict exactly these tokens. Periodic text (rules, tables,
+    lists) thus fills the whole budget instead of one period.
 
     A step costs `prompt_lookup_max - prompt_lookup_min + 1` table entries for each newly committed token,
     whatever the length of the text: with the defaults about 1 µs and 270 bytes a token, and 5 µs a
@@ -134,7 +133,7 @@ class NgramDrafter(Drafter):
         return num_speculative_tokens
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's table; should it come back, it is indexed anew from its committed tokens."""
+        """Drop the sequence's table; a preempted sequence is indexed again from its committed tokens."""
         self._indexes.pop(sequence.id, None)
 
     def num_held(self) -> int:

@@ -1,4 +1,4 @@
-"""The answers of past requests, kept apart by tenant, bounded in memory, and kept on disk if asked."""
+"""Past answers, indexed by tenant, bounded in memory, optionally saved to disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = "slipstream-suffix-cache"
 VERSION = 1
 
 
-class Document(NamedTuple):
+class PastAnswer(NamedTuple):
     """One past answer, preceded by the last `num_context` tokens of its prompt."""
 
     tenant: str
@@ -27,9 +27,8 @@ class Document(NamedTuple):
 class SuffixCache:
     """Past answers, first in first out.
 
-    Tenants share the memory and nothing else: each has an index of its own, and an unknown tenant has none.
-    When the bound is reached the oldest answer of all goes, whoever's it is, so that what is no longer asked
-    for makes room by itself.
+    Tenants share only the memory bound: each has an index of its own. When the bound is reached, the oldest
+    answer of all tenants is dropped.
     """
 
     def __init__(self, max_depth: int, max_occurrences: int, max_documents: int, max_tokens: int) -> None:
@@ -37,7 +36,7 @@ class SuffixCache:
         self._max_occurrences = max_occurrences
         self._max_documents = max_documents
         self._max_tokens = max_tokens
-        self._documents: deque[Document] = deque()
+        self._documents: deque[PastAnswer] = deque()
         self._indexes: dict[str, SuffixIndex] = {}
         self._num_tokens = 0
 
@@ -50,14 +49,14 @@ class SuffixCache:
         return self._num_tokens
 
     def index(self, tenant: str) -> SuffixIndex | None:
-        """What this tenant's past answers say, or None when there are none."""
+        """The index over this tenant's past answers; None when there are none."""
         return self._indexes.get(tenant)
 
     def add(self, tenant: str, token_ids: Seq[int], num_context: int) -> None:
-        """Remember an answer, unless it alone would push out all others."""
+        """Store an answer and drop the oldest ones beyond the bounds; ignores an answer longer than the token bound."""
         if len(token_ids) > self._max_tokens:
             return
-        document = Document(tenant, array("i", token_ids), num_context)
+        document = PastAnswer(tenant, array("i", token_ids), num_context)
         self._documents.append(document)
         self._num_tokens += len(token_ids)
         if tenant not in self._indexes:
@@ -68,7 +67,7 @@ class SuffixCache:
             self._drop_oldest()
 
     def clear(self) -> None:
-        """Forget every answer."""
+        """Drop all answers."""
         self._documents.clear()
         self._indexes.clear()
         self._num_tokens = 0
@@ -82,10 +81,9 @@ class SuffixCache:
             del self._indexes[document.tenant]
 
     def save(self, path: str | Path, vocab_size: int) -> None:
-        """Write all answers, oldest first, as JSON lines below a header. The file appears whole or not at
-        all.
+        """Write all answers, oldest first, as JSON lines below a header; the file is replaced atomically.
 
-        It holds the tenants' names and what they were answered, so only its owner may read it.
+        It holds tenants' names and answers, so only its owner may read it.
         """
         partial = Path(f"{path}.partial")
         partial.touch(mode=0o600)
@@ -107,23 +105,25 @@ class SuffixCache:
         return documents_bytes + sum(index.memory_bytes() for index in self._indexes.values())
 
     def integrity(self) -> list[str]:
-        """What is wrong in the books; walks everything, so it is for tests."""
+        """Violated invariants; empty when there are none. Walks everything, so it is for tests."""
         problems = [problem for index in self._indexes.values() for problem in index.integrity()]
         for tenant, index in self._indexes.items():
             own = [document for document in self._documents if document.tenant == tenant]
             if index.num_documents != len(own) or len(index) != sum(1 + len(d.token_ids) for d in own):
-                problems.append(f"tenant {tenant!r}: the index does not hold what is remembered")
+                problems.append(f"tenant {tenant!r}: the index and the stored answers differ")
         if self._num_tokens != sum(len(document.token_ids) for document in self._documents):
-            problems.append(f"{self._num_tokens} tokens are counted, which is not what is remembered")
+            problems.append(
+                f"{self._num_tokens} tokens are counted, but the stored answers have another number"
+            )
         return problems
 
 
 _DOCUMENT_BYTES = 176
-"""A `Document`, its array's header and its token count, as CPython lays them out."""
+"""A `PastAnswer`, its array's header and its token count, as CPython lays them out."""
 
 
 def check_cache_file(path: str | Path) -> None:
-    """Raise `ConfigError` unless `path` begins as a saved cache does; reads one line."""
+    """Raise `ConfigError` unless the first line of `path` is the header of a saved cache."""
     with _open(path) as file:
         _header(file, path)
 
@@ -150,7 +150,7 @@ def _header(file: IO[str], path: str | Path) -> dict[str, Any]:
     return header
 
 
-def _read(path: str | Path, vocab_size: int) -> list[Document]:
+def _read(path: str | Path, vocab_size: int) -> list[PastAnswer]:
     with _open(path) as file:
         header = _header(file, path)
         if header.get("vocab_size") != vocab_size:
@@ -158,7 +158,7 @@ def _read(path: str | Path, vocab_size: int) -> list[Document]:
                 f"suffix cache file {str(path)!r} is for a vocabulary of {header.get('vocab_size')!r}; "
                 f"the target has {vocab_size} tokens"
             )
-        documents: list[Document] = []
+        documents: list[PastAnswer] = []
         try:
             for line in file:
                 documents.append(_document(line, vocab_size))
@@ -170,10 +170,10 @@ def _read(path: str | Path, vocab_size: int) -> list[Document]:
     return documents
 
 
-def _document(line: str, vocab_size: int) -> Document:
-    """One line; raises one of several errors for what `save` does not write."""
+def _document(line: str, vocab_size: int) -> PastAnswer:
+    """One parsed line; raises ValueError, TypeError, OverflowError or RecursionError for a damaged one."""
     tenant, num_context, token_ids = json.loads(line)
-    document = Document(tenant, array("i", token_ids), num_context)
+    document = PastAnswer(tenant, array("i", token_ids), num_context)
     in_vocabulary = all(0 <= token < vocab_size for token in document.token_ids)
     if not (isinstance(tenant, str) and type(num_context) is int and num_context >= 0 and in_vocabulary):
         raise ValueError(line)

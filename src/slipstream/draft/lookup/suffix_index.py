@@ -1,11 +1,10 @@
-"""Where have these last tokens stood before, and what followed? Hash chains over one flat text, as in LZ77.
+"""Finds earlier occurrences of a text's suffix and what followed them: hash chains over one flat text, as in LZ77.
 
-A suffix tree answers the same question and costs about a kilobyte a token in Python. Here the text is one
-array of token ids, and for two short *anchor* lengths each position links to the previous position at which
-the same n-gram ended. A look-up walks the two chains that the text's tail selects, newest first and at most
-`max_occurrences` links each, and measures how far each occurrence agrees backwards. Positions only grow, so
-the oldest text is forgotten by cutting off the front of the arrays: links that point before it are simply
-dead.
+A suffix tree would take about a kilobyte a token in Python. Here the text is one array of token ids, and for
+two short *anchor* lengths each position links to the previous position at which the same n-gram ended. A
+look-up walks the two chains of the suffix's n-grams, newest first, at most `max_occurrences` links each, and
+measures the length of each match backwards. Positions only grow: the oldest text is dropped by cutting off the
+front of the arrays, and links that point before it are dead.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 ANCHOR_LENGTHS = (3, 1)
-"""Three tokens are rare enough to lead to long matches in few links; one token finds the short ones."""
+"""Trigrams are rare enough to lead to long matches in few links; single tokens find the short matches."""
 
 _SEPARATOR = -1
-"""Stands before every document. It equals no token, so that matches and continuations stop at it."""
+"""Put before every document. It equals no token id, so matches and continuations stop at it."""
 
 _NOWHERE = -1
 
@@ -56,7 +55,7 @@ class SuffixIndex:
         self._base = 0
         """Position of `_text[0]`."""
         self._first = 0
-        """Position of the oldest live document; what lies before it is cut off now and then."""
+        """Position of the oldest live document; the dead text before it is cut off from time to time."""
         self._chains = [_Chains(n) for n in ANCHOR_LENGTHS]
         self._starts: deque[int] = deque()
         """Positions of the separators, oldest document first."""
@@ -70,15 +69,15 @@ class SuffixIndex:
         return len(self._starts)
 
     def begin_document(self) -> None:
-        """What is appended from now on has nothing to do with what came before."""
+        """Begin a new document; no match crosses its start."""
         self._starts.append(self._base + len(self._text))
         self._push(_SEPARATOR)
 
     def extend(self, token_ids: Seq[int], num_context: int = 0) -> None:
-        """Append to the newest document. The first `num_context` tokens are never themselves a continuation.
+        """Append to the newest document. The first `num_context` tokens are matched but never proposed.
 
-        A position enters the chains when the token after it arrives: an occurrence that nothing follows
-        predicts nothing, and the text's own tail is no occurrence of itself.
+        A position enters the chains when the token after it arrives: an occurrence without a continuation
+        predicts nothing, and the text's suffix must not match itself.
         """
         start = self._starts[-1]
         for i, token in enumerate(token_ids):
@@ -88,7 +87,7 @@ class SuffixIndex:
             self._push(token)
 
     def drop_oldest_document(self) -> None:
-        """Forget the document that was begun first, and every link to it."""
+        """Drop the oldest document and the links to it."""
         start = self._starts.popleft()
         end = self._starts[0] if self._starts else self._base + len(self._text)
         for chains in self._chains:
@@ -97,7 +96,7 @@ class SuffixIndex:
                 if chains.heads.get(ngram) == position:
                     del chains.heads[ngram]
         self._first = end
-        # Moving all that stays costs milliseconds when it is a million tokens, so it is not done every time.
+        # Cutting moves the rest of the arrays, milliseconds for a million tokens, so it is done only now and then.
         num_dead = end - self._base
         if num_dead > len(self._text) // 4:
             for cut in (self._text, *(chains.previous for chains in self._chains)):
@@ -105,9 +104,9 @@ class SuffixIndex:
             self._base = end
 
     def occurrences(self, tail: Seq[int]) -> list[tuple[int, int]]:
-        """Where the end of `tail` stood: (position of the next token, number of tokens that agree).
+        """Earlier occurrences of the end of `tail`: (position of the next token, length of the match).
 
-        Those that agree in a whole longer anchor come first, and of each kind the newest.
+        Matches of the longer anchor come first, and the newest first within an anchor.
         """
         last_first = tail[: -self._max_depth - 1 : -1]
         found = []
@@ -116,15 +115,15 @@ class SuffixIndex:
             if len(last_first) >= chains.n:
                 for position in self._walk(chains, array("i", tail[-chains.n :]).tobytes()):
                     length = self._agreement(position, last_first)
-                    # A longer anchor has found these already: among the newest occurrences of the shorter one
-                    # there is none that is not also among the newest of its own.
+                    # Matches that long were found by the longer anchor already: its newest occurrences include
+                    # all of them that are among the newest of the shorter anchor.
                     if length < longer:
                         found.append((position + 1, length))
             longer = chains.n
         return found
 
     def continuations(self, places: list[int], depth: int) -> dict[int, list[int]]:
-        """`places` by the token that stands `depth` tokens after each; texts that have ended are left out."""
+        """`places` grouped by the token at `place + depth`; places whose document has ended are left out."""
         groups: dict[int, list[int]] = {}
         text, offset = self._text, depth - self._base
         for place in places:
@@ -139,7 +138,7 @@ class SuffixIndex:
         return sys.getsizeof(self._text) + starts_bytes + sum(c.memory_bytes() for c in self._chains)
 
     def integrity(self) -> list[str]:
-        """What is wrong in the books; walks everything, so it is for tests."""
+        """Violated invariants; empty when there are none. Walks everything, so it is for tests."""
         end = self._base + len(self._text)
         problems = []
         for chains in self._chains:
@@ -147,10 +146,10 @@ class SuffixIndex:
                 problems.append(f"{len(chains.previous)} links for {len(self._text)} positions")
             for ngram, head in chains.heads.items():
                 if not self._first <= head < end or self._ngram(head, chains.n) != ngram:
-                    problems.append(f"the chain of {ngram!r} starts at {head}, where it does not stand")
+                    problems.append(f"the chain of {ngram!r} starts at {head}, where it does not occur")
         live = range(self._first, end)
         if list(self._starts) != [at for at in live if self._text[at - self._base] == _SEPARATOR]:
-            problems.append("documents do not begin where their separators stand")
+            problems.append("document starts and separators differ")
         return problems
 
     def _push(self, token: int) -> None:
@@ -159,7 +158,7 @@ class SuffixIndex:
             chains.previous.append(_NOWHERE)
 
     def _link(self, position: int, num_tokens: int) -> None:
-        """Enter `position`, up to which its document has `num_tokens` tokens, into the chains."""
+        """Enter `position` into the chains; its document has `num_tokens` tokens up to there."""
         for chains in self._chains:
             if num_tokens >= chains.n:
                 ngram = self._ngram(position, chains.n)

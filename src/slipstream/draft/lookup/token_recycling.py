@@ -1,8 +1,8 @@
-"""Token Recycling: what the target thought of as a token's successors last time is what it is asked about next time.
+"""Token Recycling: drafts each token's successors as the target last ranked them.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (ACL
-2025). A verification computes logits behind every draft token, and all but a few are thrown away. Their best tokens are
-kept here, by the token that they follow, and a tree of fixed shape is read out of them.
+2025). Verification computes logits behind every draft token. The top tokens of each row are kept in a table, by the
+token that they follow, and a tree of fixed shape is read from that table.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.top_tokens import top_tokens
 
 RANK_PROBS = (0.5, 0.1, 0.055, 0.035, 0.03, 0.02, 0.015, 0.012)
-"""How often the successor of each rank is the target's next token, for the shape of the tree."""
+"""How often the successor of each rank is the target's next token; determines the shape of the tree."""
 RANK_DECAY = 0.8
-"""Each rank beyond those is so much rarer than the one before."""
+"""Ratio of each further rank's probability to the one before."""
 UNKNOWN = -1
-"""In place of the successors of a token that no computed row has followed yet."""
+"""Marks a token whose successors are not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class TokenRecyclingOptions:
     """Keys of `speculative_config` for `token_recycling`."""
 
     num_draft_nodes: int = 11
-    """Nodes of the tree. With the text's own row they are twelve rows, which a CPU serves with one stream of weights;
-    a GPU has room for many more (the paper has 80)."""
+    """Nodes of the tree. With the last committed token they make twelve rows, which a CPU computes in one pass over the
+    weights. A GPU has room for many more (the paper has 80)."""
     num_speculative_tokens: int = 6
     """Levels of the tree."""
     num_successors: int = 8
-    """Successors that are kept of each token, and the most children of a node."""
+    """Successors kept for each token, and the most children of a node."""
     max_tenants: int = 16
-    """Tenants whose successors are kept, the last to be served; each costs `4 * num_successors` bytes for each token
-    of the vocabulary."""
+    """Tenants whose tables are kept, the most recently served ones; each takes `4 * num_successors` bytes for each
+    token of the vocabulary."""
 
     def __post_init__(self) -> None:
         check_types(self, "token_recycling")
@@ -57,35 +57,35 @@ class TokenRecyclingOptions:
 
 
 def best_shape(num_nodes: int, depth: int, num_ranks: int) -> list[tuple[int, int]]:
-    """The tree that is expected to have the most tokens accepted, as (parent, rank among siblings), best node first.
+    """The tree with the most expected accepted tokens, as (parent, rank among siblings), most probable node first.
 
-    A node is worth the product of `RANK_PROBS` along its path. Its parent and elder siblings are worth more, so
-    every beginning of the list is the best tree of its size.
+    A node's probability is the product of `RANK_PROBS` along its path. Its parent and earlier siblings are more
+    probable, so every prefix of the list is the best tree of its size.
     """
     probs = list(RANK_PROBS[:num_ranks])
     while len(probs) < num_ranks:
         probs.append(probs[-1] * RANK_DECAY)
     shape: list[tuple[int, int]] = []
-    frontier = [(-probs[0], 1, ROOT, 0)]  # minus the worth, level, parent, rank
+    frontier = [(-probs[0], 1, ROOT, 0)]  # minus the probability, level, parent, rank
     above = {ROOT: 1.0}
     while frontier and len(shape) < num_nodes:
-        worth, level, parent, rank = heapq.heappop(frontier)
+        negative_prob, level, parent, rank = heapq.heappop(frontier)
         node = len(shape)
         shape.append((parent, rank))
-        above[node] = -worth
+        above[node] = -negative_prob
         if rank + 1 < num_ranks:
             heapq.heappush(frontier, (-above[parent] * probs[rank + 1], level, parent, rank + 1))
         if level < depth:
-            heapq.heappush(frontier, (worth * probs[0], level + 1, node, 0))
+            heapq.heappush(frontier, (negative_prob * probs[0], level + 1, node, 0))
     return shape
 
 
 class TokenRecyclingDrafter(Drafter):
     """Proposes a static tree over each token's last known successors.
 
-    All requests of a tenant share one table and nothing crosses tenants. It holds single tokens and their
-    successors, the traces of answers, never of the logits of prompts. The tenant that was served the longest time
-    ago is forgotten when there are too many. A tree is cut where a token has no successors yet.
+    All requests of a tenant share one table; nothing crosses tenants. It is filled from verified rows only, never
+    from logits of prompts. The least recently served tenant is dropped when there are too many. A tree ends where a
+    token has no known successors.
     """
 
     summary = "drafts the tokens that last looked likely after each token (token recycling)"
@@ -103,16 +103,16 @@ class TokenRecyclingDrafter(Drafter):
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
-        """A tenant's table."""
+        """The bytes of one tenant's table."""
         table_bytes = 4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size)
         return Fit(weight_bytes=table_bytes, grows_with="a table of that size for each further user")
 
     def remembers(self) -> bool:
-        """Past answers of the tenant."""
+        """True: past answers of the tenant."""
         return True
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """One tree a sequence, or nothing where the last token's successors are unknown."""
+        """One tree a sequence; the empty proposal where the last token's successors are unknown."""
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def _propose(self, sequence: Sequence, budget: int) -> Proposal:
@@ -121,7 +121,7 @@ class TokenRecyclingDrafter(Drafter):
             return EMPTY_PROPOSAL
         token_ids: list[int] = []
         parents: list[int] = []
-        # Where each node of the shape went, and its token's successors; absent where it is unknown.
+        # Node of the shape to its node in the proposal and its token's successors; absent where unknown.
         placed: dict[int, tuple[int, list[int]]] = {ROOT: (ROOT, table[sequence.token_ids[-1]].tolist())}
         for node, (above, rank) in enumerate(self._shape):
             if len(token_ids) == budget:
@@ -138,18 +138,18 @@ class TokenRecyclingDrafter(Drafter):
         return Proposal(tuple(token_ids), tuple(parents))
 
     def max_nodes(self) -> int:
-        """`num_draft_nodes`, or fewer where so few levels and successors have no room for them."""
+        """`num_draft_nodes`, or fewer if the levels and successors do not allow as many."""
         return len(self._shape)
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Keep the successors behind every token that was checked.
+        """Store the successors of every verified token.
 
-        Where a token stands in several rows the first decides: the nearest to the text, and the likeliest guess.
+        Where a token occurs in several rows the first one counts: it is the shallowest and most probable.
         """
         firsts = [_first_rows(seen) for seen in observations]
         if not any(firsts):
             return
-        # All rows, because to copy the distinct ones out would take longer than to look at the others too.
+        # All rows: copying out the distinct ones would take longer than computing the others too.
         tops = [
             top_tokens(seen.logits, self._num_successors)[list(rows.values())]
             for seen, rows in zip(observations, firsts, strict=True)
@@ -170,7 +170,7 @@ class TokenRecyclingDrafter(Drafter):
         return self._tables[tenant]
 
     def reset(self) -> None:
-        """Forget every tenant's successors."""
+        """Drop all tenants' tables."""
         self._tables.clear()
 
     def memory_bytes(self) -> int:
@@ -179,7 +179,7 @@ class TokenRecyclingDrafter(Drafter):
 
 
 def _first_rows(seen: Observation) -> dict[int, int]:
-    """Each token that was computed in the step to the first row of logits behind it."""
+    """Token to the first row of the step's logits that follows it."""
     rows = {seen.sequence.token_ids[seen.length_before - 1]: 0}
     for node, token in enumerate(seen.proposal.token_ids):
         rows.setdefault(token, node + 1)

@@ -1,1 +1,1 @@
-"""Drafters that run a model."""
+"""Drafters that run a draft model, or the target's own layers."""

@@ -1,7 +1,7 @@
-"""Drafters that compute: probabilities for guesses, over keys and values of their own.
+"""Drafters with a model and a KV cache of their own.
 
-The cache needs no special case for what it has not seen: whatever committed tokens lie behind it (the last guess after
-full acceptance, a stretch decoded without speculation, a whole prompt) are fed before the first guess.
+Committed tokens that the cache does not hold yet (the last draft token after full acceptance, a stretch decoded without
+speculation, a whole prompt) are all handled alike: they are fed before the first draft token is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Node, NotFiniteError, Peaks, Shape
+from slipstream.draft.model.growth import (
+    DraftNode,
+    Growth,
+    GrowthOptions,
+    Growths,
+    NotFiniteError,
+    Peaks,
+    ProposalShape,
+)
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.rows import RowGroup
@@ -23,31 +31,32 @@ from slipstream.models.rows import RowGroup
 
 @dataclass(slots=True)
 class Feed:
-    """The rows of one sequence in a pass of the drafter: committed tokens, or the frontier of its tree."""
+    """One sequence's rows in a pass of the drafter: committed tokens, or the frontier of its tree."""
 
     growth: Growth
     rows: RowGroup
     first: int
     """Position in the text of the first row's token."""
-    nodes: list[Node] | None = None
-    """One a row when the rows are guesses."""
+    nodes: list[DraftNode] | None = None
+    """One a row when the rows are draft tokens; None when they are committed tokens."""
     num_new: int = 0
-    """How many of the rows, the last ones, are committed tokens that had no entries before."""
+    """How many of the last rows are committed tokens without a cache entry."""
 
 
 class CachedDrafter(Drafter):
     """Grows a chain or a tree for all sequences at once, one pass a level.
 
-    A subclass computes `_forward`. By default every committed token has an entry and accepted guesses keep theirs.
+    A subclass implements `_forward`. By default every committed token has a cache entry, and accepted draft tokens keep
+    theirs.
     """
 
     kinds = frozenset(ProposalKind)
     observes_all = False
     context_length: int
     first_entry = 0
-    """Committed tokens before this one are never computed and never seen."""
+    """Index of the first committed token that gets an entry."""
     keeps_accepted = True
-    """False where a guess's entry is an estimate, so that an accepted token must be computed anew."""
+    """False where a draft token's entry is an estimate, so that accepted tokens are computed again."""
 
     def __init__(
         self,
@@ -62,7 +71,7 @@ class CachedDrafter(Drafter):
     ) -> None:
         """`vocab_size` is the number of target tokens that the drafter has logits for."""
         super().__init__(options, context)
-        self.shape = Shape.of(options, context.verifier)
+        self.shape = ProposalShape.of(options, context.verifier)
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
         self._growths = Growths(self.shape, vocab_size, options.confidence_threshold)
@@ -72,18 +81,18 @@ class CachedDrafter(Drafter):
 
     @abstractmethod
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        """One pass over the rows of all feeds; logits, [wanted rows, target's vocab], feed after feed."""
+        """One pass over the rows of all feeds: logits [wanted rows, target's vocab], feed after feed."""
 
     def _token_ids(self, sequence: Sequence) -> list[int]:
-        """The committed text in the drafter's own tokens; what its cache holds is the beginning of it."""
+        """The committed text in the drafter's own tokens; its cache holds a prefix of it."""
         return sequence.token_ids
 
     def _own_id(self, token_id: int) -> int:
-        """The drafter's own id of a guess."""
+        """The drafter's own id of a draft token."""
         return token_id
 
     def _num_ready(self, sequence: Sequence) -> int:
-        """How many of the committed tokens could be fed now."""
+        """How many of the committed tokens can be fed now."""
         return len(self._token_ids(sequence))
 
     def _can_read(self, token_ids: Seq[int]) -> bool:
@@ -127,7 +136,7 @@ class CachedDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        # Room for all first: making room for one may move another's entries.
+        # Reserve room for all sequences first: reserving for one may move another's entries.
         roomy = [self._has_room(sequence) for sequence in sequences]
         growths = {
             sequence.id: self._begin(sequence, budget)
@@ -150,7 +159,7 @@ class CachedDrafter(Drafter):
         ]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Keep the entries of the accepted path; the last guess of a path was never fed and is not among them."""
+        """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
         for seen in observations:
             sequence = seen.sequence
             growth = self._open.pop(sequence.id, None)
@@ -160,7 +169,7 @@ class CachedDrafter(Drafter):
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
             segment = self.cache.accounting.segment(sequence.id)
             if segment.start != growth.start or len(segment.token_ids) != first:
-                continue  # moved since, and only the committed entries came along; or the text's end reads otherwise
+                continue  # the segment was moved, without the draft's entries; or the text was retokenised
             by_path = {self._own_path(node): node.stored for node in growth.stored}
             kept: list[int] = []
             while len(kept) < len(token_ids):
@@ -171,7 +180,7 @@ class CachedDrafter(Drafter):
             self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
 
     def rewind(self, sequence: Sequence) -> None:
-        """Entries of the text that is left stay."""
+        """Cut the entries to the sequence's text."""
         self._open.pop(sequence.id, None)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
@@ -194,12 +203,12 @@ class CachedDrafter(Drafter):
     # --- drafting ---------------------------------------------------------------------------------------------
 
     def _drop_entries(self, sequence_id: int) -> None:
-        """Of a sequence after which no logits are finite, so that nobody reuses them; nor earlier ones' like them."""
+        """Drop a sequence's entries after non-finite logits, and all retained ones: they may be damaged too."""
         self.cache.accounting.close(sequence_id, retain=False)
         self.cache.accounting.clear()
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """True when the drafter can hold the committed text and its guesses, in its context and in its cache."""
+        """True when the committed text and the draft fit the drafter's context and its cache."""
         token_ids = self._token_ids(sequence)
         length = len(token_ids)
         if not length or length + self.shape.depth > self.context_length:
@@ -214,7 +223,7 @@ class CachedDrafter(Drafter):
         return accounting.reserve(sequence.id, length + self._max_stored())
 
     def _max_stored(self) -> int:
-        """The most entries that are ever behind the committed ones."""
+        """The most entries behind the committed ones at any time."""
         return self.shape.max_stored
 
     def _begin(self, sequence: Sequence, budget: int) -> Growth:
@@ -223,14 +232,14 @@ class CachedDrafter(Drafter):
         growth.length = len(self._token_ids(sequence))
         return growth
 
-    def _own_path(self, node: Node) -> tuple[int, ...]:
+    def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())
 
     def _committed(self, growths: list[Growth]) -> list[Feed]:
-        """The committed tokens that the drafter has not seen; where they are all of them, guesses are wanted.
+        """Feeds of the committed tokens that the cache does not hold; logits are wanted behind the last token.
 
-        The rows of one call are bounded as a target step's are, so that a long prompt delays nobody for long: a
-        sequence that is not through proposes nothing in this step.
+        The rows of one call are bounded as a target step's are, so that a long prompt does not delay other requests. A
+        sequence whose tokens do not all fit proposes nothing in this step.
         """
         rows_left = self.context.engine_config.max_num_batched_tokens
         feeds: list[Feed] = []
@@ -243,7 +252,7 @@ class CachedDrafter(Drafter):
                 self.cache.accounting.commit(sequence.id, skipped)
             seen = len(segment.token_ids)
             length = len(text)
-            # The last row is fed again when the engine asks again.
+            # The last token is fed again when `propose` is called twice for the same text.
             past = max(min(seen, length - 1), self.first_entry)
             end = min(past + rows_left, self._num_ready(sequence))
             if end <= past:
@@ -256,7 +265,7 @@ class CachedDrafter(Drafter):
         return feeds
 
     def _compute(self, feeds: list[Feed]) -> None:
-        """One pass; keeps the entries of committed tokens, and grows every tree whose logits it yields."""
+        """One pass: commits the entries of committed tokens and grows every tree for which there are logits."""
         logits = self._forward(feeds)
         peaks = Peaks.of(logits, [feed.growth for feed in feeds])
         end = 0
@@ -267,7 +276,7 @@ class CachedDrafter(Drafter):
                 feed.growth.grow(logits[begin:end], peaks.rows(begin, end))
 
     def _commit(self, feed: Feed) -> None:
-        """Count those of a feed's tokens that are committed and new among the valid entries."""
+        """Enter a feed's new committed tokens into the accounting."""
         if feed.num_new:
             token_ids = list(feed.rows.token_ids[-feed.num_new :])
             self.cache.accounting.commit(feed.growth.sequence.id, token_ids)

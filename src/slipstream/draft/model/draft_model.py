@@ -29,13 +29,13 @@ class DraftModelOptions(GrowthOptions):
     device: str = "auto"
     revision: str | None = None
     lora: str | None = None
-    """Folder of a LoRA adapter that is merged into the draft's weights; None takes one that lies beside them."""
+    """Folder of a LoRA adapter to merge into the draft's weights; None uses one in the model's own folder, if any."""
 
     def __post_init__(self) -> None:
         self.check_draft("draft_model")
 
     def check_draft(self, what: str) -> None:
-        """Raise `ConfigError`, calling the drafter `what`, for a value that cannot be."""
+        """Raise `ConfigError` for an invalid value; `what` is the drafter's name in the message."""
         check_types(self, what)
         self.check_growth(what)
         reject_unknown([self.dtype], DTYPES, f"{what} dtype")
@@ -45,7 +45,7 @@ class DraftModelOptions(GrowthOptions):
 class DraftModelDrafter(CachedDrafter):
     """Drafts with a small causal language model."""
 
-    summary = "a smaller model with the same vocabulary writes ahead"
+    summary = "a smaller model with the same vocabulary drafts"
 
     Options = DraftModelOptions
 
@@ -67,7 +67,7 @@ class DraftModelDrafter(CachedDrafter):
         super().__init__(
             options,
             context,
-            vocab_size=self._num_guesses(context.vocab_size),
+            vocab_size=self._draft_vocab_size(context.vocab_size),
             context_length=self.model.context_length,
             shapes=self.model.shapes,
             dtype=self.model.dtype,
@@ -82,7 +82,7 @@ class DraftModelDrafter(CachedDrafter):
 
     @staticmethod
     def _load_tokenizer(options: DraftModelOptions, target: EngineConfig) -> Any | None:
-        """None for the target itself, whose tokenizer is loaded already, and may lie elsewhere than its weights."""
+        """The draft's tokenizer; None where the draft is the target itself, whose tokenizer is loaded already."""
         if (options.model, options.revision) == (target.model, target.revision):
             return None
         return load_tokenizer(
@@ -93,8 +93,8 @@ class DraftModelDrafter(CachedDrafter):
         """Raise `VocabularyMismatchError` unless this drafter can use the draft's tokenizer."""
         check_same_vocabulary(context.tokenizer, self.tokenizer, options.model)
 
-    def _num_guesses(self, target_vocab_size: int) -> int:
-        """Width of the logits that guesses are chosen from; padding beyond the vocabulary may differ."""
+    def _draft_vocab_size(self, target_vocab_size: int) -> int:
+        """Width of the logits that draft tokens are chosen from; the models' padding of the vocabulary may differ."""
         return min(self.model.vocab_size, target_vocab_size)
 
     def _can_read(self, token_ids: Seq[int]) -> bool:

@@ -1,4 +1,4 @@
-"""A draft model that reads the target's text in tokens of its own; what it guesses in is up to the subclass."""
+"""A draft model with a tokenizer of its own; the subclass decides in whose tokens it drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.text.retokenize import Translation, Translator
 
 
 class ForeignModelDrafter(DraftModelDrafter):
-    """A causal language model with a tokenizer of its own."""
+    """A causal language model that reads the committed text in tokens of its own."""
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -38,7 +38,7 @@ class ForeignModelDrafter(DraftModelDrafter):
     def translate(self, sequence: Sequence) -> list[int]:
         """The committed text of the target's `sequence` in the draft's tokens; the list grows with the text.
 
-        Entries of tokens that read otherwise than before are dropped.
+        Cache entries of tokens that were retokenised are dropped.
         """
         if sequence.id not in self._translations:
             self._translations[sequence.id] = self.translator.begin()

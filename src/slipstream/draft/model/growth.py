@@ -1,11 +1,11 @@
-"""How a drafter that gives probabilities grows its proposal: a chain, a fixed tree or a dynamic one.
+"""How drafters with probabilities grow a proposal: a chain, a fixed tree or a dynamic tree.
 
-Level by level: the drafter computes logits for the frontier, `Growth.grow` adds the guesses below it and chooses the
-next frontier, `Growth.proposal` picks the nodes that are worth the budget. What differs from drafter to drafter is only
-where the logits come from.
+Level by level: the drafter computes logits for the frontier, `Growth.grow` adds draft tokens below it and chooses the
+next frontier, `Growth.proposal` selects the best nodes within the budget. Drafters differ only in how they compute the
+logits.
 
 Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language models with dynamic draft trees" (EMNLP
-2024). Fixed ones are written as Medusa does (Cai et al., ICML 2024): each node by the ranks of the guesses on its path.
+2024). Fixed trees are written as in Medusa (Cai et al., ICML 2024): a node is the list of ranks on its path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLE_METHODS = ("auto", *METHOD_KINDS)
 
 
 class NotFiniteError(ArithmeticError):
-    """A drafter's logits are no numbers: its arithmetic overflowed, or its weights are damaged."""
+    """A drafter's logits are not finite: its arithmetic overflowed, or its weights are damaged."""
 
     def __init__(self, sequence_id: int) -> None:
         super().__init__("the draft's logits are not finite (an overflow of its type, or damaged weights)")
@@ -52,22 +52,22 @@ class GrowthOptions:
     num_speculative_tokens: int = 4
     """Depth: draft tokens in a chain, levels in a tree."""
     tree_top_k: int = 1
-    """Guesses kept at each level; 1 is a chain."""
+    """Draft tokens kept at each level; 1 is a chain."""
     confidence_threshold: float = 0.0
-    """A chain ends where the drafter itself gives what it has less than this chance to be right: the product of its
-    highest probabilities, known before anything is drawn. 0 draws on to the end."""
+    """A chain ends before the product of the drafter's highest probabilities falls below this. The product is known
+    before a token is sampled. 0 always drafts the full chain."""
     num_draft_nodes: int | None = None
     """Nodes of a dynamic tree; None is `num_speculative_tokens * tree_top_k`."""
     tree_choices: list[Any] | None = None
-    """A fixed tree instead: one list of ranks a node, `[[0], [1], [0, 0]]` is two guesses and the best one's best
-    continuation. It takes the place of the three keys above."""
+    """A fixed tree instead: one list of ranks a node. `[[0], [1], [0, 0]]` is the two best tokens, and the best token's
+    best continuation. It replaces the three keys above."""
     draft_sample_method: str = "auto"
     """`greedy`: the most probable tokens. `coupled`: drawn with the target's own noise. `probabilistic`: drawn
     independently, siblings without replacement, for the classical verifiers; chains and fixed trees only. `auto`
     suits the verifier."""
 
     def check_growth(self, what: str) -> None:
-        """Raise `ConfigError` for a shape or method that cannot be."""
+        """Raise `ConfigError` for an invalid shape or method; `what` is the drafter's name in the message."""
         check_at_least(
             what, 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
         )
@@ -92,7 +92,7 @@ class GrowthOptions:
 
 
 def check_choices(what: str, choices: Seq[Any]) -> None:
-    """Raise `ConfigError` unless `choices` is a tree: every node's parent and elder siblings are nodes too."""
+    """Raise `ConfigError` unless `choices` is a tree: every node's parent and better-ranked siblings are nodes too."""
     nodes: set[tuple[int, ...]] = set()
     for choice in choices:
         if not isinstance(choice, list | tuple) or not choice:
@@ -107,12 +107,12 @@ def check_choices(what: str, choices: Seq[Any]) -> None:
             if other not in nodes:
                 raise ConfigError(f"{what} tree_choices has {list(node)} but not {list(other)}")
     if not nodes:
-        raise ConfigError(f"{what} tree_choices is empty; leave it out for a chain")
+        raise ConfigError(f"{what} tree_choices is empty; omit it for a chain")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a proposal may look like, for all sequences."""
+class ProposalShape:
+    """Depth, width and sampling method of a drafter's proposals."""
 
     depth: int
     top_k: int
@@ -120,10 +120,10 @@ class Shape:
     method: str
     """`greedy`, `coupled` or `probabilistic`."""
     widths: dict[tuple[int, ...], int] | None = None
-    """A fixed tree: the ranks on a node's path, () the root's, to its number of children."""
+    """A fixed tree: a node's path of ranks, () for the root, to its number of children."""
 
     @classmethod
-    def of(cls, options: GrowthOptions, verifier: VerifierTraits) -> Shape:
+    def of(cls, options: GrowthOptions, verifier: VerifierTraits) -> ProposalShape:
         """The shape that `options` ask for; raises `ConfigError` where the verifier cannot judge it."""
         dynamic = options.tree_top_k > 1
         method = options.draft_sample_method
@@ -152,36 +152,36 @@ class Shape:
 
     @property
     def kinds(self) -> frozenset[ProposalKind]:
-        """What proposals of this shape may be."""
+        """The proposal kinds that this shape and method can give."""
         return METHOD_KINDS[self.method]
 
     @property
     def max_stored(self) -> int:
-        """The most nodes that are fed to the drafter itself: all but the deepest level's."""
+        """The most nodes that are fed back to the drafter: all but those of the deepest level."""
         if self.widths is not None:
             return sum(1 for ranks in self.widths if ranks)
         return (self.depth - 1) * self.top_k
 
 
 @dataclass(slots=True)
-class Node:
-    """A guess. `score` is the product of the drafter's confidences on its path, as a logarithm."""
+class DraftNode:
+    """A draft token. `score` is the log of the product of the drafter's probabilities on its path."""
 
     token_id: int
-    parent: Node | None
+    parent: DraftNode | None
     depth: int
     score: float
     ranks: tuple[int, ...] = ()
-    """Which guess it is among its siblings, and each of its ancestors among theirs; fixed trees only."""
+    """Its rank among its siblings, behind those of its ancestors; fixed trees only."""
     stored: int | None = None
-    """Which of the entries behind the committed ones holds it; None while it has not been fed."""
+    """Index of its cache entry behind the committed ones; None while it has not been fed."""
     probs: Tensor | None = None
-    """[vocab]: what it was drawn from, if it was drawn."""
+    """[vocab]: the distribution that it was sampled from; None if it was not sampled."""
     state: Any = None
-    """What the drafter itself wants to remember with it."""
+    """The drafter's own state for this node."""
 
-    def path(self) -> list[Node]:
-        """From the top of the tree down to this node."""
+    def path(self) -> list[DraftNode]:
+        """The nodes from the top of the tree down to this one."""
         return [*(self.parent.path() if self.parent else []), self]
 
     def token_ids(self) -> list[int]:
@@ -191,19 +191,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The largest logit of each row and its token, on the host.
+    """The maximum of each row of logits and its token, on the host.
 
-    Every growth asks for them. Reading them for the rows of all sequences at once waits for the device once.
+    Reading them for the rows of all sequences at once synchronises with the device once.
     """
 
     logits: list[float]
     """NaN for a row that has one."""
     token_ids: list[int]
-    """Empty where nobody takes the most probable token as it is."""
+    """Empty where no growth takes the argmax."""
 
     @classmethod
     def of(cls, logits: Tensor, growths: Seq[Growth]) -> Peaks:
-        """Of `logits` [rows, vocab], as far as the `growths` need them."""
+        """The peaks of `logits` [rows, vocab], as far as the `growths` need them."""
         peaks = logits.amax(-1)
         if not any(growth.takes_argmax for growth in growths):
             return cls(peaks.tolist(), [])
@@ -214,16 +214,16 @@ class Peaks:
         return cls(values, [int(token) for token in tokens])
 
     def rows(self, begin: int, end: int) -> Peaks:
-        """Those of some of the rows."""
+        """The peaks of some of the rows."""
         return Peaks(self.logits[begin:end], self.token_ids[begin:end])
 
 
 @dataclass(slots=True)
 class Growth:
-    """One sequence's tree while it grows. A frontier node None stands for the committed text."""
+    """One sequence's tree while it grows. In `frontier`, None represents the end of the committed text."""
 
     sequence: Sequence
-    shape: Shape
+    shape: ProposalShape
     max_nodes: int
     max_depth: int
     processor: LogitsProcessor
@@ -231,32 +231,31 @@ class Growth:
     start: int = 0
     """Where the sequence's segment began when the entries of the tree were written."""
     length: int = 0
-    """How many tokens the committed text had then, in the drafter's own tokens."""
-    nodes: list[Node] = field(default_factory=list)
-    frontier: list[Node | None] = field(default_factory=lambda: [None])
-    """The nodes whose logits come next."""
-    stored: list[Node] = field(default_factory=list)
+    """Length of the committed text then, in the drafter's own tokens."""
+    nodes: list[DraftNode] = field(default_factory=list)
+    frontier: list[DraftNode | None] = field(default_factory=lambda: [None])
+    """The nodes whose logits are computed next."""
+    stored: list[DraftNode] = field(default_factory=list)
     state: Any = None
-    """As `Node.state`, for the committed text."""
+    """As `DraftNode.state`, for the committed text."""
     confidence_threshold: float = 0.0
-    """Of a chain: it ends before a token with which the product of the highest probabilities falls below."""
+    """A chain ends before `confidence` falls below this."""
     confidence: float = 1.0
-    """That product, so far."""
+    """Product of the highest probability at each level so far."""
 
     @property
     def takes_argmax(self) -> bool:
-        """True where the next token is simply the most probable one."""
+        """True where the next token is the argmax of the raw logits."""
         shape = self.shape
         if shape.widths is not None or not shape.is_chain or not self.processor.is_plain_greedy:
             return False
         return shape.method == "greedy" or self.noise.greedy
 
-    def grow(self, logits: Tensor, peaks: Peaks | None = None) -> list[Node]:
-        """Add the guesses below the frontier, `logits` [frontier, vocab], and choose the next frontier.
+    def grow(self, logits: Tensor, peaks: Peaks | None = None) -> list[DraftNode]:
+        """Add draft tokens below the frontier, from `logits` [frontier, vocab], and choose the next frontier.
 
-        `peaks` are those of `logits`, where the caller has read them. Returns the new draft tokens, best first. Raises
-        `NotFiniteError` where a row has a NaN, an infinity, or nothing above minus infinity: no distribution stands
-        behind what would be chosen from it.
+        `peaks` are those of `logits`, where the caller has read them. Returns the new nodes, best first. Raises
+        `NotFiniteError` where a row has a NaN or an infinity, or is minus infinity throughout.
         """
         parents = self.frontier
         if not parents:
@@ -266,11 +265,11 @@ class Growth:
             raise NotFiniteError(self.sequence.id)
         paths = [node.token_ids() if node else [] for node in parents]
         depth = len(paths[0]) + 1
-        log_probs = logits  # of which only the argmax counts
+        log_probs = logits  # for plain greedy decoding only the argmax matters
         if not self.processor.is_plain_greedy:
             log_probs = self.processor.log_probs(logits, self.sequence.output_token_ids, paths)
-            # Where the user's limits leave none of the drafter's tokens, nothing follows: the stop that such a row
-            # becomes is for the target alone to say.
+            # A row in which the request's limits allow none of the drafter's tokens gets no child. Such a row becomes a
+            # stop only in the target.
             log_probs = log_probs.masked_fill(logits == float("-inf"), float("-inf"))
             alive = [row for row, best in enumerate(log_probs.amax(-1).tolist()) if best > float("-inf")]
             if len(alive) < len(parents):
@@ -285,7 +284,7 @@ class Growth:
                 self.frontier = []
                 return []
             if self.takes_argmax:
-                children = [Node(peaks.token_ids[0], parents[0], depth, 0.0)]
+                children = [DraftNode(peaks.token_ids[0], parents[0], depth, 0.0)]
             else:
                 children = [self._single(parents[0], log_probs[0], depth)]
         else:
@@ -298,10 +297,9 @@ class Growth:
     def store_frontier(
         self, start: int, past: int, own_id: Callable[[int], int] = lambda token_id: token_id
     ) -> RowGroup:
-        """The frontier's rows, stored behind those of earlier levels, which stay where they are.
+        """The frontier's rows, whose entries are stored behind those of the earlier levels.
 
-        `past` entries of the committed text lie from slot `start` on, before the tree's. `own_id` turns a target's
-        token id into the drafter's.
+        The committed text's `past` entries begin at slot `start`. `own_id` maps a target's token id to the drafter's.
         """
         nodes = [node for node in self.frontier if node is not None]
         earlier = list(self.stored)
@@ -324,36 +322,36 @@ class Growth:
             tail_visible=visible,
         )
 
-    def _next_frontier(self, children: list[Node]) -> list[Node | None]:
+    def _next_frontier(self, children: list[DraftNode]) -> list[DraftNode | None]:
         if self.shape.widths is not None:
             return [node for node in children if node.ranks in self.shape.widths]
         return list(children[: self.shape.top_k])
 
     def _loses_confidence(self, log_probs: Tensor) -> bool:
-        """Whether the chain ends here. Nothing of this level is drawn yet, so every verifier stays exact."""
+        """True when the chain ends here. Decided before this level is sampled, so that every verifier stays exact."""
         if not self.confidence_threshold:
             return False
         highest = log_probs.max() - log_probs.logsumexp(-1)
         self.confidence *= math.exp(float(highest))
         return self.confidence < self.confidence_threshold
 
-    def _single(self, parent: Node | None, log_probs: Tensor, depth: int) -> Node:
-        """The one guess of a chain, from `log_probs` [vocab]."""
+    def _single(self, parent: DraftNode | None, log_probs: Tensor, depth: int) -> DraftNode:
+        """The next token of a chain, from `log_probs` [vocab]."""
         position = len(self.sequence.token_ids) + depth - 1
         if self.shape.method == "greedy" or self.noise.greedy:
-            return Node(int(log_probs.argmax()), parent, depth, 0.0)
+            return DraftNode(int(log_probs.argmax()), parent, depth, 0.0)
         if self.shape.method == "coupled":
-            return Node(int(self.noise.choose(log_probs[None], [position])), parent, depth, 0.0)
+            return DraftNode(int(self.noise.choose(log_probs[None], [position])), parent, depth, 0.0)
         token_id = self.noise.draw(log_probs, position, Stream.DRAFT)
-        return Node(token_id, parent, depth, 0.0, probs=log_probs.exp())
+        return DraftNode(token_id, parent, depth, 0.0, probs=log_probs.exp())
 
-    def _fixed(self, parents: Seq[Node | None], log_probs: Tensor, depth: int) -> list[Node]:
-        """As many guesses below each parent as the tree has there."""
+    def _fixed(self, parents: Seq[DraftNode | None], log_probs: Tensor, depth: int) -> list[DraftNode]:
+        """The children that the fixed tree has below each parent."""
         assert self.shape.widths is not None
         widths = [self.shape.widths[node.ranks if node else ()] for node in parents]
         if self.shape.method != "probabilistic" or self.noise.greedy:
             return self._best(parents, log_probs, widths, depth)
-        children: list[Node] = []
+        children: list[DraftNode] = []
         position = len(self.sequence.token_ids) + depth - 1
         for parent, row, width in zip(parents, log_probs, widths, strict=True):
             index = 0 if parent is None else 1 + self.nodes.index(parent)
@@ -361,30 +359,32 @@ class Growth:
             probs = row.exp()
             for rank, token in enumerate(tokens):
                 ranks = (*(parent.ranks if parent else ()), rank)
-                children.append(Node(token, parent, depth, 0.0, ranks, probs=probs))
+                children.append(DraftNode(token, parent, depth, 0.0, ranks, probs=probs))
         return children
 
     def _best(
-        self, parents: Seq[Node | None], log_probs: Tensor, widths: list[int], depth: int
-    ) -> list[Node]:
-        """The best guesses below each parent. Coupled, the target's noise is added before they are compared."""
+        self, parents: Seq[DraftNode | None], log_probs: Tensor, widths: list[int], depth: int
+    ) -> list[DraftNode]:
+        """The best tokens below each parent; with `coupled`, after adding the target's noise."""
         if self.shape.method == "coupled":
             positions = [len(self.sequence.token_ids) + depth - 1] * len(parents)
             log_probs = torch.log_softmax(self.noise.perturb(log_probs, positions), dim=-1)
         top = log_probs.topk(min(max(widths), log_probs.shape[1]), dim=-1)
         rows = zip(parents, top.values.tolist(), top.indices.tolist(), widths, strict=True)
-        children: list[Node] = []
+        children: list[DraftNode] = []
         for parent, scores, tokens, width in rows:
             above, ranks = (parent.score, parent.ranks) if parent else (0.0, ())
             for rank, (token, score) in enumerate(zip(tokens[:width], scores[:width], strict=True)):
                 if score > float("-inf"):
-                    children.append(Node(token, parent, depth, above + score, (*ranks, rank)))
+                    children.append(DraftNode(token, parent, depth, above + score, (*ranks, rank)))
         return children
 
     def proposal(self) -> Proposal:
-        """The best nodes of the tree. A child never scores above its parent, so they are connected."""
+        """The best nodes within the budget. A child never scores above its parent, so they form a tree."""
         if any(node.probs is not None for node in self.nodes):
-            best = self.nodes[: self.max_nodes]  # drawn: what may be dropped was settled before the draw
+            best = self.nodes[
+                : self.max_nodes
+            ]  # sampled: which nodes are dropped must not depend on the sample
         else:
             best = sorted(self.nodes, key=lambda node: (-node.score, node.depth))[: self.max_nodes]
             best.sort(key=lambda node: (node.depth, -node.score))
@@ -401,25 +401,25 @@ class Growth:
 
 
 class Growths:
-    """Begins a `Growth` for each sequence in turn, and keeps what is the same from step to step."""
+    """Makes a `Growth` for a sequence, and keeps each sequence's logits processor from step to step."""
 
-    def __init__(self, shape: Shape, vocab_size: int, confidence_threshold: float = 0.0) -> None:
+    def __init__(self, shape: ProposalShape, vocab_size: int, confidence_threshold: float = 0.0) -> None:
         self.shape = shape
         self.confidence_threshold = confidence_threshold
-        """Of chains."""
+        """For chains; see `GrowthOptions`."""
         self.vocab_size = vocab_size
         """Width of the drafter's logits, in the target's tokens."""
         self._processors: dict[int, LogitsProcessor] = {}
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """False where the drafter has none of the tokens to which the request keeps."""
+        """False where the drafter has none of the request's allowed tokens."""
         allowed = sequence.params.allowed_token_ids
         return allowed is None or any(token < self.vocab_size for token in allowed)
 
     def begin(self, sequence: Sequence, budget: int, start: int = 0) -> Growth:
         """An empty tree below the sequence's committed text, of at most `budget` nodes.
 
-        It stays empty where the drafter `may_draft` nothing.
+        It stays empty where `may_draft` is False.
         """
         if not self.may_draft(sequence):
             budget = 0
@@ -427,7 +427,7 @@ class Growths:
         if sequence.id not in self._processors:
             params = sequence.params
             if greedy and not self.shape.is_chain:
-                # A one-hot distribution has no second guess: rank by the drafter's own probabilities.
+                # A one-hot distribution does not rank a second token: use the drafter's own probabilities.
                 params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
             self._processors[sequence.id] = self._processor(sequence, params)
         return Growth(
@@ -443,7 +443,7 @@ class Growths:
         )
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
+        """Drop a sequence's state."""
         self._processors.pop(sequence.id, None)
 
     def __len__(self) -> int:
@@ -456,9 +456,9 @@ class Growths:
 
 
 def _of_width(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """`params` without token ids that a narrower drafter does not have; they are valid for the target."""
+    """`params` without token ids beyond the drafter's vocabulary; they may be valid for the target."""
     allowed = params.allowed_token_ids
-    if allowed is not None:  # nothing is drafted where none is left; see `Growths.may_draft`
+    if allowed is not None:  # with none left nothing is drafted, see `Growths.may_draft`
         allowed = [token for token in allowed if token < vocab_size] or None
     bias = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
     return dataclasses.replace(

@@ -1,8 +1,8 @@
-"""Which layers to draft with, found on the traffic itself.
+"""Finds the layers to draft with, on live traffic.
 
 After Xia, Li, Zhang, Du and Li, "SWIFT: on-the-fly self-speculative decoding for LLM inference acceleration" (2024,
-arXiv 2410.06916): sets of skipped layers are tried one after the other on real drafts and the best is kept. A set's
-worth is not its acceptance alone but tokens for their price.
+arXiv 2410.06916): sets of skipped layers are tried one after the other on real drafts and the best is kept. The score
+of a set is its committed tokens divided by their cost, not its acceptance alone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ Layers = tuple[int, ...]
 """Layers that run, ascending."""
 
 MAX_MUTATIONS = 50
-"""Neighbours drawn in search of one that was not tried yet."""
+"""Random neighbours drawn at most in search of an untried one."""
 
 
 class LayerSearch:
-    """Tries a set on `drafts_per_trial` drafts at a time, and climbs from the best one to its neighbours.
+    """Hill climbing over sets of layers, with `drafts_per_trial` drafts for each set.
 
-    It begins with evenly spread sets that leave out ever more layers, up to a share of `skip_ratio`: where no guess
-    stands every set looks alike, but for its price, so the climb must begin where some do. It ends after `patience`
-    trials in a row without gain, and then stays with the best set. The first and the last layer always run.
-    `cost(layers)` is the price of a draft pass as a share of the target's. The same drafts with the same verdicts give
-    the same sets.
+    The search begins with evenly spread sets that skip more and more layers, up to a share of `skip_ratio`: it has to
+    start from a set with some acceptance, because sets without any differ in cost only. It then moves from the best set
+    to its neighbours and ends after `patience` trials in a row without gain. The first and the last layer always run.
+    `cost(layers)` is the cost of a draft pass as a share of a target pass. The search is deterministic: the same drafts
+    with the same verdicts give the same sets.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class LayerSearch:
         everything = evenly_spread(num_layers, 0)
         most = min(round(skip_ratio * num_layers), max(num_layers - 2, 0))
         steps = [2**power for power in range(most.bit_length())]
-        # All layers are worth a trial where they are cheaper than the target's own.
+        # All layers are a candidate where a draft pass over them is cheaper than a target pass (quantised copies).
         nothing_left_out = [0] if cost(everything) < 1 or not steps else []
         self._ladder = [evenly_spread(num_layers, number) for number in [*nothing_left_out, *steps]]
         self.layers = self._ladder.pop(0)
-        """Those to draft with now."""
+        """The layers to draft with now."""
         self.best = self.layers
         self.best_score = 0.0
-        """Committed tokens for the price of a target's pass, by the best set's own trial."""
+        """Committed tokens for the cost of one target pass, in the best set's trial."""
         self.num_trials = 0
         self.done = False
-        """True once `layers` stays as it is."""
+        """True once the search has ended; `layers` is then final."""
         self._tried = {self.layers, *self._ladder}
         self._idle_trials = 0
         self._begin_trial()
@@ -64,9 +64,10 @@ class LayerSearch:
         return not self.done or self.best_score > 1
 
     def record(self, layers: Layers, num_passes: int, num_accepted: int) -> None:
-        """Count a verdict: of a draft made with `layers` in `num_passes` passes, `num_accepted` tokens stood."""
+        """Count the verdict of a draft made with `layers` in `num_passes` passes, of which `num_accepted` tokens were
+        accepted."""
         if self.done or layers != self.layers:
-            return  # of a set that is tried no more
+            return  # a late verdict of an earlier set
         self._num_drafts += 1
         self._tokens += 1 + num_accepted
         self._price += 1 + num_passes * self._cost(layers)
@@ -96,7 +97,7 @@ class LayerSearch:
         self._begin_trial()
 
     def _untried_neighbour(self) -> Layers | None:
-        """The best set with a layer more, a layer less, or one exchanged for another."""
+        """The best set with one layer added, removed or exchanged; None where no untried one was found."""
         for _ in range(MAX_MUTATIONS):
             run = set(self.best)
             inner = range(1, self._num_layers - 1)
@@ -115,7 +116,7 @@ class LayerSearch:
 
 
 def evenly_spread(num_layers: int, num_skipped: int) -> Layers:
-    """All layers but `num_skipped`, spread evenly between the first and the last."""
+    """All layers but `num_skipped`, which are spread evenly between the first and the last."""
     num_inner = num_layers - 2
     skipped = {1 + int((i + 0.5) * num_inner / num_skipped) for i in range(num_skipped)}
     return tuple(layer for layer in range(num_layers) if layer not in skipped)

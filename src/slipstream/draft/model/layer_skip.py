@@ -1,9 +1,9 @@
 """The target drafts for itself with some of its layers, over its own keys and values.
 
 No weights and no cache are added. The draft's entries lie where the target's next pass will write the same tokens'
-entries, so nothing of them stays. Which layers: given (Zhang et al., "Draft & Verify: lossless large language model
-acceleration via self-speculative decoding", ACL 2024), the first few (Elhoushi et al., "LayerSkip: enabling early exit
-inference and self-speculative decoding", ACL 2024), or found on the traffic itself (SWIFT, see `layer_search`).
+entries, so all of them are overwritten. The layers are given (Zhang et al., "Draft & Verify: lossless large language
+model acceleration via self-speculative decoding", ACL 2024), the first few (Elhoushi et al., "LayerSkip: enabling early
+exit inference and self-speculative decoding", ACL 2024), or found on the traffic itself (SWIFT, see `layer_search`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Peaks, Shape
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Peaks, ProposalShape
 from slipstream.draft.model.layer_search import Layers, LayerSearch
 from slipstream.draft.model.self_model import is_smaller
 from slipstream.errors import ConfigError
@@ -26,7 +26,7 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.linear.formats import check_quantization
 
 MAX_TENANTS = 256
-"""Tenants whose search is remembered; the one that was begun first is forgotten."""
+"""Tenants whose searches are kept; the oldest one is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class LayerSkipOptions(GrowthOptions):
     skip_layers: list[int] | None = None
     """Layers that a draft leaves out, counted from 0."""
     exit_layer: int | None = None
-    """A draft ends after so many layers. Without this and without `skip_layers` the layers are found on the traffic,
-    for each tenant apart."""
+    """A draft pass runs this many layers. Without `exit_layer` and `skip_layers` the layers are searched for on live
+    traffic, for each tenant separately."""
     quantization: str | None = None
     """Weight format of a copy of the target whose layers draft, such as `int8`, on a CPU. None: the target's own."""
     skip_ratio: float = 0.5
-    """The search begins with evenly spread layers and leaves out ever more of them, up to this share."""
+    """The search begins with evenly spread sets that skip up to this share of the layers."""
     drafts_per_trial: int = 32
-    """Drafts after which a set of layers is compared with the best one so far."""
+    """Drafts made with a set of layers before it is compared with the best one so far."""
     patience: int = 16
-    """The search ends after so many trials in a row that found nothing better."""
+    """The search ends after this many trials in a row without improvement."""
 
     def __post_init__(self) -> None:
         check_types(self, "layer_skip")
@@ -63,9 +63,9 @@ class LayerSkipOptions(GrowthOptions):
 
 
 class LayerSkipDrafter(Drafter):
-    """Drafts where the target has computed all of the text but its last token, which is every step but the first.
+    """Drafts where the target has computed all of the text but its last token: in every step but the first.
 
-    A search that ends with no layers whose drafts pay ends the drafting with it, until `reset`.
+    If the search ends without a set of layers that gains speed, nothing is drafted until `reset`.
     """
 
     summary = "the target itself with some layers left out, in the target's own cache"
@@ -78,7 +78,7 @@ class LayerSkipDrafter(Drafter):
         super().__init__(options, context)
         if context.target is None:
             raise ConfigError("layer_skip needs the target itself to draft with")
-        self.shape = Shape.of(options, context.verifier)
+        self.shape = ProposalShape.of(options, context.verifier)
         self.model = _model(options.quantization, context, context.target)
         self.model.check_layers()
         self._layers = _given(options, self.model.num_layers)
@@ -92,7 +92,7 @@ class LayerSkipDrafter(Drafter):
         return self.model
 
     def remembers(self) -> bool:
-        """What drafts were accepted, where it searches."""
+        """True while layers are searched for: the choice depends on earlier verdicts."""
         return self._layers is None
 
     def kinds_made(self) -> frozenset[ProposalKind]:
@@ -133,7 +133,7 @@ class LayerSkipDrafter(Drafter):
         return [growths[s.id].proposal() if s.id in growths else EMPTY_PROPOSAL for s in sequences]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Let the searches know what the layers that they chose are worth."""
+        """Record the verdicts in the tenants' searches."""
         for seen in observations:
             layers = self._open.pop(seen.sequence.id, None)
             if layers is not None and self._layers is None and len(seen.proposal):
@@ -151,7 +151,7 @@ class LayerSkipDrafter(Drafter):
         return max(len(self._open), len(self._growths))
 
     def search(self, tenant: str) -> LayerSearch:
-        """The search on a tenant's traffic, for when no layers were given."""
+        """The search on a tenant's traffic; used where no layers are given."""
         if tenant not in self._searches:
             if len(self._searches) == MAX_TENANTS:
                 del self._searches[next(iter(self._searches))]
@@ -166,12 +166,12 @@ class LayerSkipDrafter(Drafter):
         return self._searches[tenant]
 
     def _found(self, tenant: str) -> Layers | None:
-        """The layers to draft with; None once the search has ended without any that pay."""
+        """The layers to draft with; None once the search has ended without a set that gains speed."""
         search = self.search(tenant)
         return search.layers if search.pays else None
 
     def _cost(self, layers: Layers) -> float:
-        """What a draft pass reads, as a share of what the target's reads."""
+        """Weight bytes that a draft pass reads, as a share of a target pass's."""
         target = self.context.target
         assert target is not None
         head = target.vocab_size * target.hidden_size
@@ -211,7 +211,7 @@ def _model(quantization: str | None, context: DraftContext, target: CausalLM) ->
         return target
     if not is_smaller(quantization, target.quantization):
         name = target.weight_format.name
-        raise ConfigError(f"the target is {name} already; leave layer_skip's quantization out")
+        raise ConfigError(f"the target is {name} already; omit layer_skip's quantization")
     config = context.engine_config
     copy = load_model(
         config.model,
@@ -230,7 +230,7 @@ def _model(quantization: str | None, context: DraftContext, target: CausalLM) ->
 
 
 def _given(options: LayerSkipOptions, num_layers: int) -> Layers | None:
-    """The layers that the options name; None where they are to be found."""
+    """The layers that the options name; None where they are to be searched for. Raises `ConfigError`."""
     if options.exit_layer is not None:
         if not 1 <= options.exit_layer < num_layers:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""The quantised target drafts for the target itself: no other model, and nearly every draft token is accepted.
+"""A quantised copy of the target as its own draft model: no other model is needed, and acceptance is high.
 
-A step is bound by the bytes of the weights, so a target in a quarter of the bytes drafts at about a quarter of a
-step's cost. The verifier is the unquantised target, whose text comes out: quantisation costs acceptance, never
-exactness. (A quantised target as its own draft: Tiwari et al., "QuantSpec: Self-Speculative Decoding with Hierarchical
+A step is bound by the bytes of the weights, so a copy with a quarter of the bytes drafts at about a quarter of a step's
+cost. The unquantised target verifies, so quantisation lowers acceptance, never exactness. (A quantised target as its
+own draft: Tiwari et al., "QuantSpec: Self-Speculative Decoding with Hierarchical
 Quantized KV Cache", ICML 2025.)
 """
 
@@ -36,7 +36,7 @@ class SelfOptions(GrowthOptions):
 
 
 def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
-    """The target, quantised, as a draft model of the same shape; `ConfigError` where it is quantised already."""
+    """Options for the quantised target as a draft model; raises `ConfigError` where the target is quantised already."""
     config = context.engine_config
     if not is_smaller(quantization, config.quantization):
         raise ConfigError(

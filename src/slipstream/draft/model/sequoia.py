@@ -1,4 +1,4 @@
-"""The best fixed tree for a budget of nodes, from how often guesses of each rank were accepted.
+"""The best fixed tree for a budget of nodes, from the acceptance rate of each rank.
 
 Chen, May, Svirschevski, Huang, Ryabinin, Jia and Chen, "Sequoia: scalable and robust speculative decoding" (NeurIPS
 2024): a dynamic programme over the nodes, the depth and the number of siblings.
@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankAcceptance:
-    """How often guesses were right where their parent was, by depth and by rank among siblings."""
+    """Acceptance rates given that the parent was accepted, by depth and by rank among siblings."""
 
     rates: tuple[tuple[float, ...], ...]
     """Row i is for depth i + 1; the last row holds for every greater depth. No row sums to more than 1."""
@@ -30,18 +30,18 @@ class RankAcceptance:
                 )
 
     def at(self, depth: int) -> tuple[float, ...]:
-        """The rates of the guesses `depth` below the text, best rank first."""
+        """The rates at `depth` below the text, best rank first."""
         return self.rates[min(depth, len(self.rates)) - 1]
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A fixed tree and what it promises."""
+    """A fixed tree and its predicted acceptance length."""
 
     tree_choices: list[list[int]]
     """As `speculative_config` takes it."""
     acceptance_length: float
-    """τ that the rates predict: tokens a target pass, its own included."""
+    """Predicted τ: tokens committed per target pass, the target's own included."""
 
     @property
     def num_nodes(self) -> int:
@@ -65,12 +65,12 @@ class _Programme:
                     self._best[nodes, depth, rank] = self._compute(nodes, depth, rank)
 
     def value(self, nodes: int, depth: int, rank: int = 0) -> float:
-        """Tokens expected of at most `nodes` nodes at `depth` and below it, siblings from `rank` on, where their
-        parent was right."""
+        """Expected accepted tokens of at most `nodes` nodes at `depth` and below, for siblings from `rank` on, given
+        that their parent was accepted."""
         return self._best.get((nodes, depth, rank), (0.0, 0))[0]
 
     def _compute(self, nodes: int, depth: int, rank: int) -> tuple[float, int]:
-        """The value, and how many nodes the sibling `rank` and its descendants get; 0 ends the siblings."""
+        """The value, and the number of nodes for sibling `rank` and its descendants; 0 ends the siblings."""
         rate = self.acceptance.at(depth)[rank]
         best, share = 0.0, 0
         for size in range(1, nodes + 1):
@@ -91,7 +91,7 @@ class _Programme:
 
 
 def best_tree(acceptance: RankAcceptance, num_nodes: int, max_depth: int) -> TreePlan:
-    """The tree of at most `num_nodes` nodes and `max_depth` levels from which most tokens are expected.
+    """The tree of at most `num_nodes` nodes and `max_depth` levels with the most expected accepted tokens.
 
     The work grows with `num_nodes` squared, `max_depth` and the ranks: 64 nodes, 12 levels and 8 ranks take a
     fraction of a second. Raises `ConfigError` for a budget below 1.
@@ -107,10 +107,10 @@ def fastest_tree(
     level_s: float,
     step_s: Callable[[int], float],
 ) -> TreePlan:
-    """As `best_tree`, of the size and depth at which a token takes least time.
+    """As `best_tree`, with the size and depth at which the time per token is least.
 
-    `level_s` is the drafter's time for one level of the tree, `step_s(rows)` the target's for a pass. The empty plan
-    says that no tree pays.
+    `level_s` is the drafter's time for one level of the tree, `step_s(rows)` the target's for a pass. The plan is empty
+    where no tree gains speed.
     """
     check_at_least("tree", 1, num_nodes=num_nodes, max_depth=max_depth)
     best, least_s = TreePlan([], 1.0), step_s(1)
@@ -130,5 +130,5 @@ def _plan(programme: _Programme, nodes: int) -> TreePlan:
 
 
 def comb(depth: int, width: int) -> list[list[int]]:
-    """`tree_choices` of `width` siblings at every level of the best guesses' path, to measure ranks with."""
+    """`tree_choices` with `width` siblings at every level below the best path; for measuring rank acceptance."""
     return [[*([0] * level), rank] for level in range(depth) for rank in range(width)]

@@ -1,10 +1,10 @@
-"""String-level exact match: a draft model with another tokenizer writes text, and the target's tokenizer reads it.
+"""String-level exact match: a draft model with another tokenizer drafts text, which the target's tokenizer encodes.
 
 Timor, Mamou, Korat, Berchansky, Pereg, Jain, Schwartz, Wasserblat and Harel, "Accelerating LLM inference with lossless
 speculative decoding algorithms for heterogeneous vocabularies" (ICML 2025).
 
-The draft may use its whole vocabulary. What it wrote is tokenised together with the end of the committed text, and what
-follows the committed tokens is proposed as a chain without probabilities.
+The draft may use its whole vocabulary. Its text is tokenised together with the end of the committed text, and the
+tokens after the committed ones are proposed as a chain without probabilities.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class SlemOptions:
     """Keys of `speculative_config` for `method: slem`."""
 
     model: str
-    """Folder or hub id of the draft model; its tokenizer may be any byte-level or SentencePiece-like one."""
+    """Folder or hub id of the draft model, with any byte-level or SentencePiece-like tokenizer."""
     num_speculative_tokens: int = 5
-    """Tokens of its own that the draft writes in a step; in the target's they may be fewer or more."""
+    """Draft tokens in a step, in the draft model's own vocabulary; fewer or more in the target's."""
     draft_temperature: float = 0.0
-    """0 writes the draft's most probable tokens; above, they are drawn from its own distribution."""
+    """0 takes the draft's most probable tokens; above 0 they are sampled from its own distribution."""
     dtype: str = "auto"
     quantization: str | None = None
     """Weight format of the draft, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
@@ -52,16 +52,16 @@ class SlemOptions:
 
 
 class _Writer(ForeignModelDrafter):
-    """The draft model among its own tokens: the sequences that it is given are in them too."""
+    """The draft model on sequences in its own tokens."""
 
-    def _num_guesses(self, target_vocab_size: int) -> int:
+    def _draft_vocab_size(self, target_vocab_size: int) -> int:
         return self.model.vocab_size
 
 
 class SlemDrafter(Drafter):
-    """Lets a causal language model of another vocabulary write, and proposes what the target's tokenizer reads."""
+    """Drafts text with a causal language model of another vocabulary, re-encoded with the target's tokenizer."""
 
-    summary = "a smaller model with another vocabulary writes ahead, in text"
+    summary = "a smaller model with another vocabulary drafts, in text"
 
     Options = SlemOptions
 
@@ -90,7 +90,7 @@ class SlemDrafter(Drafter):
         self._encoder = Encoder(context.tokenizer, self._target)
         self._said = sorted(self._target.ordinary.values())
         self._written: dict[int, Sequence] = {}
-        """Each sequence as the draft model knows it: the same text in its own tokens."""
+        """Sequence id to the same sequence in the draft model's tokens."""
 
     # --- the contract -----------------------------------------------------------------------------------------
 
@@ -102,8 +102,8 @@ class SlemDrafter(Drafter):
         return 2 * int(self.options.num_speculative_tokens)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """One chain a sequence; nothing where the text, tokenised anew, does not begin with the committed tokens."""
-        # The last token written is often left out as unfinished.
+        """One chain a sequence; empty where the re-encoded text does not begin with the committed tokens."""
+        # One token more than the budget: the last one is often dropped as unfinished.
         lengths = [
             min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets
         ]
@@ -114,12 +114,12 @@ class SlemDrafter(Drafter):
         ]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Keep the draft model's entries as far as it wrote the text that was committed."""
+        """Keep the draft model's entries as far as its draft agrees with the committed text."""
         written = []
         for seen in observations:
             if seen.sequence.id in self._written:
                 text = self._as_written(seen.sequence)
-                # However many of its tokens stand: the writer compares them with the text.
+                # An upper bound: the writer compares its draft with the text itself.
                 written.append(replace(seen, sequence=text, num_accepted=len(text.token_ids)))
         self._writer.observe(written)
 
@@ -156,7 +156,7 @@ class SlemDrafter(Drafter):
         return self._written[sequence.id]
 
     def _read(self, sequence: Sequence, written: Seq[int], budget: int) -> Proposal:
-        """The draft's tokens in the target's, behind the committed ones."""
+        """The draft's text as target tokens, after the committed ones."""
         text, ending = b"", None
         for token in written:
             if token not in self._draft.ordinary:
@@ -170,15 +170,15 @@ class SlemDrafter(Drafter):
         token_ids, pieces = self._encoder.encode(end + text)
         if token_ids[: len(committed)] != committed:
             return EMPTY_PROPOSAL
-        guesses = token_ids[len(committed) :]
+        draft_tokens = token_ids[len(committed) :]
         if ending is not None:
-            guesses.append(ending)
+            draft_tokens.append(ending)
         else:
-            guesses = guesses[: self._num_finished(pieces[len(committed) :])]
-        return Proposal.chain(guesses[:budget]) if guesses else EMPTY_PROPOSAL
+            draft_tokens = draft_tokens[: self._num_finished(pieces[len(committed) :])]
+        return Proposal.chain(draft_tokens[:budget]) if draft_tokens else EMPTY_PROPOSAL
 
     def _num_finished(self, pieces: Seq[bytes]) -> int:
-        """How many of the tokens that say `pieces` can no longer become part of a longer one."""
+        """How many of the tokens with bytes `pieces` cannot become part of a longer token as the text goes on."""
         for first in range(len(pieces)):
             rest = b"".join(pieces[first:])
             longer = bisect_right(self._said, rest)

@@ -1,12 +1,12 @@
-"""Token-level intersection: a draft model with another tokenizer guesses the tokens that both have.
+"""Token-level intersection: a draft model with another tokenizer drafts the tokens that both vocabularies have.
 
 Timor, Mamou, Korat, Berchansky, Pereg, Jain, Schwartz, Wasserblat and Harel, "Accelerating LLM inference with lossless
 speculative decoding algorithms for heterogeneous vocabularies" (ICML 2025).
 
-The draft's distribution is restricted to the tokens that mean the same bytes in both vocabularies and is expressed in
-the target's ids, so that everything behind it (sampling parameters, noise, penalties, trees, verifiers) is as for a
-draft of the same vocabulary. A guess is one token in both. What differs is the committed text, which the draft reads in
-its own tokens.
+The draft's distribution is restricted to the tokens with the same bytes in both vocabularies and expressed in the
+target's ids, so that all that follows (sampling parameters, noise, penalties, trees, verifiers) is as for a draft of
+the same vocabulary. A draft token is one token in both. Only the committed text differs: the draft reads it in its own
+tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TliOptions(DraftModelOptions):
     """Keys of `speculative_config` for `method: tli`."""
 
     model: str
-    """Folder or hub id of the draft model; its tokenizer may be any byte-level or SentencePiece-like one."""
+    """Folder or hub id of the draft model, with any byte-level or SentencePiece-like tokenizer."""
 
     def __post_init__(self) -> None:
         self.check_draft("tli")
@@ -41,7 +41,7 @@ class TliOptions(DraftModelOptions):
 class TliDrafter(ForeignModelDrafter):
     """Drafts with a causal language model of another vocabulary, in the tokens that it shares with the target."""
 
-    summary = "a smaller model with another vocabulary writes ahead, in the tokens that both have"
+    summary = "a smaller model with another vocabulary drafts, in the tokens that both have"
 
     Options = TliOptions
 
@@ -59,7 +59,7 @@ class TliDrafter(ForeignModelDrafter):
         self._columns = torch.tensor(list(self._own_ids), device=device)  # [shared], target ids
         self._own_columns = torch.tensor(list(self._own_ids.values()), device=device)  # [shared], draft ids
 
-    def _num_guesses(self, target_vocab_size: int) -> int:
+    def _draft_vocab_size(self, target_vocab_size: int) -> int:
         return target_vocab_size
 
     def _token_ids(self, sequence: Sequence) -> list[int]:

@@ -1,1 +1,1 @@
-"""Drafters that let the target itself draft several positions at once."""
+"""Drafters that use the target's own predictions for several positions ahead."""

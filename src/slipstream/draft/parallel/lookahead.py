@@ -1,10 +1,15 @@
-"""Lookahead decoding: Jacobi's passes run beside the text and leave n-grams behind, which are then proposed.
+"""Jacobi decoding, and lookahead decoding, which adds a pool of n-grams to it.
 
-Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (ICML 2024). The paper's window
-has columns of places ahead of the text and rows of the last Jacobi passes, and a mask by which a token sees the first
-row up to its column and then its own column. Below the last committed token that is a tree: the first row is a
-chain, and each column hangs below its token of the first row. So a proposal is all that the method needs: window and
-guesses go through the target together, each with its places and its mask, and the window may be accepted too.
+Jacobi (Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", ACL 2023) solves
+decoding like a system of equations: all tokens of a block are drafted at once, and each target pass replaces every
+draft token by the target's own token at that position.
+
+Lookahead (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", ICML 2024) runs
+Jacobi iterations in a window beside the text and proposes the n-grams that they produce. The paper's window has a
+column for each position ahead of the text and a row for each of the last Jacobi iterations; a token sees the first row
+up to its column, and then its own column. Below the last committed token this is a tree: the first row is a chain, and
+each column hangs below its token of the first row. So window and n-grams are one proposal, without a mask or a pass of
+their own, and tokens of the window may be accepted too.
 """
 
 from __future__ import annotations
@@ -17,11 +22,81 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.combine.merging import node_along
-from slipstream.draft.parallel.jacobi import first_guess
 from slipstream.draft.top_tokens import top_tokens
 
 MAX_KEYS = 1024
-"""First tokens whose n-grams are kept of one sequence; the least recently seen is forgotten."""
+"""First tokens whose n-grams are kept for one sequence; the least recently seen one is dropped."""
+
+
+def initial_token(token_ids: Seq[int], position: int) -> int:
+    """An initial draft token for a `position` without a prediction: a pseudo-random but fixed token of the text."""
+    scattered = position * 2654435761 % 2**32  # multiplicative hashing (Knuth)
+    return token_ids[scattered % len(token_ids)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JacobiOptions:
+    """Keys of `speculative_config` for `jacobi`."""
+
+    num_speculative_tokens: int = 4
+    """Draft tokens of a block."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "jacobi")
+        check_at_least("jacobi", 1, num_speculative_tokens=self.num_speculative_tokens)
+
+
+class JacobiDrafter(Drafter):
+    """Proposes a chain: the target's last predictions for its positions, or tokens of the text where it has none."""
+
+    summary = "drafts what the target said of the same places a step before"
+
+    Options = JacobiOptions
+
+    def __init__(self, options: JacobiOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._drafts: dict[int, list[int]] = {}
+        """Sequence id to the target's latest predictions for the positions after the committed text."""
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """One chain a sequence."""
+        return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def _propose(self, sequence: Sequence, budget: int) -> Proposal:
+        num_tokens = min(budget, self.max_nodes())
+        if num_tokens <= 0:
+            return EMPTY_PROPOSAL
+        draft = self._drafts.setdefault(sequence.id, [])[:num_tokens]
+        start = len(sequence.token_ids)
+        draft += [initial_token(sequence.token_ids, start + i) for i in range(len(draft), num_tokens)]
+        return Proposal.chain(draft)
+
+    def max_nodes(self) -> int:
+        """`num_speculative_tokens`."""
+        num_speculative_tokens: int = self.options.num_speculative_tokens
+        return num_speculative_tokens
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Store the target's predictions after the committed tokens; unverified positions keep their earlier token."""
+        for seen in observations:
+            draft = self._drafts.get(seen.sequence.id)
+            if draft is not None:
+                num_new = len(seen.sequence.token_ids) - seen.length_before
+                computed = top_tokens(seen.logits[num_new:], 1).flatten().tolist()
+                kept = draft[max(len(seen.proposal) + 1, num_new) :]
+                self._drafts[seen.sequence.id] = computed + kept
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence's predictions."""
+        self._drafts.pop(sequence.id, None)
+
+    def num_held(self) -> int:
+        """Sequences with stored predictions."""
+        return len(self._drafts)
+
+    def memory_bytes(self) -> int:
+        """Bytes of all predictions, as Python's lists and integers."""
+        return sum(56 + 36 * len(draft) for draft in self._drafts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +107,13 @@ class LookaheadOptions:
     """
 
     window_size: int = 3
-    """W: columns of the window, places ahead of the text that are guessed at once."""
+    """W: columns of the window, the positions ahead of the text that are drafted at once."""
     ngram_size: int = 3
     """N: tokens of an n-gram; the window has one row fewer."""
     max_guesses: int = 2
-    """G: n-grams that are kept of each first token, and proposed after it."""
+    """G: n-grams kept for each first token, and proposed after it."""
     pool_from_prompt: bool = True
-    """Begin with the n-grams of the prompt."""
+    """Fill the pool with the prompt's n-grams at the start."""
 
     def __post_init__(self) -> None:
         check_types(self, "lookahead")
@@ -60,7 +135,7 @@ class NgramPool:
         return sum(map(len, self._tails.values()))
 
     def add(self, ngram: Seq[int]) -> None:
-        """Remember an n-gram as the latest; what was seen the longest time ago makes room."""
+        """Add an n-gram as the latest; drops the least recent ones beyond the bounds."""
         first, tail = ngram[0], tuple(ngram[1:])
         tails = self._tails.setdefault(first, [])
         self._tails.move_to_end(first)
@@ -73,7 +148,7 @@ class NgramPool:
             self._tails.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed `token`, the latest first."""
+        """The stored tokens after `token`, [n - 1] for each n-gram, the latest first."""
         return self._tails.get(token, [])[::-1]
 
     def memory_bytes(self) -> int:
@@ -82,8 +157,8 @@ class NgramPool:
         return 240 * len(self._tails) + bytes_per_ngram * len(self)
 
 
-class Branches:
-    """A tree under construction, of at most `max_nodes`. What begins alike shares nodes."""
+class TreeBuilder:
+    """A tree of at most `max_nodes` nodes; branches with a common prefix share nodes."""
 
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
@@ -95,7 +170,7 @@ class Branches:
         return self.max_nodes - len(self.token_ids)
 
     def add(self, parent: int, token_ids: Seq[int]) -> int:
-        """Hang a branch below `parent`, as much of it as there is room for; returns its last node."""
+        """Add a branch below `parent`, as much as there is room for; returns its last node."""
         for token in token_ids:
             node = self._child.get((parent, token))
             if node is None:
@@ -112,25 +187,24 @@ class Branches:
 
 
 @dataclass(slots=True)
-class Window:
-    """One sequence's Jacobi passes and what they yielded."""
+class JacobiWindow:
+    """One sequence's Jacobi iterations and its pool of n-grams."""
 
     columns: list[list[int]]
-    """Top down, oldest pass first; a young column has not all of its rows yet."""
+    """Each from the oldest iteration to the newest; a new column does not have all of its rows yet."""
     pool: NgramPool
     ends: list[tuple[int, ...]] = field(default_factory=list)
-    """The tokens down to each column's last one in the last proposal, as far as columns were in it."""
+    """For each column in the last proposal: the tokens on the path to its last one."""
 
 
 class LookaheadDrafter(Drafter):
     """Proposes the pool's n-grams that begin with the last committed token, and the window.
 
-    When the target has computed the window, its most probable token behind each column is the next row. A column
-    that has all its rows gives an n-gram to the pool and loses its oldest token. So the window moves one place a
-    step; where a step commits more, its first row is at first a little behind, and catches up with the next
-    passes, because every token is computed behind the text as it then is.
+    After a pass, the target's most probable token behind each column is appended to that column. A full column is
+    added to the pool as an n-gram and loses its oldest token. So the window moves one position a step. A step that
+    commits more tokens leaves the first row behind for a few iterations, until it has converged again.
 
-    With a small budget guesses come first, then as many whole columns as there is room for; the others wait.
+    With a small budget the n-grams come first, then as many whole columns as there is room for.
     """
 
     summary = "n-grams that the target computes on the side (lookahead decoding)"
@@ -139,12 +213,12 @@ class LookaheadDrafter(Drafter):
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
-        """A window and a pool a running request."""
+        """A window and a pool for each running request."""
         return Fit(grows_with="a window and n-grams a running request")
 
     def __init__(self, options: LookaheadOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, JacobiWindow] = {}
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence."""
@@ -156,29 +230,29 @@ class LookaheadDrafter(Drafter):
         window = self._windows.get(sequence.id)
         if window is None:
             window = self._windows[sequence.id] = self._begin(sequence)
-        branches = Branches(min(budget, self.max_nodes()))
-        for guess in window.pool.after(sequence.token_ids[-1]):
-            branches.add(ROOT, guess)
+        tree = TreeBuilder(min(budget, self.max_nodes()))
+        for tail in window.pool.after(sequence.token_ids[-1]):
+            tree.add(ROOT, tail)
         ends: list[int] = []
         first_row = ROOT
         for column in window.columns:
-            if branches.num_free() < len(column):
+            if tree.num_free() < len(column):
                 break
-            first_row = branches.add(first_row, column[:1])
-            ends.append(branches.add(first_row, column[1:]))
-        proposal = branches.proposal()
+            first_row = tree.add(first_row, column[:1])
+            ends.append(tree.add(first_row, column[1:]))
+        proposal = tree.proposal()
         window.ends = [tuple(proposal.token_ids[node] for node in proposal.path(end)) for end in ends]
         return proposal
 
-    def _begin(self, sequence: Sequence) -> Window:
+    def _begin(self, sequence: Sequence) -> JacobiWindow:
         options, token_ids = self.options, sequence.token_ids
         start = len(token_ids)
-        columns = [[first_guess(token_ids, start + i)] for i in range(options.window_size)]
+        columns = [[initial_token(token_ids, start + i)] for i in range(options.window_size)]
         pool = NgramPool(options.max_guesses)
         if options.pool_from_prompt:
             for end in range(options.ngram_size, len(token_ids) + 1):
                 pool.add(token_ids[end - options.ngram_size : end])
-        return Window(columns, pool)
+        return JacobiWindow(columns, pool)
 
     def max_nodes(self) -> int:
         """(W + G) (N - 1)."""
@@ -187,12 +261,12 @@ class LookaheadDrafter(Drafter):
         return max_nodes
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Give each column that was computed its next row, and the pool the n-grams that came about."""
+        """Append to each computed column its next row; add full columns to the pool."""
         for seen in observations:
             window = self._windows.get(seen.sequence.id)
             if window is None or not len(seen.proposal):
                 continue
-            # What was cut off before it was checked, for want of room or by a grammar, waits.
+            # Columns that a budget or a grammar cut off keep their rows until they are computed.
             nodes = [node_along(seen.proposal, tokens) for tokens in window.ends]
             computed = [
                 (column, node)
@@ -208,7 +282,7 @@ class LookaheadDrafter(Drafter):
                     del column[0]
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the sequence's window and pool."""
+        """Drop the sequence's window and pool."""
         self._windows.pop(sequence.id, None)
 
     def num_held(self) -> int:

@@ -1,1 +1,1 @@
-"""Grammars that an answer must keep to."""
+"""Structured output: grammars that constrain an answer."""

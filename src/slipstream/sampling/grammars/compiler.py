@@ -1,4 +1,4 @@
-"""From a request's structured output to a grammar over the target's tokens."""
+"""Compiles a request's structured output into a grammar over the target's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.sampling.grammars.trial import (
     WORKER_OF_THIS_PROCESS,
     NoWorkerError,
     TooComplexError,
-    Vocabulary,
+    TrialVocabulary,
 )
 from slipstream.sampling.grammars.worker import STACK_BYTES, parser_limits
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
@@ -33,25 +33,24 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_COMPILED = 64
-"""Compiled grammars and refusals that are kept, the ones used last."""
+"""Compiled grammars and refusals that are cached, least recently used first out."""
 MAX_SOURCE_BYTES = 128 * 2**10
-"""The largest schema, expression, grammar or choice. With it grow the compiler's time, partly as the square, and the
-depth to which it calls itself."""
+"""The largest schema, expression, grammar or choice. The compiler's time, partly quadratic, and its recursion depth
+grow with it."""
 MAX_COMPILED_BYTES = 128 * 2**20
-"""What the compiled grammars that are kept may take in all."""
+"""Total size of the cached grammars."""
 MAX_FORM_BYTES = 16 * 2**20
-"""What one may take; the largest schemas that were tried take 3 MiB."""
+"""The largest compiled grammar; the largest schemas that were tested take 3 MiB."""
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""What may stand between the tokens of JSON: a space, or a new line and its indentation. Where JSON's own rule holds, a
-model that has begun with blank lines may never come to an end of them."""
+"""Whitespace allowed between JSON's tokens: a space, or a new line and its indentation. JSON itself allows any, but
+then a model may generate blank lines without end."""
 MAX_ERROR_LENGTH = 300
-"""Characters of a compiler's message that are passed on."""
+"""Characters of a compiler's message that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher that has consumed nothing and never will, the tokens that may come first, token i as bit i, and what
-    it takes."""
+    """A matcher that has consumed nothing, the mask of first tokens (token i as bit i), and its memory."""
 
     matcher: LLMatcher
     first: int
@@ -59,17 +58,15 @@ class _Compiled:
 
 
 class _NotNowError(RequestError):
-    """A refusal that says nothing of the constraint, so that nobody keeps it."""
+    """A temporary refusal, which is not cached."""
 
 
 class GrammarCompiler:
-    """Compiles constraints with llguidance, in a thread of its own. Costs nothing until the first one comes.
+    """Compiles constraints with llguidance in a thread of its own, which starts with the first constraint.
 
-    Each is first tried in another process, which may die of it. Only what comes through is compiled here, under the
-    same limits.
+    Each constraint is first compiled on trial in another process, and then here, under the same limits.
 
-    May be used from any thread; llguidance lets the others run while it works. Who asks for what is known already,
-    refusals included, waits for nobody.
+    Thread-safe; llguidance releases the interpreter lock. Cached results, refusals included, are returned at once.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
@@ -78,7 +75,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._tried_vocabulary: Vocabulary | None = None
+        self._tried_vocabulary: TrialVocabulary | None = None
         self._compiled: _Results[_Compiled] = _Results()
         self._checked: _Results[bool] = _Results()
         self._lock = threading.Lock()
@@ -87,12 +84,12 @@ class GrammarCompiler:
     def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
         """The grammar of one answer that may end with `stop_token_ids`.
 
-        Raises `RequestError` where the constraint, or the tokenizer, is nothing that llguidance can follow.
+        Raises `RequestError` where llguidance does not support the constraint or the tokenizer.
         """
         return self.submit(structured, stop_token_ids).result()
 
     def submit(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Future[Grammar]:
-        """`compile` without waiting for it. To cancel what has not begun saves its work."""
+        """`compile` as a future; cancelling it before it has begun saves the work."""
         stop = frozenset(stop_token_ids)
         return self._run(
             self._compiled,
@@ -102,7 +99,7 @@ class GrammarCompiler:
         )
 
     def check(self, structured: StructuredOutput) -> Future[bool]:
-        """True, or a `RequestError` where llguidance cannot follow a constraint, whatever the model."""
+        """A future of True; it raises `RequestError` where llguidance does not support a constraint with any model."""
 
         def check(structured: StructuredOutput) -> bool:
             _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.check(_source(structured)))
@@ -118,7 +115,7 @@ class GrammarCompiler:
         make: Callable[[StructuredOutput], T],
         use: Callable[[T], R],
     ) -> Future[R]:
-        """`use` of what `results` have, or of what `make` makes in the compiling thread."""
+        """`use` of the cached result, or of that of `make`, which runs in the compiling thread."""
 
         def work() -> R:
             result = results.find(structured)
@@ -165,8 +162,8 @@ class GrammarCompiler:
     ) -> Grammar:
         ends = stop_token_ids.union(self._end_token_ids)
         if not compiled.first & (1 << self._vocab_size) - 1 & ~bits(ends):
-            raise RequestError(f"{kind(structured)} allows no text, at most the empty one")
-        # A matcher of its own: none may be used by two threads at once.
+            raise RequestError(f"{kind(structured)} allows no text but the empty one")
+        # A copy for each answer: a matcher is not thread-safe.
         return Grammar(
             compiled.matcher.deep_copy(),
             self._end_token_ids,
@@ -190,9 +187,7 @@ class GrammarCompiler:
         before = heap_bytes()
         try:
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=parser_limits())
-            first = int.from_bytes(
-                matcher.compute_bitmask(), "little"
-            )  # what is too complex from here on fails
+            first = int.from_bytes(matcher.compute_bitmask(), "little")  # reports what is too complex
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
         num_bytes: int = heap_bytes() - before if trial is None else trial["num_bytes"]
@@ -202,19 +197,19 @@ class GrammarCompiler:
                 raise RequestError(_refusal(structured, matcher.get_error()))
             first = 0
         messages = matcher.get_grammar_warnings()
-        if messages:  # which quote the client's text: they are for whoever debugs
-            logger.warning("%s is followed but for %d of its words", kind(structured), len(messages))
+        if messages:  # they quote the client's text, so they are logged for debugging only
+            logger.warning("%s: %d of its keywords are not enforced", kind(structured), len(messages))
             logger.debug("llguidance says: %s", messages)
-        refusal = RequestError(_refusal(structured, "it takes ever more memory while an answer follows it"))
+        refusal = RequestError(_refusal(structured, "it exceeds its memory limit while an answer follows it"))
         footprint = Footprint(num_bytes, lambda: self._compiled.keep(structured, refusal))
         return _Compiled(matcher, first, footprint)
 
-    def _read_tokenizer(self) -> tuple[LLTokenizer, Vocabulary]:
+    def _read_tokenizer(self) -> tuple[LLTokenizer, TrialVocabulary]:
         if self._vocabulary is None or self._tried_vocabulary is None:
             try:
                 self._vocabulary, tokens = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
-                self._tried_vocabulary = Vocabulary(tokens)
-            except Exception as error:  # a tokenizer that is not known may raise anything
+                self._tried_vocabulary = TrialVocabulary(tokens)
+            except Exception as error:  # an unknown tokenizer may raise anything
                 raise RequestError(
                     f"structured output is not possible with this model's tokenizer: {_one_line(str(error))}"
                 ) from None
@@ -222,7 +217,7 @@ class GrammarCompiler:
 
 
 class _Results(Generic[T]):
-    """What became of the constraints that came last, refusals too. May be used from any thread."""
+    """A bounded cache of compiled constraints and refusals, least recently used first out. Thread-safe."""
 
     def __init__(self) -> None:
         self._results: OrderedDict[StructuredOutput, T | RequestError] = OrderedDict()
@@ -251,26 +246,26 @@ def _num_bytes(result: object) -> int:
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> tuple[LLTokenizer, ByteTokens]:
-    """The tokenizer as llguidance reads it, where that is what its tokens say; else by the bytes that they say. And
-    these bytes."""
+    """The tokenizer for llguidance, and its tokens' bytes. llguidance's own reading of it is used where it agrees with
+    those bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
-    said = TokenBytes(tokenizer, "this model")
+    token_bytes = TokenBytes(tokenizer, "this model")
     num_tokens = max(vocab_size, len(tokenizer))
-    tokens = ByteTokens(said, num_tokens, end_token_ids or [tokenizer.eos_token_id])
+    tokens = ByteTokens(token_bytes, num_tokens, end_token_ids or [tokenizer.eos_token_id])
     vocabulary = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_token_ids or None)
-    # 0xFF, which is in no text, is how llguidance marks special tokens.
-    ordinary = {token: text for token, text in said.ordinary.items() if text and b"\xff" not in text}
+    # llguidance marks special tokens with the byte 0xFF, which occurs in no text.
+    ordinary = {token: text for token, text in token_bytes.ordinary.items() if text and b"\xff" not in text}
     if all(vocabulary.decode_bytes([token]) == text for token, text in ordinary.items()):
         return vocabulary, tokens
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=num_tokens, eos_token=tokens.ends), tokens
 
 
 def check_followed(structured: StructuredOutput) -> None:
-    """Raise `RequestError` where llguidance cannot follow a constraint, whatever the model.
+    """Raise `RequestError` where llguidance does not support a constraint with any model.
 
-    What it finds too complex only with a vocabulary passes here, and is refused by the compiler.
+    A constraint that is too complex only with a vocabulary passes here and is refused by the compiler.
     """
     from llguidance import LLMatcher
 
@@ -287,13 +282,13 @@ def check_followed(structured: StructuredOutput) -> None:
 def _raise_of(
     structured: StructuredOutput, ask: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """What the worker says of a constraint; `RequestError` where that is a refusal, or it died of it."""
+    """The worker's result for a constraint; raises `RequestError` for a refusal, or if the worker died."""
     try:
         answer = ask()
     except NoWorkerError as error:
         raise _NotNowError(
-            f"{kind(structured)} cannot be followed at this moment, since no process can be had to try it in: {error}; "
-            "ask again later"
+            f"{kind(structured)} cannot be compiled at the moment, since no process can be started for it: {error}; "
+            "retry later"
         ) from None
     except (TooComplexError, ValueError) as error:
         raise RequestError(_refusal(structured, str(error))) from None
@@ -303,32 +298,35 @@ def _raise_of(
 
 
 def _check_form(structured: StructuredOutput, num_bytes: int) -> None:
-    """Raise `RequestError` where a compiled form takes too much."""
+    """Raise `RequestError` where a compiled grammar is too large."""
     if num_bytes > MAX_FORM_BYTES:
         raise RequestError(
-            _refusal(structured, f"it takes {num_bytes >> 20} MiB; {MAX_FORM_BYTES >> 20} are allowed")
+            _refusal(
+                structured,
+                f"compiled it takes {num_bytes >> 20} MiB; at most {MAX_FORM_BYTES >> 20} are allowed",
+            )
         )
 
 
 def check_size(structured: StructuredOutput, max_bytes: int = MAX_SOURCE_BYTES) -> None:
-    """Raise `RequestError` where a constraint's text has more than `max_bytes`."""
+    """Raise `RequestError` where a constraint's text is longer than `max_bytes`."""
     value = getattr(structured, kind(structured))
     num_bytes = sum(len(str(text).encode()) for text in (value if isinstance(value, tuple) else (value,)))
     if num_bytes > max_bytes:
-        raise RequestError(f"{kind(structured)} has {num_bytes:,} bytes; at most {max_bytes:,} are taken")
+        raise RequestError(f"{kind(structured)} has {num_bytes:,} bytes; at most {max_bytes:,} are allowed")
 
 
 def kind(structured: StructuredOutput) -> str:
-    """Which constraint it is."""
+    """Name of the constraint's field."""
     return next(name for name in CONSTRAINTS if getattr(structured, name))
 
 
 def _source(structured: StructuredOutput) -> str:
-    """The constraint in llguidance's own form."""
+    """The constraint as llguidance's source."""
     from llguidance import LLMatcher
 
     if structured.choice is not None:
-        # One terminal of them all, since terminals are compared with one another.
+        # One terminal for all choices: llguidance compares terminals with one another.
         return LLMatcher.grammar_from_lark(
             "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, structured.choice))
         )
@@ -343,7 +341,7 @@ def _source(structured: StructuredOutput) -> str:
 
 
 def _refusal(structured: StructuredOutput, message: str) -> str:
-    return f"{kind(structured)} cannot be followed: {_one_line(message)}"
+    return f"{kind(structured)} cannot be used: {_one_line(message)}"
 
 
 def _one_line(message: str) -> str:

@@ -1,4 +1,4 @@
-"""How much memory a compiled grammar takes while answers follow it."""
+"""Estimates the memory that a compiled grammar takes, and its growth while answers use it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import psutil
 T = TypeVar("T")
 
 MAX_GROWTH_BYTES = 64 * 2**20
-"""What a form may add while answers follow it; the largest schemas that were tried add 2 MiB."""
+"""The most that a grammar may grow in use; the largest schemas that were tested grow by 2 MiB."""
 MAX_COUNTED_BYTES = 16 * 2**20
-"""No call of llguidance within its limits adds more: what does is another thread's."""
+"""Bound on the growth counted for one call: within its limits llguidance adds no more, the rest is other threads'."""
 SLOW_S = 0.001
-"""A call of llguidance that computes for longer may have built much."""
+"""Calls of llguidance that take longer are measured, since they may have allocated much."""
 BYTES_PER_S = 512 * 2**20
-"""No call of llguidance builds faster: what a call adds beyond that is another thread's."""
+"""Bound on llguidance's rate of allocation; growth beyond it is attributed to other threads."""
 
 
 class Footprint:
-    """What one compiled grammar takes: once compiled, and since then. All its answers share it.
+    """Memory of one compiled grammar, which all its answers share: when compiled, and its growth since.
 
-    llguidance builds the states of its lexer when a text first gets there. Whatever the grammar, a call builds no more
-    than some MiB, but a hostile one may do so at every token.
+    llguidance builds the states of its lexer lazily. One call adds a few MiB at most, but a hostile grammar may do so
+    at every token.
 
-    Only what the whole process has held can be read, so other threads are in it. No more is counted than the call could
-    have built in the time for which it computed.
+    Only the peak memory of the whole process can be read, which includes other threads. So the growth counted for a
+    call is bounded by what it could have allocated in its computing time.
     """
 
     def __init__(self, num_bytes: int = 0, on_exceeded: Callable[[], None] = lambda: None) -> None:
-        """`num_bytes` is what it took to compile; `on_exceeded` is called once it has grown by more than
+        """`num_bytes` is its size when compiled; `on_exceeded` is called once it has grown by more than
         `MAX_GROWTH_BYTES`."""
         self.num_bytes = num_bytes
         self._grown = 0
@@ -42,14 +42,14 @@ class Footprint:
 
     @property
     def exceeded(self) -> bool:
-        """True once answers must follow the form no further."""
+        """True once the grammar has grown too large to be used further."""
         return self._grown > MAX_GROWTH_BYTES
 
     def during(self, work: Callable[[], T], clock: Callable[[], float]) -> T:
-        """The result of `work`, with what it adds. To measure costs some microseconds: it begins with the first slow
-        call. What fits into memory that the process has held before is not counted.
+        """The result of `work`, whose growth is counted. Measuring takes some microseconds and begins with the first
+        slow call. Growth below the process's earlier peak is not seen.
 
-        `clock` counts the seconds for which this thread computes; while it waits, only others build.
+        `clock` returns this thread's CPU time in seconds.
         """
         before = peak_bytes() if self._measures else 0
         started_s = clock()
@@ -69,7 +69,7 @@ class Footprint:
 
 
 def peak_bytes() -> int:
-    """The most memory that the process has ever held. Asking takes no longer in a process that has much."""
+    """The peak resident memory of the process, in bytes; a constant-time call."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -79,10 +79,10 @@ def peak_bytes() -> int:
 
 
 def heap_bytes() -> int:
-    """What the process has allocated, or the most that it has held where the C library does not say.
+    """Bytes allocated by the process now; the peak resident memory where the C library does not report them.
 
-    The C library walks through all that is free: tens of milliseconds in a large process, so it is asked about a whole
-    compilation and never in a step.
+    The C library walks all free blocks, tens of milliseconds in a large process: call it around a compilation, never in
+    a step.
     """
     info = _mallinfo()
     if info is None:
@@ -103,7 +103,7 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Callable[[], _Mallinfo] | None:
-    """glibc's, where that is the C library."""
+    """glibc's `mallinfo2`; None with another C library."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.restype = _Mallinfo

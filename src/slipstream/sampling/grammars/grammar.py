@@ -1,4 +1,4 @@
-"""Which tokens may follow a text that must keep to a grammar."""
+"""Token masks of one answer under a grammar."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class Grammar:
-    """The constraint on one answer.
+    """The grammar of one answer.
 
-    Its answers are a function of the text alone: whoever asks about a node of a tree need not put anything back. Inside
-    is a tree of matchers below the text that was asked about last, each a copy of its parent's with one more token. (A
-    copy costs some 50 ns for each token of the text. Rolling one matcher back would cost less, but with llguidance
-    1.9.1 masks are now and then too narrow behind a rollback in a recursive grammar.)
+    Masks are a function of the text alone: nothing has to be rolled back after a rejected draft. Internally there is a
+    tree of matchers below the current text, each a copy of its parent's with one more token. (A copy takes about 50 ns
+    for each token of the text. Rolling one matcher back would be cheaper, but with llguidance 1.9.1 masks are sometimes
+    too narrow after a rollback in a recursive grammar.)
 
-    Stop tokens, whatever they say as text, are allowed exactly where the grammar accepts the text so far. The model's
-    end tokens that are no stop tokens of this request never are.
+    Stop tokens are allowed exactly where the grammar accepts the text so far, whatever their bytes are. The model's end
+    tokens that are not stop tokens of this request are never allowed.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Grammar:
         vocab_size: int,
         footprint: Footprint | None = None,
     ) -> None:
-        """`start` is a matcher that has consumed nothing, and never will: it is copied. `vocab_size` is the width of
-        the target's logits. `footprint` is that of all that `start` was copied to."""
+        """`start` is a matcher that has consumed nothing; only copies of it consume tokens. `vocab_size` is the width
+        of the target's logits. `footprint` is shared by all copies of `start`."""
         self._start = start
         self._footprint = footprint or Footprint()
         self._vocab_size = vocab_size
@@ -51,18 +51,18 @@ class Grammar:
         self._text_bits = (1 << vocab_size) - 1 & ~bits(self._ends)
         self._output: list[int] = []
         self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): start}
-        """The matcher behind `_output` and each path; None where the grammar refuses it."""
+        """Path to the matcher after `_output` and that path; None where the grammar rejects it."""
         self._masks: dict[tuple[int, ...], int] = {}
-        """What may follow `_output` and each path."""
+        """Path to the mask after `_output` and that path."""
 
     def copy(self) -> Grammar:
-        """The same constraint for another answer."""
+        """The same grammar for another answer."""
         return Grammar(self._start, self._ends, self._stop, self._vocab_size, self._footprint)
 
     def mask(self, output: Seq[int], path: Seq[int] = ()) -> int:
         """The tokens that may follow `output` and `path`, token i as bit i.
 
-        0 behind a stop token, and behind a text that the grammar refuses.
+        0 after a stop token and after a text that the grammar rejects.
         """
         self._turn_to(list(output))
         key = tuple(path)
@@ -78,24 +78,24 @@ class Grammar:
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=width, bitorder="little")).bool()
 
     def forced(self, output: Seq[int], path: Seq[int] = ()) -> int | None:
-        """The one token that may follow, where there is just one and it does not end the answer."""
+        """The only token that may follow, unless it ends the answer; None where several may follow."""
         mask = self.mask(output, path)
         if mask.bit_count() != 1 or not mask & self._text_bits:
             return None
         return mask.bit_length() - 1
 
     def ended(self, output: Seq[int]) -> bool:
-        """True where nothing may follow but a stop token."""
+        """True where only a stop token may follow, or nothing."""
         return not self.mask(output) & self._text_bits
 
     def accepts(self, output: Seq[int]) -> bool:
-        """True where `output`, which holds no stop token, is a whole text of the grammar."""
+        """True where `output`, without stop tokens, is a complete text of the grammar."""
         self._turn_to(list(output))
         matcher = self._matcher(())
         return matcher is not None and not matcher.is_error() and bool(matcher.is_accepting())
 
     def _turn_to(self, output: list[int]) -> None:
-        """Make `output` the text below which matchers and masks are kept. Those of the path that it took stay."""
+        """Make `output` the current text; matchers and masks below it are kept, all others dropped."""
         if output == self._output:
             return
         length = len(self._output)
@@ -111,7 +111,7 @@ class Grammar:
         self._output = output
 
     def _behind(self, taken: tuple[int, ...]) -> LLMatcher | None:
-        """The matcher behind `_output` and `taken`, which may be long: what is not known is consumed in one go."""
+        """The matcher after `_output` and `taken`; tokens without a matcher are consumed in one call."""
         known = min(len(taken), max(map(len, self._matchers)))
         while taken[:known] not in self._matchers:
             known -= 1
@@ -125,7 +125,7 @@ class Grammar:
         return self._matchers[path]
 
     def _advance(self, matcher: LLMatcher, token_ids: Seq[int]) -> LLMatcher | None:
-        """A copy that has consumed the tokens; None where it refuses one of them, or one ends a text."""
+        """A copy that has consumed the tokens; None where it rejects one of them, or one is an end token."""
         if not self._ends.isdisjoint(token_ids):
             return None
         copy = matcher.deep_copy()
@@ -144,28 +144,28 @@ class Grammar:
         return mask | self._stop_bits if accepts else mask
 
     def _failed(self, matcher: LLMatcher) -> bool:
-        """True where nothing follows, or a limit is exceeded and nothing more can be told."""
+        """True where nothing may follow, or a limit of llguidance or of memory is exceeded."""
         if self._footprint.exceeded:
-            logger.warning("a grammar takes ever more memory, so the answers that follow it end")
+            logger.warning("a grammar exceeds its memory limit, so its answers end")
             return True
         if matcher.is_error() and not is_dead_end(matcher):
             first_line = matcher.get_error().partition("\n")[0]
-            logger.warning("a grammar cannot be followed further, so its answer ends: %s", first_line)
+            logger.warning("a grammar exceeds a limit, so its answer ends: %s", first_line)
         return bool(matcher.is_error())
 
 
 def is_dead_end(matcher: LLMatcher) -> bool:
-    """True where llguidance calls it an error that nothing can follow."""
+    """True where llguidance's error only means that nothing may follow."""
     return bool(matcher.get_error().startswith("NoExtension"))
 
 
 def _below(taken: tuple[int, ...], nodes: dict[tuple[int, ...], T]) -> dict[tuple[int, ...], T]:
-    """What is known of the paths that begin with `taken`, by what is left of them."""
+    """The values of paths that begin with `taken`, keyed by the rest of the path."""
     return {path[len(taken) :]: value for path, value in nodes.items() if path[: len(taken)] == taken}
 
 
 def bits(token_ids: Iterable[int]) -> int:
-    """Some tokens, each once, token i as bit i."""
+    """A set of tokens as an integer, token i as bit i."""
     tokens = np.fromiter(token_ids, dtype=np.int64)
     flags = np.zeros(tokens.max(initial=-1) + 1, dtype=bool)
     flags[tokens] = True

@@ -1,4 +1,4 @@
-"""Trying a grammar in another process, which may die of it."""
+"""Compiles a grammar on trial in another process, because llguidance may abort it."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ from slipstream.text.byte_tokens import ByteTokens
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""For one grammar. A schema of 200 properties takes 0.04 s, one of 6,000 words 0.1 s."""
+"""Time limit for one grammar. A schema of 200 properties takes 0.04 s, one of 6,000 words 0.1 s."""
 START_S = 60.0
-"""For the worker to begin, and for a vocabulary."""
+"""Time limit for starting the worker, and for sending a vocabulary."""
 WORKER = "slipstream.sampling.grammars.worker"
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-"""Why a process cannot be started at this moment."""
+"""Errors of starting a process that are temporary."""
 
 
 class TooComplexError(Exception):
-    """The worker did not come back from a grammar; the message says why."""
+    """The worker died of a grammar or exceeded the time limit; the message says which."""
 
 
 class NoWorkerError(Exception):
-    """No process can be had at this moment, though that is possible here; the message says why."""
+    """The worker cannot be started at the moment; the message says why."""
 
 
-class Worker:
-    """The process, started with the first grammar and again when it has died. One serves all engines of this process.
+class TrialProcess:
+    """The worker process, started with the first grammar and restarted when it has died; shared by all engines.
 
-    It runs a module of this package and never the caller's program. Where no process can be started at all, that is
-    logged once, and grammars are compiled without a trial. Where one cannot be had for a while, such as for want of
-    file descriptors, grammars are not tried until it can, and `NoWorkerError` is raised.
+    It runs a module of this package. Where processes cannot be started at all, that is logged once, and grammars are
+    compiled without a trial. Where one cannot be started temporarily, such as without file descriptors,
+    `NoWorkerError` is raised.
     """
 
     def __init__(self, command: Seq[str] | None = None) -> None:
-        """`command` is what to run instead of this package's module."""
+        """`command` replaces this package's module, for tests."""
         self._command = command
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
         self._has_answered = False
         self._known: set[str] = set()
-        """The vocabularies that it has been sent."""
+        """Keys of the vocabularies that the current process has."""
         self._proven: set[str] = set()
-        """What some worker has answered to: vocabularies, and as "" that it is there."""
+        """Keys of vocabularies that some process has loaded; "" once some process has started."""
         self._cannot_start = False
         atexit.register(self.close)
 
     def start(self) -> None:
-        """Have it begin while the caller does something else."""
+        """Start the process without waiting for it."""
         with self._lock, contextlib.suppress(NoWorkerError):
             self._running()
 
     def check(self, source: str) -> dict[str, Any] | None:
-        """`{"error": ...}` for a grammar on its own, None where there is no worker.
+        """`{"error": ...}` for a grammar without a vocabulary; None where no worker can be started.
 
         Raises `TooComplexError` and `NoWorkerError`.
         """
         with self._lock:
             return self._ask("check", "", source) if self._is_ready() else None
 
-    def try_(self, vocabulary: Vocabulary, source: str) -> dict[str, Any] | None:
-        """`{"error": ..., "num_bytes": ...}` for a grammar over the vocabulary; else as `check`."""
+    def try_(self, vocabulary: TrialVocabulary, source: str) -> dict[str, Any] | None:
+        """`{"error": ..., "num_bytes": ...}` for a grammar over the vocabulary; otherwise as `check`."""
         with self._lock:
-            for _ in range(2):  # it may have ended since, or have had other vocabularies
+            for _ in range(2):  # it may have exited since, or dropped the vocabulary
                 if not self._is_ready(vocabulary):
                     return None
                 answer = self._ask("try", vocabulary.key, source)
@@ -101,8 +101,8 @@ class Worker:
                         stream.close()
 
     def _running(self) -> subprocess.Popen[bytes] | None:
-        """The process, or None where there can be none."""
-        if self._owner != os.getpid():  # a fork: the worker is the parent's
+        """The process, started if need be; None where processes cannot be started."""
+        if self._owner != os.getpid():  # after a fork the worker is the parent's
             self._process, self._owner = None, os.getpid()
             self._known.clear()
         if self._process is not None and self._process.poll() is None:
@@ -129,26 +129,26 @@ class Worker:
 
     def _do_without(self, reason: str) -> None:
         self._cannot_start = True
-        logger.warning("no process can be had to try grammars in, so they are not tried: %s", reason)
+        logger.warning("grammars are compiled without a trial, because no process can be started: %s", reason)
 
-    def _is_ready(self, vocabulary: Vocabulary | None = None) -> bool:
-        """True where there is a process, and it has the vocabulary. What it dies of here is no grammar's doing."""
+    def _is_ready(self, vocabulary: TrialVocabulary | None = None) -> bool:
+        """True where the process runs and has the vocabulary; a failure here is not caused by a grammar."""
         if self._running() is None:
             return False
-        asked = ""
+        key = ""
         try:
             if not self._has_answered:
-                self._ask("hello", asked, "", START_S)
+                self._ask("hello", key, "", START_S)
                 self._has_answered = True
-                self._proven.add(asked)
+                self._proven.add(key)
             if vocabulary is not None and vocabulary.key not in self._known:
-                asked = vocabulary.key
-                self._ask("vocabulary", asked, vocabulary.tokens, START_S)
-                self._known.add(asked)
-                self._proven.add(asked)
+                key = vocabulary.key
+                self._ask("vocabulary", key, vocabulary.tokens, START_S)
+                self._known.add(key)
+                self._proven.add(key)
         except TooComplexError:
             reason = "it ended, or did not answer, before its first grammar"
-            if asked in self._proven:
+            if key in self._proven:
                 raise NoWorkerError(reason) from None
             self._do_without(reason)
             return False
@@ -180,23 +180,23 @@ class Worker:
             timer.cancel()
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
-            if answer.pop("ends", False):  # the next one is not to meet it on its way out
+            if answer.pop("ends", False):  # it exits now, so the next call must start another one
                 self.close()
             return answer
         self.close()
         if was_late.is_set():
-            raise TooComplexError(f"it takes more than {deadline_s:g} s to compile")
+            raise TooComplexError(f"compiling takes more than {deadline_s:g} s")
         raise TooComplexError(
-            f"it takes more than {MEMORY_BYTES >> 20:,} MiB to compile, or is nested too deep for the compiler"
+            f"compiling takes more than {MEMORY_BYTES >> 20:,} MiB, or it is nested too deep for the compiler"
         )
 
 
-class Vocabulary:
-    """A vocabulary, and a name for it that differs from all others'."""
+class TrialVocabulary:
+    """A vocabulary and its hash as a key."""
 
     def __init__(self, tokens: ByteTokens) -> None:
         self.tokens = tokens
         self.key = hashlib.sha256(pickle.dumps(tokens)).hexdigest()
 
 
-WORKER_OF_THIS_PROCESS = Worker()
+WORKER_OF_THIS_PROCESS = TrialProcess()

@@ -1,8 +1,8 @@
-"""The process in which grammars are tried before the engine's own compiles them.
+"""The process in which grammars are tried before the engine's process compiles them.
 
-llguidance ends the process where memory runs out or a grammar is nested too deep. Here that ends nobody's requests.
-Run as `python -m slipstream.sampling.grammars.worker`; it reads pickled messages from its input, answers each with a
-line of JSON, and ends with its input. It imports neither torch nor Transformers.
+llguidance aborts its process when memory runs out or a grammar is nested too deep; here that ends no request. Run as
+`python -m slipstream.sampling.grammars.worker`: it reads pickled messages from its standard input, answers each with a
+line of JSON, and exits at the end of its input. It imports neither torch nor Transformers.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MEMORY_BYTES = 1 << 30
-"""What compiling may take beside what the process has when it begins, as address space: the vocabularies, the stack."""
+"""Address space for compiling, beyond what the process uses at its start; `STACK_BYTES` is added."""
 STACK_BYTES = 256 * 2**20
-"""For compiling; address space, of which no more is used than a grammar needs. llguidance calls itself for every rule
-in a chain of rules: a few thousand of them overflow the usual 8 MiB, which would end the process."""
+"""Stack of the compiling thread; memory is used only as needed. llguidance recurses for every rule in a chain of rules:
+a few thousand rules overflow the usual 8 MiB, which aborts the process."""
 WALK_TOKENS = 8
-"""Some forms become too complex only behind their first tokens."""
+"""Tokens generated after compiling: some grammars exceed a limit only after their first tokens."""
 MAX_VOCABULARIES = 4
 KEPT_BYTES = 64 * 2**20
-"""A worker that has more than that left over from its grammars says so and ends, and another one begins."""
+"""A worker with more memory left allocated after a grammar exits, and a new one is started."""
 _NOT_TOO_COMPLEX = ("NoExtension", "Parser Error: token")
-"""How llguidance's errors begin where nothing may follow, or the token that was drawn may not."""
+"""Prefixes of llguidance's errors that do not mean that a limit was exceeded."""
 
 
 def parser_limits() -> LLParserLimits:
-    """How much work llguidance may do for a grammar, and for a token of it.
+    """llguidance's limits for compiling a grammar and for each token.
 
-    Fuel is counted in expressions, of some 200 bytes each: 100,000 are 19 MiB and 0.3 s, 25,000 are 4 MiB and 0.1 s.
+    The unit of fuel is an expression of about 200 bytes: 100,000 are 19 MiB and 0.3 s, 25,000 are 4 MiB and 0.1 s.
     Schemas of 200 properties, 6,000 words or 10 formats, over 4,000 tokens or 128,000, take less than a fifth.
     """
     from llguidance import LLParserLimits
@@ -54,10 +54,8 @@ def parser_limits() -> LLParserLimits:
 
 
 def main() -> None:
-    """Answer until the input ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the engine's process, whose end ends the input
+    """Answer messages until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the engine's process, which closes the input
     import llguidance
 
     answers = os.fdopen(os.dup(1), "wb")
@@ -96,7 +94,7 @@ def main() -> None:
 
 
 def read_message(stream: IO[bytes]) -> tuple[str, str, Any] | None:
-    """The next message: its kind, the vocabulary it is about, and a `ByteTokens` or a grammar. None at the end."""
+    """The next message: (kind, vocabulary's key, `ByteTokens` or grammar); None at the end of the input."""
     head = stream.read(8)
     if len(head) < 8:
         return None
@@ -105,7 +103,7 @@ def read_message(stream: IO[bytes]) -> tuple[str, str, Any] | None:
 
 
 def write_message(stream: IO[bytes], kind: str, key: str, content: ByteTokens | str) -> None:
-    """A message as `read_message` takes it."""
+    """Write a message for `read_message`."""
     data = pickle.dumps((kind, key, content))
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
@@ -123,7 +121,7 @@ def with_stack(work: Callable[[], None]) -> None:
 
 
 def _try(vocabulary: LLTokenizer, source: str) -> dict[str, Any]:
-    """What becomes of a grammar: an error, or the bytes that its compiled form takes."""
+    """Compile a grammar: `{"error": message or None, "num_bytes": size of the compiled grammar}`."""
     from llguidance import LLMatcher
 
     made: list[LLMatcher] = []
@@ -150,7 +148,7 @@ def _try(vocabulary: LLTokenizer, source: str) -> dict[str, Any]:
 
 
 def _walk(matcher: LLMatcher) -> None:
-    """Follow a text that is drawn from what is allowed, always the same one."""
+    """Generate a short text at random, with a fixed seed."""
     rng = random.Random(0)
     for _ in range(WALK_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -164,7 +162,7 @@ def _walk(matcher: LLMatcher) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let the process have so much more address space, where that can be bounded."""
+    """Limit the process to that much more address space, where the system supports it."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -175,7 +173,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _left_over(before: int) -> int:
-    """Bytes that are still allocated; what is free goes back to the system."""
+    """Bytes allocated beyond `before`, after returning free memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
