@@ -88,9 +88,7 @@ def test_small_requests_that_would_take_much_are_refused_and_leave_nothing(
     compiler.compile(StructuredOutput(regex="a"), [EOS])
     before, started_s = heap_bytes(), time.perf_counter()
     for letter in "ab":
-        with pytest.raises(
-            RequestError, match=r"regex cannot be used: (compiling takes|lexer error)"
-        ) as caught:
+        with pytest.raises(RequestError, match=r"regex cannot be used: (compil|lexer error)") as caught:
             compiler.compile(StructuredOutput(regex=expression.format(letter)), [EOS])
         assert "\n" not in str(caught.value)
     assert heap_bytes() - before < 2 * 2**20
@@ -130,7 +128,7 @@ def test_a_worker_that_takes_too_long_is_ended(
     worker = make_worker([sys.executable, "-c", RECKLESS.format(memory=4 * 2**30)])
     assert worker.try_(vocabulary, regex("[a-z]+")) is not None
     monkeypatch.setattr(grammar_trial, "DEADLINE_S", 0.2)
-    with pytest.raises(TooComplexError, match=r"takes more than 0\.2 s to compile"):
+    with pytest.raises(TooComplexError, match=r"compiling takes more than 0\.2 s"):
         worker.try_(vocabulary, regex("(a{1000}){1000}"))
 
 
@@ -263,7 +261,7 @@ def test_where_no_process_can_be_had_forms_are_compiled_without(
             compiler.compile(StructuredOutput(regex=letter), [EOS])
             assert compiler.check(StructuredOutput(regex=letter)).result()
     said = [
-        record.getMessage() for record in caplog.records if "no process can be had" in record.getMessage()
+        record.getMessage() for record in caplog.records if "no process can be started" in record.getMessage()
     ]
     assert len(said) == 1
     with pytest.raises(RequestError, match=r"compiled it takes 1[789] MiB; at most 16 are allowed"):

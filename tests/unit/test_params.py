@@ -182,7 +182,7 @@ def test_structured_outputs_are_vllms_words_for_structured() -> None:
     assert dataclasses.replace(params, structured=None).structured is None
     params.structured = {"regex": "a"}
     assert params.structured == StructuredOutput(regex="a")
-    with pytest.raises(RequestError, match="say different things"):
+    with pytest.raises(RequestError, match="structured and structured_outputs differ"):
         SamplingParams(structured={"regex": "a"}, structured_outputs={"regex": "b"})
     for values, told in (
         ({"json": "{}", "regex": "a"}, "got json and regex"),
@@ -201,7 +201,7 @@ def test_vllms_names_are_taken_at_the_value_that_asks_for_nothing() -> None:
     for values, told in (
         ({"best_of": 2}, "best_of=2 is vLLM's and is not available here; ask for n answers"),
         ({"logits_processors": [len]}, "logit_bias"),
-        ({"stop": "a", "detokenize": False}, "stop must be left out"),
+        ({"stop": "a", "detokenize": False}, "stop needs detokenize"),
     ):
         with pytest.raises(RequestError, match=told):
             SamplingParams(**values)  # type: ignore[arg-type]

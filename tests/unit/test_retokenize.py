@@ -170,5 +170,5 @@ def test_an_anchor_is_a_word_far_enough_back_or_a_special_token() -> None:
 def test_tokens_that_spell_no_bytes_are_refused() -> None:
     backend = Tokenizer(WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
-    with pytest.raises(VocabularyMismatchError, match="'bert' do not spell bytes"):
+    with pytest.raises(VocabularyMismatchError, match="'bert' do not represent bytes"):
         TokenBytes(PreTrainedTokenizerFast(tokenizer_object=backend), "bert")

@@ -37,4 +37,5 @@ def check_fits(path: str, hidden_size: int, vocab_size: int, target: TargetShape
     if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
         raise ModelError(
             f"the heads {path!r} are for a target of hidden size {hidden_size} and {vocab_size} tokens; this one has "
+            f"{target.hidden_size} and {target.vocab_size}: use heads that were trained for it"
         )
