@@ -22,7 +22,7 @@ from slipstream import AsyncEngine
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.lifecycle import Server, bind
+from slipstream.serve.lifecycle import DrainingServer, bind
 
 PICTURE = Path(__file__).parent / "images/dashboard.png"
 
@@ -37,7 +37,7 @@ def main() -> None:
     draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 6}
     auto = {"method": "auto", "drafters": [{"method": "suffix"}, draft]}
     engine = AsyncEngine(speculative_config=auto, max_num_seqs=8, num_threads=1)
-    server = Server(create_app(engine, ServeConfig(dashboard_texts=True), "embedded-pair"))
+    server = DrainingServer(create_app(engine, ServeConfig(dashboard_texts=True), "embedded-pair"))
     listening = bind("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"
     serving = threading.Thread(target=server.run, args=([listening],))

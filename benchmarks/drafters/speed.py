@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.drafters.lineup import Entry, without_models
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.bench.asked import Asked
 from slipstream.bench.engine.configurations import OFF_NAME, Configuration
-from slipstream.bench.engine.local import Plan, run
+from slipstream.bench.engine.local import BenchPlan, run
 from slipstream.bench.result import BenchResult
+from slipstream.bench.settings import BenchSettings
 from slipstream.config import SpeculativeConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.expand_head import expand_head
@@ -40,7 +40,7 @@ def measure(
     kv_cache_bytes: int,
 ) -> dict[str, Any]:
     """Every entry against off on `model`, None being the embedded target; interleaved, greedy, empty caches."""
-    asked = Asked(
+    asked = BenchSettings(
         read_workload("sample"),
         SamplingParams(temperature=0.0, seed=0),
         prompts_per_task=prompts_per_task,
@@ -50,7 +50,7 @@ def measure(
     off = Configuration(OFF_NAME, SpeculativeConfig())
     configurations = [off, *(Configuration(entry.name, entry.config) for entry in entries)]
     options = {"num_threads": threads, "kv_cache_bytes": kv_cache_bytes, "max_model_len": MAX_MODEL_LEN}
-    result = run(Plan(asked, configurations, model, options))
+    result = run(BenchPlan(asked, configurations, model, options))
     return {
         "model": Path(model).name if model is not None else result.model,
         "labels": result.labels,

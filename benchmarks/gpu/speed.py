@@ -8,10 +8,10 @@ from typing import Any
 
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.bench.asked import Asked
 from slipstream.bench.engine.configurations import OFF_NAME, Configuration
-from slipstream.bench.engine.local import Plan, run
+from slipstream.bench.engine.local import BenchPlan, run
 from slipstream.bench.result import BenchResult
+from slipstream.bench.settings import BenchSettings
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
@@ -44,7 +44,7 @@ def measure(
     repeats: int,
 ) -> dict[str, Any]:
     """Every drafter against off on `model`, None being the embedded target; greedy, empty caches."""
-    asked = Asked(
+    asked = BenchSettings(
         read_workload("sample"),
         SamplingParams(temperature=0.0, seed=0),
         prompts_per_task=CONCURRENCIES[concurrency],
@@ -58,7 +58,7 @@ def measure(
         *(Configuration(name, config) for name, config in named.items()),
     ]
     options = {"device": "cuda", "dtype": dtype, "max_model_len": MAX_MODEL_LEN}
-    result = run(Plan(asked, configurations, model, options))
+    result = run(BenchPlan(asked, configurations, model, options))
     return {
         "dtype": dtype,
         "concurrency": concurrency,

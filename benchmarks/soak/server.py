@@ -20,7 +20,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.serve import logs
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.lifecycle import Server, bind
+from slipstream.serve.lifecycle import DrainingServer, bind
 
 SMALL_CACHE = {"suffix_decoding_max_cached_requests": 500}
 
@@ -113,7 +113,7 @@ def main() -> None:
         return await engine.ask(books)
 
     print(json.dumps({"port": bound.getsockname()[1]}), flush=True)
-    Server(app).run(sockets=[bound])
+    DrainingServer(app).run(sockets=[bound])
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.bench.asked import Asked
-from slipstream.bench.engine.measure import Answer, Run
+from slipstream.bench.engine.measure import BenchRun, TimedAnswer
 from slipstream.bench.engine.order import Turn
 from slipstream.bench.engine.steps import StepTally
 from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationFacts
+from slipstream.bench.settings import BenchSettings
 from slipstream.bench.summary import comparisons, summarise, timings
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
@@ -22,33 +22,33 @@ NAMES = ["off", "draft γ=2"]
 
 def answer(
     prompt: int, token_ids: list[int], total_s: float, steps: list[tuple[int, int]] | None = None
-) -> Answer:
+) -> TimedAnswer:
     """Each step is (drafted, accepted); without any, a step a token. The first token took a tenth of the time."""
     metrics = RequestMetrics(num_prompt_tokens=5, num_output_tokens=len(token_ids), total_s=total_s)
     metrics.time_to_first_token_s = total_s / 10
     for drafted, accepted in steps if steps is not None else [(0, 0)] * len(token_ids):
         metrics.record_step(drafted, drafted, min(drafted, accepted + 1), accepted)
-    return Answer(prompt, token_ids, 1, metrics)
+    return TimedAnswer(prompt, token_ids, 1, metrics)
 
 
 def run(
     configuration: int,
-    answers: list[Answer],
+    answers: list[TimedAnswer],
     wall_s: float,
     repeat: int = 0,
     batch: int = 0,
     concurrency: int = 1,
     step: StepReport | None = None,
-) -> Run:
+) -> BenchRun:
     """`step` is the one step that was reported, a plain one unless given."""
     steps = StepTally()
     steps.add(step or StepReport(concurrency, concurrency, 10 * concurrency, 0, 0, 0.0, wall_s / 2))
-    return Run(concurrency, Turn(repeat, batch, configuration), wall_s, answers, steps)
+    return BenchRun(concurrency, Turn(repeat, batch, configuration), wall_s, answers, steps)
 
 
-def result_of(runs: list[Run], complete: bool = True) -> BenchResult:
+def result_of(runs: list[BenchRun], complete: bool = True) -> BenchResult:
     """As a whole benchmark would report them."""
-    asked = Asked(Workload("w.jsonl"), SamplingParams(temperature=0.0, seed=0), max_tokens=9)
+    asked = BenchSettings(Workload("w.jsonl"), SamplingParams(temperature=0.0, seed=0), max_tokens=9)
     machine = {
         "cpu": "a <CPU>",
         "num_cores": 2,
@@ -90,7 +90,7 @@ def result_of(runs: list[Run], complete: bool = True) -> BenchResult:
     )
 
 
-def two_tasks() -> list[Run]:
+def two_tasks() -> list[BenchRun]:
     """Three prompts one at a time, one repeat: speedups 2 and 4 on task a (sums 6 s over 2 s), 1 on task b."""
     step = StepReport(1, 1, 10, 2, 2, 0.2, 0.5)
     return [

@@ -11,13 +11,13 @@ from bench_cases import key_names
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.bench.asked import Asked
 from slipstream.bench.engine import engines as engines_module
 from slipstream.bench.engine.configurations import sweep
 from slipstream.bench.engine.engines import Engines
-from slipstream.bench.engine.local import Plan, run
-from slipstream.bench.engine.measure import Job, closed_loop
+from slipstream.bench.engine.local import BenchPlan, run
+from slipstream.bench.engine.measure import BenchJob, closed_loop
 from slipstream.bench.result import BenchResult
+from slipstream.bench.settings import BenchSettings
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason
@@ -44,13 +44,15 @@ QUESTIONS = [
 ]
 
 
-def plan(*drafters: SpeculativeConfig, **asked: Any) -> Plan:
+def plan(*drafters: SpeculativeConfig, **asked: Any) -> BenchPlan:
     questions = asked.pop("questions", QUESTIONS)
     options = asked.pop("engine_options", {"kv_cache_bytes": KV})
     params = SamplingParams(temperature=asked.pop("temperature", 0.0), seed=5)
     asked = {"max_tokens": 8, **asked}
-    return Plan(
-        Asked(Workload("w.jsonl", questions), params, **asked), sweep(drafters, []), engine_options=options
+    return BenchPlan(
+        BenchSettings(Workload("w.jsonl", questions), params, **asked),
+        sweep(drafters, []),
+        engine_options=options,
     )
 
 
@@ -166,7 +168,7 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
     engine.step = watched  # type: ignore[method-assign]
     jobs = [
-        Job(n, [5, 6, 7 + n], SamplingParams(max_tokens=3 + n, temperature=0, ignore_eos=True))
+        BenchJob(n, [5, 6, 7 + n], SamplingParams(max_tokens=3 + n, temperature=0, ignore_eos=True))
         for n in range(5)
     ]
     answers, steps, wall_s = closed_loop(engine, jobs, 2)
@@ -269,7 +271,7 @@ def test_an_interrupted_loop_leaves_the_engine_empty(monkeypatch: pytest.MonkeyP
     engine = make_engine(None, DRAFT, {"kv_cache_bytes": KV})
     interrupt_at(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
-        closed_loop(engine, [Job(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))] * 3, 2)
+        closed_loop(engine, [BenchJob(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))] * 3, 2)
     assert engine.integrity() == []
     assert engine.on_step is None
 

@@ -120,7 +120,7 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in (3, 3, 4):
         url = "http://127.0.0.1:9/v1"
         arrivals = Arrivals(rate_per_s=50.0, seed=seed)
-        one = load._Load(LoadPlan(Server(url, MODEL, url), "test", PROMPTS, arrivals, num_requests=4000))
+        one = load._LoadRun(LoadPlan(Server(url, MODEL, url), "test", PROMPTS, arrivals, num_requests=4000))
         times: list[float] = []
         monkeypatch.setattr(one, "_next", lambda times=times, one=one: times.append(now_s[0]) or _count(one))
         monkeypatch.setattr(one, "_watch", lambda: asyncio.Event().wait())
@@ -136,7 +136,7 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     assert deviation == pytest.approx(1 / 50, rel=0.08)
 
 
-def _count(one: load._Load) -> int:
+def _count(one: load._LoadRun) -> int:
     one._num_sent += 1
     return one._num_sent - 1
 

@@ -9,17 +9,17 @@ from xml.etree import ElementTree
 import pytest
 from bench_cases import answer, result_of, run, two_tasks
 
-from slipstream.bench.engine.measure import Run
+from slipstream.bench.engine.measure import BenchRun
 from slipstream.bench.report.plots import Estimate, estimates, lines, stacks
 from slipstream.bench.report.report import render
 from slipstream.bench.statistics import Interval
 from slipstream.metrics.step import StepReport
 
 
-def long_drafts() -> list[Run]:
+def long_drafts() -> list[BenchRun]:
     """Enough steps for a curve of acceptance, at two concurrencies."""
     step = StepReport(1, 1, 10, 2, 2, 0.2, 0.5)
-    made: list[Run] = []
+    made: list[BenchRun] = []
     for concurrency in (1, 2):
         for batch in range(2):
             made += [

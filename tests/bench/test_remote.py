@@ -15,12 +15,12 @@ from fake_server import MODEL, PIECES, FakeServer, serve
 from typer.testing import CliRunner
 
 from slipstream import client
-from slipstream.bench.asked import Asked
 from slipstream.bench.report.server_report import render_server
 from slipstream.bench.report.server_tables import server_remarks
 from slipstream.bench.result import ServerFigures, ServerResult
 from slipstream.bench.server import remote
 from slipstream.bench.server.remote import RemotePlan
+from slipstream.bench.settings import BenchSettings
 from slipstream.cli.main import app
 from slipstream.client import Server
 from slipstream.errors import RemoteError
@@ -56,7 +56,7 @@ def plan(
     root = server.url.removesuffix("/v1")
     params = SamplingParams(temperature=0.5, seed=3)
     return RemotePlan(
-        Asked(
+        BenchSettings(
             workload,
             params,
             max_tokens=asked.pop("max_tokens", 16),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from bench_cases import NAMES, answer, result_of, run
 
-from slipstream.bench.engine.measure import Run
+from slipstream.bench.engine.measure import BenchRun
 from slipstream.bench.report.tables import tables
 from slipstream.bench.report.verdict import verdicts
 from slipstream.bench.result import BenchResult
@@ -20,7 +20,7 @@ THREE = [*NAMES, "suffix", "ngram"]
 def bench(ratios: list[list[float]], concurrency: int = 1) -> BenchResult:
     """One task; entry i of `ratios` is the seconds of configuration i on each prompt, ten tokens each."""
     prompts = [Prompt("a", f"line {number}", 9) for number in range(len(ratios[0]))]
-    runs: list[Run] = [
+    runs: list[BenchRun] = [
         run(number, [answer(batch, [1] * 10, wall_s)], wall_s, batch=batch, concurrency=concurrency)
         for number, walls in enumerate(ratios)
         for batch, wall_s in enumerate(walls)

@@ -16,7 +16,7 @@ from tiny_models import VOCAB, randomise
 from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model, load_tokenizer
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(24)]
 _TEXT: dict[str, Any] = {
@@ -165,13 +165,13 @@ def test_weights_of_the_language_model_are_all_there_and_no_others(tmp_path: Pat
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_training_reads_the_language_model(family: str, tmp_path: Path) -> None:
     saved(family, tmp_path)
-    target = Target(str(tmp_path), torch.device("cpu"), torch.float32)
+    target = FrozenTarget(str(tmp_path), torch.device("cpu"), torch.float32)
     assert (target.num_layers, target.hidden_size, target.vocab_size) == (2, 32, VOCAB)
     weights = load_file(tmp_path / "model.safetensors")
     name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
     save_file({**weights, name: torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="has misshapen weights"):  # never drawn at random
-        Target(str(tmp_path), torch.device("cpu"), torch.float32)
+        FrozenTarget(str(tmp_path), torch.device("cpu"), torch.float32)
 
 
 def test_llama_4_is_refused_as_a_whole_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.serve.lifecycle import Server
+from slipstream.serve.lifecycle import DrainingServer
 
 MODEL = "pair"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
@@ -54,12 +54,12 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @contextmanager
-def running(app: FastAPI, send_buffer: int | None = None) -> Iterator[tuple[str, Server]]:
+def running(app: FastAPI, send_buffer: int | None = None) -> Iterator[tuple[str, DrainingServer]]:
     """A real server in a thread: its address, and itself. `send_buffer` bytes are what its sockets hold back."""
     bound = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = Server(app)
+    server = DrainingServer(app)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.models import load_tokenizer
 from slipstream.train.batches import Document, read_documents
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 ROW_LENGTH = 48
 
@@ -48,8 +48,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 
 
 @pytest.fixture(scope="session")
-def target(tiny: str) -> Target:
-    return Target(tiny, torch.device("cpu"), torch.float32)
+def target(tiny: str) -> FrozenTarget:
+    return FrozenTarget(tiny, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="session")

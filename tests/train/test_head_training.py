@@ -22,14 +22,14 @@ from slipstream.train.eagle import EagleStudent, most_used
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.heads import HeadStudent, JointStudent
 from slipstream.train.options import EagleTrainOptions, HeadTrainOptions, TrainOptions
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 from slipstream.train.trainer import Student, Trainer
 
 LENGTH = 48
 KINDS = ("eagle3", "eagle3-pruned", "eagle", "medusa", "medusa-shared", "hydra", "hydra-shared")
 
 
-def student(kind: str, target: Target, documents: list[Document]) -> Student:
+def student(kind: str, target: FrozenTarget, documents: list[Document]) -> Student:
     method, _, variant = kind.partition("-")
     if method.startswith("eagle"):
         pruned = {"draft_vocab_size": 40, "layout": "speculators"} if variant else {}
@@ -38,13 +38,15 @@ def student(kind: str, target: Target, documents: list[Document]) -> Student:
     return HeadStudent(HeadTrainOptions(num_heads=3, shares_lm_head=bool(variant)), target, method, seed=0)
 
 
-def trainer(kind: str, target: Target, documents: list[Document], output: Path, **options: Any) -> Trainer:
+def trainer(
+    kind: str, target: FrozenTarget, documents: list[Document], output: Path, **options: Any
+) -> Trainer:
     asked = TrainOptions(**{"max_tokens": 4000, "batch_rows": 4, "row_length": LENGTH, **options})
     return Trainer(student(kind, target, documents), target, documents, 0, asked, output, {"method": kind})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns(kind: str, target: Target, documents: list[Document], tmp_path: Path) -> None:
+def test_a_head_learns(kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path) -> None:
     trainer(kind, target, documents, tmp_path, max_tokens=12_000, learning_rate=5e-3, log_every_s=0.0).run()
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
@@ -54,7 +56,7 @@ def test_a_head_learns(kind: str, target: Target, documents: list[Document], tmp
 
 @pytest.mark.parametrize("kind", ["eagle3", "hydra"])
 def test_a_resumed_run_ends_bit_identical(
-    kind: str, target: Target, documents: list[Document], tmp_path: Path
+    kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
 ) -> None:
     whole = trainer(kind, target, documents, tmp_path / "whole", max_tokens=1500)
     whole.run()
@@ -69,7 +71,7 @@ def test_a_resumed_run_ends_bit_identical(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_loads_and_drafts_with_what_was_saved(
-    kind: str, tiny: str, target: Target, documents: list[Document], tmp_path: Path
+    kind: str, tiny: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
 ) -> None:
     made = student(kind, target, documents)
     made.save(tmp_path)
@@ -79,7 +81,7 @@ def test_the_engine_loads_and_drafts_with_what_was_saved(
     assert len(figures.greedy.conditional) >= 1
 
 
-def again(kind: str, path: Path, target: Target, documents: list[Document], **options: Any) -> Student:
+def again(kind: str, path: Path, target: FrozenTarget, documents: list[Document], **options: Any) -> Student:
     """A student of the same kind that goes on from the head in `path`."""
     method = kind.partition("-")[0]
     if method.startswith("eagle"):
@@ -90,7 +92,7 @@ def again(kind: str, path: Path, target: Target, documents: list[Document], **op
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_a_head(
-    kind: str, target: Target, documents: list[Document], tmp_path: Path
+    kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
 ) -> None:
     first = trainer(kind, target, documents, tmp_path / "run", max_tokens=1500)
     first.run()
@@ -110,7 +112,7 @@ def test_training_goes_on_from_a_head(
 
 
 def test_a_head_to_go_on_from_must_be_of_its_kind(
-    target: Target, documents: list[Document], tmp_path: Path
+    target: FrozenTarget, documents: list[Document], tmp_path: Path
 ) -> None:
     student("eagle", target, documents).save(tmp_path / "eagle")
     with pytest.raises(ConfigError, match="EAGLE-1 head, not an EAGLE-3 one"):
@@ -129,7 +131,11 @@ def test_a_head_to_go_on_from_must_be_of_its_kind(
 
 
 def test_medusa_2_trains_a_target_of_its_own(
-    tiny: str, target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny: str,
+    target: FrozenTarget,
+    documents: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
     made = JointStudent(HeadTrainOptions(num_heads=2, joint=True), target, tokenizer, seed=0)
@@ -147,7 +153,7 @@ def test_medusa_2_trains_a_target_of_its_own(
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra-shared"])
 def test_heads_are_trained_on_what_they_are_asked(
-    kind: str, target: Target, documents: list[Document]
+    kind: str, target: FrozenTarget, documents: list[Document]
 ) -> None:
     """The loss's guesses are teacher forcing's over whole rows, at the rows that count."""
     made = student(kind, target, documents)
@@ -192,7 +198,7 @@ def test_the_draft_vocabulary_is_what_answers_use_most() -> None:
     ],
 )
 def test_a_head_that_cannot_be_is_refused(
-    options: dict[str, Any], message: str, target: Target, documents: list[Document]
+    options: dict[str, Any], message: str, target: FrozenTarget, documents: list[Document]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         EagleStudent(EagleTrainOptions(**options), target, documents, 3, 0)

@@ -100,7 +100,7 @@ def train(data: Path, output: Path, *flags: str, model: Seq[str] = ()) -> Any:
 def test_training_on_evaluation_prompts_is_refused(
     leaked: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.train.runs.Target", None)  # before any model is loaded
+    monkeypatch.setattr("slipstream.train.runs.FrozenTarget", None)  # before any model is loaded
     refused = train(leaked[0], tmp_path / "out")
     assert refused.exit_code == 2
     assert refused.stderr.startswith(
@@ -193,7 +193,7 @@ def test_all_that_is_wrong_is_named_at_once(case: str, monkeypatch: pytest.Monke
 
 
 def test_data_are_checked_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.train.runs.Target", None)
+    monkeypatch.setattr("slipstream.train.runs.FrozenTarget", None)
     monkeypatch.setattr("slipstream.cli.train.load", None)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"messages": 3}\n')

@@ -22,7 +22,7 @@ from slipstream.cli.main import app
 from slipstream.client import Server
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, RemoteError, RequestError
-from slipstream.train.answerers import Answer, EngineAnswerer, ServerAnswerer
+from slipstream.train.answerers import EngineAnswerer, ServerAnswerer, TargetAnswer
 from slipstream.train.journal import Journal
 from slipstream.train.options import RegenerateOptions, parse_weights
 from slipstream.train.prompts import choose, read_scripts
@@ -235,13 +235,13 @@ def test_the_mix(data: Path) -> None:
 def test_spans_stop_where_the_template_says_it_otherwise() -> None:
     from slipstream.train.regenerate import _tokens
 
-    first = Answer("a", "stop", 3, [1, 2], [5, 6, 7])
-    second = Answer("b", "stop", 1, [1, 2, 5, 6, 9, 3], [4])
+    first = TargetAnswer("a", "stop", 3, [1, 2], [5, 6, 7])
+    second = TargetAnswer("b", "stop", 1, [1, 2, 5, 6, 9, 3], [4])
     assert _tokens([first, second]) == {
         "token_ids": [1, 2, 5, 6, 9, 3, 4],
         "answer_spans": [[2, 4], [6, 7]],
     }
-    other = Answer("b", "stop", 1, [8, 8, 8], [4])
+    other = TargetAnswer("b", "stop", 1, [8, 8, 8], [4])
     assert _tokens([first, other])["answer_spans"] == [[3, 4]]
 
 

@@ -29,9 +29,9 @@ from slipstream.train.batches import (
     row_batches,
 )
 from slipstream.train.distillation import DraftStudent, distillation_loss, make_draft
-from slipstream.train.evaluation import Acceptance, Evaluator, Figures
+from slipstream.train.evaluation import EvaluationFigures, Evaluator, MeasuredAcceptance
 from slipstream.train.options import DistillOptions, TrainOptions
-from slipstream.train.target import FeatureCache, Target
+from slipstream.train.target import FeatureCache, FrozenTarget
 from slipstream.train.trainer import Progress, Trainer, learning_rate_factor
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_bad_data(
         read_documents([file], tokenizer, LENGTH)
 
 
-def test_packed_rows_are_the_documents_alone(target: Target, documents: list[Document]) -> None:
+def test_packed_rows_are_the_documents_alone(target: FrozenTarget, documents: list[Document]) -> None:
     rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
     batch = make_batch(rows, target, [0, 2])
     assert sorted(batch.hidden_states) == [0, 2, 3]
@@ -122,7 +122,7 @@ def test_batches_go_on_where_the_cursor_stands(documents: list[Document]) -> Non
 def test_the_cache_holds_what_the_target_computes(
     tiny: str, documents: list[Document], tmp_path: Path
 ) -> None:
-    target = Target(tiny, CPU, torch.float32)
+    target = FrozenTarget(tiny, CPU, torch.float32)
     rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
     fresh = make_batch(rows, target, [1])
     tokens = [document.tokens for document in documents]
@@ -171,7 +171,7 @@ def test_hard_labels_are_the_texts() -> None:
 
 def trainer(
     tokenizer: PreTrainedTokenizerBase,
-    target: Target,
+    target: FrozenTarget,
     documents: list[Document],
     output: Path,
     draft: DistillOptions | None = None,
@@ -196,7 +196,7 @@ DRAFTS = {
 def test_a_resumed_run_ends_bit_identical(
     draft: DistillOptions,
     optimizer: str,
-    target: Target,
+    target: FrozenTarget,
     documents: list[Document],
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
@@ -221,7 +221,7 @@ def test_a_resumed_run_ends_bit_identical(
 
 
 def test_training_brings_the_draft_nearer_and_leaves_provenance(
-    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     run = trainer(tokenizer, target, documents, tmp_path, max_tokens=30_000, log_every_s=0.0)
     run.run()
@@ -236,7 +236,7 @@ def test_training_brings_the_draft_nearer_and_leaves_provenance(
     assert (tmp_path / "draft/tokenizer.json").is_file()
 
 
-def test_a_target_pruned_of_nothing_is_the_target(target: Target) -> None:
+def test_a_target_pruned_of_nothing_is_the_target(target: FrozenTarget) -> None:
     ids = torch.arange(20)[None]
     whole = make_draft(DistillOptions(keep_layers="0,1,2"), target, 0)
     assert torch.equal(whole(ids).logits, target.model(ids).logits)
@@ -247,7 +247,7 @@ def test_a_target_pruned_of_nothing_is_the_target(target: Target) -> None:
 
 
 def test_another_run_needs_another_output(
-    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     trainer(tokenizer, target, documents, tmp_path, max_tokens=300).run()
     trainer(tokenizer, target, documents, tmp_path, max_tokens=600).run()  # more of the same is welcome
@@ -259,7 +259,7 @@ def test_another_run_needs_another_output(
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(
-    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     run = trainer(tokenizer, target, documents, tmp_path)
     with torch.no_grad():
@@ -269,14 +269,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 
 
 def test_early_stop_keeps_the_best(
-    target: Target, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     taus = iter([1.0, 1.5, 2.0, 1.9, 1.8, 1.7, 1.6])
 
-    def figures(speculative: SpeculativeConfig, model: str | None) -> Figures:
+    def figures(speculative: SpeculativeConfig, model: str | None) -> EvaluationFigures:
         assert (Path(speculative.options["model"]) / "config.json").is_file()
-        one = Acceptance(next(taus), 0.5, [0.5], {})
-        return Figures(one, one)
+        one = MeasuredAcceptance(next(taus), 0.5, [0.5], {})
+        return EvaluationFigures(one, one)
 
     run = trainer(tokenizer, target, documents, tmp_path, evaluate_every_steps=2, patience=2)
     run.evaluate = figures
@@ -325,7 +325,7 @@ def test_bad_options(wrong: dict[str, Any], message: str) -> None:
         ({"keep_layers": "first"}, "separated by commas"),
     ],
 )
-def test_bad_drafts(wrong: dict[str, Any], message: str, target: Target) -> None:
+def test_bad_drafts(wrong: dict[str, Any], message: str, target: FrozenTarget) -> None:
     with pytest.raises(ConfigError, match=message):
         make_draft(DistillOptions(**wrong), target, 0)
 

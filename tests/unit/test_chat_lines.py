@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.output.lines import MAX_LINE_BYTES, MAX_LINES, History
+from slipstream.cli.output.lines import MAX_LINE_BYTES, MAX_LINES, LineHistory
 
 pytest.importorskip("readline")
 
@@ -88,7 +88,7 @@ def test_a_place_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
 
 
 def test_the_history_is_bounded(tmp_path: Path) -> None:
-    history = History(tmp_path / "deep" / "chat_history")
+    history = LineHistory(tmp_path / "deep" / "chat_history")
     assert history.read() == []
     for number in range(MAX_LINES + 50):
         history.add(f"line {number}")
@@ -103,8 +103,8 @@ def test_the_history_is_bounded(tmp_path: Path) -> None:
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "chat_history").symlink_to(tmp_path / "another")
     with pytest.raises(OSError, match="symbolic"):
-        History(tmp_path / "chat_history").read()
-    History(tmp_path / "chat_history").add("line")
+        LineHistory(tmp_path / "chat_history").read()
+    LineHistory(tmp_path / "chat_history").add("line")
     assert not (tmp_path / "another").exists()
 
 

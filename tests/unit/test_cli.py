@@ -25,7 +25,7 @@ from slipstream.cli.flags.flags import parse_bytes, with_flags
 from slipstream.cli.flags.options import DEFAULT_MAX_TOKENS, ENGINE, PYTHON_ONLY, SAMPLING, SPECULATION
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.main import app
-from slipstream.cli.output.comparison import Comparison
+from slipstream.cli.output.comparison import TimedComparison
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -496,7 +496,7 @@ def test_compare_reports_a_ratio_and_identical_texts() -> None:
 )
 def test_compare_concludes_no_more_than_its_pairs_allow(ratios: list[float], conclusion: str) -> None:
     pairs = [SimpleNamespace(ratio=ratio) for ratio in ratios]
-    assert Comparison(pairs).conclusion.startswith(conclusion)
+    assert TimedComparison(pairs).conclusion.startswith(conclusion)
 
 
 def test_compare_says_where_texts_differ() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
-from slipstream.doctor import Finding, Verdict, canary, examine
+from slipstream.doctor import CheckOutcome, Finding, canary, examine
 from slipstream.doctor.canary import Canary
 from slipstream.doctor.examination import kind_of
 from slipstream.draft.heads.eagle_files import save_eagle
@@ -44,7 +44,7 @@ def head(tmp_path: Path) -> Path:
 
 
 def faults(findings: list[Finding]) -> dict[str, str]:
-    return {finding.check: finding.text for finding in findings if finding.verdict is Verdict.FAULT}
+    return {finding.check: finding.text for finding in findings if finding.verdict is CheckOutcome.FAULT}
 
 
 def test_a_good_draft_has_no_fault() -> None:
@@ -106,7 +106,7 @@ def poor_canary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_engines_read_otherwise_is_pointed_out(head: Path) -> None:
     edit(head, norm_before_residual=None, eagle_config=None, max_position_embeddings=512)
     edit(head, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    warnings = {f.check for f in examine(EMBEDDED_TARGET, str(head)) if f.verdict is Verdict.WARNING}
+    warnings = {f.check for f in examine(EMBEDDED_TARGET, str(head)) if f.verdict is CheckOutcome.WARNING}
     assert warnings == {"norm flags", "layers", "context", "rope"}
 
 

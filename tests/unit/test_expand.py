@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_model
-from slipstream.testing.expand import Shape, expand, main, parse_count, shape_for
+from slipstream.testing.expand import ModelShape, expand, main, parse_count, shape_for
 
 IDS = torch.tensor([[(13 * i * i + 7 * i) % 96 for i in range(24)]])
 
@@ -179,9 +179,9 @@ def test_parse_count() -> None:
 
 @pytest.mark.parametrize(
     ("target_parameters", "expected"),
-    [(300_000_000, Shape(1024, 23, 2816, 16)), (1_000_000_000, Shape(1792, 25, 4928, 28))],
+    [(300_000_000, ModelShape(1024, 23, 2816, 16)), (1_000_000_000, ModelShape(1792, 25, 4928, 28))],
 )
-def test_usual_shapes(target_parameters: int, expected: Shape) -> None:
+def test_usual_shapes(target_parameters: int, expected: ModelShape) -> None:
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=320,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.bench.result import Acceptance
+from slipstream.bench.result import PooledAcceptance
 from slipstream.metrics.request import RequestMetrics
 
 
-def acceptance(counts: RequestMetrics) -> Acceptance:
+def acceptance(counts: RequestMetrics) -> PooledAcceptance:
     """None for a rate of nothing."""
     drafted = counts.num_draft_tokens
-    return Acceptance(
+    return PooledAcceptance(
         num_steps=counts.num_steps,
         num_draft_tokens=drafted,
         num_accepted_tokens=counts.num_accepted_tokens,

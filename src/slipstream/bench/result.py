@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class PooledAcceptance:
     """What became of the draft tokens, pooled over all requests."""
 
     num_steps: int
@@ -106,7 +106,7 @@ class Figures:
     """As `speedup`, but over all tasks pooled: long answers weigh more."""
     decode_speedup: float | None
     """Seconds a token after the first one: off's over the configuration's."""
-    acceptance: Acceptance
+    acceptance: PooledAcceptance
     time_to_first_token_s: Percentiles | None
     time_per_output_token_s: Percentiles | None
     """(latency − time to first token) / (tokens − 1), a request."""
@@ -231,7 +231,7 @@ class ServerCounts:
     num_output_tokens: int | None
     num_prompt_tokens: int | None
     num_requests: int | None
-    acceptance: Acceptance | None
+    acceptance: PooledAcceptance | None
     """Here a step is one that drafted; `slipstream.bench.server.counters` says what the rates then mean."""
 
 

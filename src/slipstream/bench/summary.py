@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.bench.acceptance import acceptance
-from slipstream.bench.engine.measure import Answer, Run
+from slipstream.bench.engine.measure import BenchRun, TimedAnswer
 from slipstream.bench.engine.steps import StepTally, cost_model
 from slipstream.bench.result import (
     Comparison,
@@ -36,7 +36,7 @@ OFF = 0
 """Speculation off is the first configuration."""
 
 
-def summarise(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[Figures]:
+def summarise(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> list[Figures]:
     """The figures of every configuration at every concurrency: over all tasks, then by task where there are several.
 
     Where several requests run at once a batch holds several tasks, so that a task has no speed of its own, only
@@ -55,7 +55,7 @@ def summarise(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[Fig
     return figures
 
 
-def comparisons(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[Comparison]:
+def comparisons(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> list[Comparison]:
     """At every concurrency the configuration with the highest speedup against each of the others, paired as ever."""
     found: list[Comparison] = []
     for concurrency in dict.fromkeys(run.concurrency for run in runs):
@@ -75,7 +75,7 @@ def comparisons(runs: Seq[Run], names: Seq[str], prompts: Seq[Prompt]) -> list[C
     return found
 
 
-def timings(runs: Seq[Run], names: Seq[str]) -> list[Timing]:
+def timings(runs: Seq[BenchRun], names: Seq[str]) -> list[Timing]:
     """Every run as it was timed."""
     return [
         Timing(
@@ -97,8 +97,8 @@ def timings(runs: Seq[Run], names: Seq[str]) -> list[Timing]:
 class _Pair:
     """A batch in one repeat, under a configuration and under the one that it is compared with."""
 
-    on: Run
-    off: Run
+    on: BenchRun
+    off: BenchRun
 
 
 class _Cell:
@@ -106,7 +106,7 @@ class _Cell:
 
     def __init__(
         self,
-        runs: Seq[Run],
+        runs: Seq[BenchRun],
         number: int,
         task: str | None,
         prompts: Seq[Prompt],
@@ -165,13 +165,13 @@ class _Cell:
 
     # --- which runs and answers -------------------------------------------------------------------------------
 
-    def _concerns(self, run: Run) -> bool:
+    def _concerns(self, run: BenchRun) -> bool:
         return self.task is None or any(self._is_asked(answer) for answer in run.answers)
 
-    def _chosen(self, run: Run) -> list[Answer]:
+    def _chosen(self, run: BenchRun) -> list[TimedAnswer]:
         return [answer for answer in run.answers if self._is_asked(answer)]
 
-    def _is_asked(self, answer: Answer) -> bool:
+    def _is_asked(self, answer: TimedAnswer) -> bool:
         return self.task is None or self.prompts[answer.prompt].task == self.task
 
     # --- speed ------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class _Cell:
 
     # --- where the time went ----------------------------------------------------------------------------------
 
-    def _steps(self, runs: Iterable[Run]) -> StepTally:
+    def _steps(self, runs: Iterable[BenchRun]) -> StepTally:
         tally = StepTally()
         for run in runs:
             tally.merge(run.steps)
@@ -280,14 +280,14 @@ class _Cell:
         )
 
 
-def _by_batch(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    batches: dict[int, list[Run]] = defaultdict(list)
+def _by_batch(runs: Iterable[BenchRun]) -> dict[int, list[BenchRun]]:
+    batches: dict[int, list[BenchRun]] = defaultdict(list)
     for run in runs:
         batches[run.turn.batch].append(run)
     return batches
 
 
-def _seconds_per_token(answers: Iterable[Answer]) -> Iterable[float]:
+def _seconds_per_token(answers: Iterable[TimedAnswer]) -> Iterable[float]:
     """Of each answer of two tokens or more, after the first."""
     for answer in answers:
         if len(answer.token_ids) > 1:
@@ -295,7 +295,7 @@ def _seconds_per_token(answers: Iterable[Answer]) -> Iterable[float]:
             yield decode_s / (len(answer.token_ids) - 1)
 
 
-def _decode_s_per_token(answers: Seq[Answer]) -> float | None:
+def _decode_s_per_token(answers: Seq[TimedAnswer]) -> float | None:
     """After the step that yielded the first token, and maybe more with it."""
     seconds = sum(a.metrics.total_s - a.metrics.time_to_first_token_s for a in answers)
     return ratio(seconds, sum(len(a.token_ids) - a.num_first_tokens for a in answers))

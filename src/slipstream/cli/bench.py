@@ -20,8 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.bench.asked import Asked
     from slipstream.bench.result import BenchResult, ServerResult
+    from slipstream.bench.settings import BenchSettings
 
 _TOKENIZER_FLAGS = ("tokenizer", "revision", "trust_remote_code")
 _SPECULATION = "Speculation"
@@ -134,12 +134,12 @@ def bench(
 
     With --url, measure a server as its clients see it instead, and compare with what its own counters say.
     """
-    from slipstream.bench.asked import Asked
     from slipstream.bench.engine.configurations import parse_counts
+    from slipstream.bench.settings import BenchSettings
     from slipstream.workload.reading import read_workload
 
     files = _files(output, html, overwrite)
-    asked = Asked(
+    asked = BenchSettings(
         workload=read_workload(workload),
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
         prompts_per_task=prompts_per_task or None,
@@ -192,21 +192,25 @@ def _drafters(
 
 
 def _bench_engines(
-    asked: Asked, model: str | None, drafters: list[SpeculativeConfig], lengths: list[int], engine: Values
+    asked: BenchSettings,
+    model: str | None,
+    drafters: list[SpeculativeConfig],
+    lengths: list[int],
+    engine: Values,
 ) -> BenchResult:
     from slipstream.bench.engine.configurations import sweep
 
     configurations = sweep(drafters, lengths)
     from slipstream.bench.engine.local import (
-        Plan,
+        BenchPlan,
         run,
     )  # loads PyTorch: last, after all that can be refused without it
 
-    return run(Plan(asked, configurations, model, engine))
+    return run(BenchPlan(asked, configurations, model, engine))
 
 
 def _bench_server(
-    asked: Asked,
+    asked: BenchSettings,
     url: str,
     model: str | None,
     metrics_url: str | None,

@@ -30,7 +30,7 @@ def doctor(
     layer numbering, and how often it is right on a few real prompts. Exits with 2 when it found a fault.
     """
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.doctor import Verdict, examine
+    from slipstream.doctor import CheckOutcome, examine
 
     findings = []
     console = results()
@@ -41,7 +41,7 @@ def doctor(
             console.print(f"{finding.check:<12}{finding.text}", markup=False)
     if json:
         print_json([asdict(finding) for finding in findings])
-    faults = sum(finding.verdict is Verdict.FAULT for finding in findings)
+    faults = sum(finding.verdict is CheckOutcome.FAULT for finding in findings)
     if faults:
         notes().print(f"{faults} fault{'s' if faults > 1 else ''} found")
         raise typer.Exit(2)

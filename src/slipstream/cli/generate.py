@@ -30,8 +30,8 @@ from slipstream.cli.flags.options import (
     recommended,
     short_speculation,
 )
-from slipstream.cli.flags.prompts import Job, prepare, read_jobs
-from slipstream.cli.output.comparison import Comparison, time_pairs
+from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
+from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
@@ -175,12 +175,12 @@ class Transcript:
 
 def _compare(
     llm: LLM,
-    jobs: Seq[Job],
+    jobs: Seq[PromptJob],
     prompts: list[list[int]],
     params: SamplingParams,
     repeats: int,
     transcript: Transcript,
-) -> Comparison:
+) -> TimedComparison:
     """Time every prompt both ways, with a bar on a terminal and lines elsewhere.
 
     Every prompt has its own seed, the same both ways.
@@ -218,7 +218,7 @@ def _timed(num_answers: int, compare: bool) -> str:
 def _print_answers(
     llm: LLM,
     painter: Painter,
-    jobs: Seq[Job],
+    jobs: Seq[PromptJob],
     outputs: Seq[RequestOutput],
     transcript: Transcript,
     params: SamplingParams,
@@ -255,10 +255,10 @@ def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
 def _as_json(
     llm: LLM,
     model: str | None,
-    jobs: Seq[Job],
+    jobs: Seq[PromptJob],
     outputs: Seq[RequestOutput],
     wall_s: float,
-    comparison: Comparison | None,
+    comparison: TimedComparison | None,
 ) -> dict[str, Any]:
     return {
         "slipstream": __version__,

@@ -63,7 +63,7 @@ def serve(
     from slipstream.engine.factory import make_engine
     from slipstream.serve import logs
     from slipstream.serve.app import create_app
-    from slipstream.serve.lifecycle import Server
+    from slipstream.serve.lifecycle import DrainingServer
 
     if speculative.probe_share is None:  # whoever serves is shown what speculation really gains
         speculative = replace(speculative, probe_share=PROBE_SHARE)
@@ -75,6 +75,6 @@ def serve(
     async_engine = AsyncEngine(engine=made, stream_interval_s=server_config.stream_interval_s)
     try:
         app = create_app(async_engine, server_config, model or "embedded-pair")
-        Server(app).run(sockets=[bound])
+        DrainingServer(app).run(sockets=[bound])
     finally:
         async_engine.close()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.train.answerers import Answerer
     from slipstream.train.batches import Document
     from slipstream.train.regenerate import Tally
-    from slipstream.train.target import Target
+    from slipstream.train.target import FrozenTarget
     from slipstream.train.trainer import Student
 
 app = typer.Typer(help="Make a drafter for a target: let the target answer, then train on what it says.")
@@ -149,7 +149,7 @@ def regenerate(
     notes().print(f"written: {output}", markup=False)
 
 
-Maker = Callable[[Any, int, "Target", Any, "Seq[Document]"], "Student"]
+Maker = Callable[[Any, int, "FrozenTarget", Any, "Seq[Document]"], "Student"]
 """Options of the method, seed, target, its tokenizer and the documents -> what learns."""
 
 
@@ -216,7 +216,7 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
 
 
 @_method(_DRAFT)
-def draft(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
+def draft(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Distil a small draft model from the target: OUTPUT/draft is what --draft takes.
 
     Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command goes on.
@@ -227,7 +227,7 @@ def draft(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq
 
 
 @_method(_EAGLE)
-def eagle3(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
+def eagle3(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train an EAGLE-3 head for the target: OUTPUT/eagle3 is what --spec eagle3:PATH takes, and vLLM and SGLang load.
 
     Ctrl-C saves; the same command goes on.
@@ -238,7 +238,7 @@ def eagle3(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Se
 
 
 @_method(_EAGLE)
-def eagle(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
+def eagle(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train an EAGLE-1 head, which EAGLE-2's trees use too: OUTPUT/eagle is what --spec eagle:PATH takes.
 
     Ctrl-C saves; the same command goes on.
@@ -249,7 +249,7 @@ def eagle(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq
 
 
 @_method(_MEDUSA)
-def medusa(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
+def medusa(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train Medusa heads: OUTPUT/medusa is what --spec medusa:PATH takes.
 
     Medusa-1 leaves the target as it is. With --joint (Medusa-2) a copy of the target changes with the heads, and
@@ -263,7 +263,7 @@ def medusa(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Se
 
 
 @_method(_HYDRA)
-def hydra(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq[Document]) -> Student:
+def hydra(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
     """Train Hydra heads: OUTPUT/hydra is what --spec hydra:PATH takes.
 
     Ctrl-C saves; the same command goes on.
@@ -275,7 +275,7 @@ def hydra(wanted: Any, seed: int, target: Target, tokenizer: Any, documents: Seq
 
 def _train(
     method: str,
-    make: Callable[[int, Target, Any, Seq[Document]], Student],
+    make: Callable[[int, FrozenTarget, Any, Seq[Document]], Student],
     method_options: dict[str, Any],
     asked: tuple[str | None, list[Path], Path, TrainOptions, EvaluationOptions],
     machine: tuple[str | None, int | None],

@@ -22,7 +22,7 @@ from slipstream.cli.flags.options import (
     print_json,
     with_model,
 )
-from slipstream.cli.flags.prompts import Job, prepare, read_jobs
+from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes
 from slipstream.errors import ConfigError
@@ -99,10 +99,10 @@ def tree(
         print_json(chosen)
 
 
-def _embedded(per_task: int) -> list[Job]:
-    by_task: dict[str, list[Job]] = {}
+def _embedded(per_task: int) -> list[PromptJob]:
+    by_task: dict[str, list[PromptJob]] = {}
     for row in sample_prompts():
-        by_task.setdefault(row["task"], []).append(Job(messages=row["messages"], task=row["task"]))
+        by_task.setdefault(row["task"], []).append(PromptJob(messages=row["messages"], task=row["task"]))
     return [job for jobs in by_task.values() for job in jobs[:per_task]]
 
 

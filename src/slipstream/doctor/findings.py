@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check went."""
 
     OK = "ok"
@@ -21,20 +21,20 @@ class Finding:
     """One check and its outcome."""
 
     check: str
-    verdict: Verdict
+    verdict: CheckOutcome
     text: str
 
 
 def ok(check: str, text: str) -> Finding:
     """The check found nothing wrong."""
-    return Finding(check, Verdict.OK, text)
+    return Finding(check, CheckOutcome.OK, text)
 
 
 def warning(check: str, text: str) -> Finding:
     """The check found something odd."""
-    return Finding(check, Verdict.WARNING, text)
+    return Finding(check, CheckOutcome.WARNING, text)
 
 
 def fault(check: str, text: str) -> Finding:
     """The check found what is wrong."""
-    return Finding(check, Verdict.FAULT, text)
+    return Finding(check, CheckOutcome.FAULT, text)

@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Drains on SIGTERM and SIGINT.
 
     From the first signal on nothing new is taken in, /ready answers 503, and answers under way go on. The server

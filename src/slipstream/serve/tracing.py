@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream import __version__
 from slipstream.errors import ConfigError
 from slipstream.metrics.request import RequestMetrics
-from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import FACTS
 from slipstream.serve.api.stream import ANSWER
 
@@ -147,7 +147,7 @@ def _finish(span: Span, scope: Scope, status: int | None) -> None:
     from opentelemetry.trace import StatusCode
 
     facts: dict[str, Any] = scope[FACTS]
-    answer: Answer | None = scope.get(ANSWER)
+    answer: ApiAnswer | None = scope.get(ANSWER)
     if answer is not None:
         span.set_attributes(dict(_of_answer(answer)))
     if status is not None:
@@ -162,7 +162,7 @@ def _finish(span: Span, scope: Scope, status: int | None) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-def _of_answer(answer: Answer) -> Iterator[tuple[str, Any]]:
+def _of_answer(answer: ApiAnswer) -> Iterator[tuple[str, Any]]:
     """What was asked, and what it cost. Times are in seconds."""
     job, params = answer.job, answer.job.params
     yield "gen_ai.response.id", job.id

@@ -18,7 +18,15 @@ from slipstream.core import Proposal, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.leftovers import remembered, size
-from slipstream.testing.rehearsal import Scene, Stage, Step, improvise, repeat, require, same_proposal
+from slipstream.testing.rehearsal import (
+    RehearsalStep,
+    Scene,
+    Stage,
+    improvise,
+    repeat,
+    require,
+    same_proposal,
+)
 from slipstream.verify.registry import VERIFIERS
 
 _FIRST_ID = 7_000_000_000
@@ -87,7 +95,7 @@ def check_drafter(
         _compare(steps, first_met, "proposals depend on more than the committed text")
 
 
-def _check_forgotten(stage: Stage, steps: list[Step]) -> None:
+def _check_forgotten(stage: Stage, steps: list[RehearsalStep]) -> None:
     """Nothing may be left of the sequences of `steps`, which are all released, nor more when they come once more."""
     drafter, apart = stage.drafter, stage.belongings()
     released = {i for step in steps for i in step.arrivals}
@@ -112,7 +120,7 @@ def _memory_when_idle(stage: Stage, shares_across_requests: bool) -> int:
     return stage.memory_bytes()
 
 
-def _compare(steps: list[Step], repeated: list[dict[int, Proposal]], complaint: str) -> None:
+def _compare(steps: list[RehearsalStep], repeated: list[dict[int, Proposal]], complaint: str) -> None:
     for number, (step, proposals) in enumerate(zip(steps, repeated, strict=True)):
         for i, proposal in proposals.items():
             first = step.proposals[i]

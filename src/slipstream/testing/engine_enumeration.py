@@ -18,14 +18,14 @@ from unittest.mock import patch
 
 from slipstream import LLM
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.enumeration import BranchingNoise, Distribution, Script, all_scripts
+from slipstream.testing.enumeration import BranchingNoise, Decisions, Distribution, all_scripts
 from slipstream.testing.table_model import Text
 
 
 def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> Distribution:
     """Answer to probability, over all that can be drafted, accepted and chosen; caches are emptied before each run."""
 
-    def run(script: Script) -> Text:
+    def run(script: Decisions) -> Text:
         def branching(seed: int, root_position: int, greedy: bool, nonce: int) -> BranchingNoise:
             return BranchingNoise(root_position, script)
 

@@ -46,7 +46,7 @@ Distribution = dict[Text, float]
 EnumerableDrafter = Callable[[Text, Noise, int], Proposal]
 
 
-class Script:
+class Decisions:
     """The decisions of one run, in the order in which they are asked for; beyond its end the first branch is taken."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Script:
 class BranchingNoise(Noise):
     """`Noise` whose every decision is taken from a script; see `all_runs`."""
 
-    def __init__(self, root_position: int, script: Script) -> None:
+    def __init__(self, root_position: int, script: Decisions) -> None:
         super().__init__(seed=0, root_position=root_position)
         self._script = script
 
@@ -158,9 +158,9 @@ def all_runs(run: Callable[[BranchingNoise], T], root_position: int = 0) -> Iter
     return all_scripts(lambda script: run(BranchingNoise(root_position, script)))
 
 
-def all_scripts(run: Callable[[Script], T]) -> Iterator[tuple[float, T]]:
+def all_scripts(run: Callable[[Decisions], T]) -> Iterator[tuple[float, T]]:
     """The same for a run that makes noise more than once: every noise it makes is to read its script."""
-    script = Script()
+    script = Decisions()
     while True:
         result = run(script)
         yield script.weight, result

@@ -36,7 +36,7 @@ INTERMEDIATE_RATIO = 2.75
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a Llama model that can be enlarged."""
 
     hidden_size: int
@@ -45,7 +45,7 @@ class Shape:
     num_heads: int
 
     @classmethod
-    def of(cls, config: Any) -> Shape:
+    def of(cls, config: Any) -> ModelShape:
         """A model's own sizes."""
         return cls(
             config.hidden_size,
@@ -91,9 +91,9 @@ def expand(
     check_new(target)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
-    small = Shape.of(config)
+    small = ModelShape.of(config)
     default = small if target_parameters is None else shape_for(config, target_parameters)
-    large = Shape(
+    large = ModelShape(
         hidden_size or default.hidden_size,
         num_layers or default.num_layers,
         intermediate_size or default.intermediate_size,
@@ -118,9 +118,9 @@ def expand(
     return num_parameters
 
 
-def shape_for(config: Any, target_parameters: int) -> Shape:
+def shape_for(config: Any, target_parameters: int) -> ModelShape:
     """A usual shape of about `target_parameters` weights: close to 24 layers, hidden size in steps of 128."""
-    best: Shape | None = None
+    best: ModelShape | None = None
     for least in _usual_shapes(config):
         others = least.parameters(config) - least.num_layers * least.layer_parameters(config)
         num_layers = round((target_parameters - others) / least.layer_parameters(config))
@@ -131,22 +131,22 @@ def shape_for(config: Any, target_parameters: int) -> Shape:
         least_parameters = min(shape.parameters(config) for shape in _usual_shapes(config))
         raise ConfigError(
             f"no usual shape of {target_parameters:,} parameters is larger than the source, which has "
-            f"{Shape.of(config).parameters(config):,}; ask for at least {least_parameters:,}"
+            f"{ModelShape.of(config).parameters(config):,}; ask for at least {least_parameters:,}"
         )
     return best
 
 
-def _usual_shapes(config: Any) -> Iterator[Shape]:
+def _usual_shapes(config: Any) -> Iterator[ModelShape]:
     """Every hidden size that can hold the source, with no more layers than the source has."""
-    small = Shape.of(config)
+    small = ModelShape.of(config)
     for hidden_size in range(128, 16385, 128):
         intermediate_size = int(hidden_size * INTERMEDIATE_RATIO)
-        shape = Shape(hidden_size, small.num_layers, intermediate_size, hidden_size // config.head_dim)
+        shape = ModelShape(hidden_size, small.num_layers, intermediate_size, hidden_size // config.head_dim)
         if shape.num_heads and not misfits(config, small, shape):
             yield shape
 
 
-def _oddity(shape: Shape) -> int:
+def _oddity(shape: ModelShape) -> int:
     """How far its depth is from the ideal."""
     return abs(shape.num_layers - IDEAL_LAYERS)
 
@@ -171,7 +171,7 @@ def check_source(source: Path) -> Any:
     return config
 
 
-def misfits(config: Any, small: Shape, large: Shape) -> list[str]:
+def misfits(config: Any, small: ModelShape, large: ModelShape) -> list[str]:
     """What stops a model of the sizes `small` from being a part of one of the sizes `large`."""
     faults = [
         f"{name} {getattr(large, name)} is below the source's {getattr(small, name)}"
@@ -188,12 +188,12 @@ def misfits(config: Any, small: Shape, large: Shape) -> list[str]:
     return faults
 
 
-def _check_shapes(config: Any, small: Shape, large: Shape) -> None:
+def _check_shapes(config: Any, small: ModelShape, large: ModelShape) -> None:
     if faults := misfits(config, small, large):
         raise ConfigError(f"cannot enlarge: {'; '.join(faults)}")
 
 
-def _large_config(config: Any, large: Shape) -> LlamaConfig:
+def _large_config(config: Any, large: ModelShape) -> LlamaConfig:
     values = {key: value for key, value in config.to_dict().items() if key not in ("dtype", "architectures")}
     group = config.num_attention_heads // config.num_key_value_heads
     values.update(
@@ -208,7 +208,7 @@ def _large_config(config: Any, large: Shape) -> LlamaConfig:
     return LlamaConfig(**values)
 
 
-def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
+def _fill(new: Any, old: Any, small: ModelShape, large: ModelShape) -> None:
     """Write the old weights into the new model, and zeros wherever something new would add to its state."""
     place(new.model.embed_tokens.weight, old.model.embed_tokens.weight)
     if not old.config.tie_word_embeddings:
@@ -230,7 +230,7 @@ def _fill(new: Any, old: Any, small: Shape, large: Shape) -> None:
             place_norm(getattr(layer, name), getattr(source, name))
 
 
-def _silence(layer: Any, small: Shape, large: Shape) -> None:
+def _silence(layer: Any, small: ModelShape, large: ModelShape) -> None:
     """Make a new layer add zero: what it multiplies into its output sees only the part of the state that is zero."""
     if large.hidden_size > small.hidden_size:
         layer.self_attn.v_proj.weight[:, : small.hidden_size] = 0

@@ -34,8 +34,8 @@ from slipstream.draft.heads.target_shape import check_fits
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models import CausalLM, load_model
 from slipstream.testing.expand import (
+    ModelShape,
     Parser,
-    Shape,
     check_new,
     check_source,
     copy_other_files,
@@ -50,7 +50,7 @@ ALL_WEIGHT_FILES = tuple(dict.fromkeys((*WEIGHT_FILES, *medusa.WEIGHT_FILES, *hy
 
 
 @dataclass(frozen=True)
-class Pair:
+class EnlargedPair:
     """A target and the model that it was enlarged to."""
 
     source: CausalLM
@@ -101,19 +101,19 @@ def expand_head(
     return num_parameters
 
 
-def _pair(source: Path, expanded: Path) -> Pair:
+def _pair(source: Path, expanded: Path) -> EnlargedPair:
     """Raises `ModelError` unless `expanded` is what `source` was enlarged to."""
     small, large = check_source(source), check_source(expanded)
     if not getattr(large, "cost_expanded", None):
         raise ModelError(f"{str(expanded)!r} is not an enlarged model; slipstream.testing.expand makes them")
-    faults = misfits(small, Shape.of(small), Shape.of(large))
+    faults = misfits(small, ModelShape.of(small), ModelShape.of(large))
     if small.head_dim != large.head_dim:
         faults.append(f"heads of {large.head_dim} dimensions, not {small.head_dim}")
     model = load_model(str(source), dtype="float32", device="cpu", canary=False, pack=False)
     if faults or not _holds(expanded, large, model):
         why = f": {'; '.join(faults)}" if faults else ": its weights are another model's"
         raise ModelError(f"{str(expanded)!r} was not enlarged from {str(source)!r}{why}")
-    return Pair(model, str(expanded), large)
+    return EnlargedPair(model, str(expanded), large)
 
 
 def _holds(expanded: Path, config: Any, source: CausalLM) -> bool:
@@ -137,7 +137,7 @@ def _holds(expanded: Path, config: Any, source: CausalLM) -> bool:
     return found == len(wanted)
 
 
-def _expand_eagle(path: Path, pair: Pair, output: Path, raw: Mapping[str, Any]) -> int:
+def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str, Any]) -> int:
     old = eagle_files.read_eagle(str(path), pair.source)
     new = EagleHead(_eagle_config(old.config, pair))
     _randomise(new)
@@ -156,9 +156,9 @@ def _expand_eagle(path: Path, pair: Pair, output: Path, raw: Mapping[str, Any]) 
     return new.num_parameters()
 
 
-def _eagle_config(old: EagleConfig, pair: Pair) -> EagleConfig:
+def _eagle_config(old: EagleConfig, pair: EnlargedPair) -> EagleConfig:
     """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own."""
-    large = Shape.of(pair.config)
+    large = ModelShape.of(pair.config)
     if old.hidden_size > large.hidden_size:
         raise ConfigError(f"the head is {old.hidden_size} wide, the enlarged target {large.hidden_size}")
     group = old.num_attention_heads // old.num_key_value_heads
@@ -209,7 +209,7 @@ def _fill_eagle(new: EagleHead, old: EagleHead) -> None:
         new.embedding = _widened(old.embedding, new.config.hidden_size)
 
 
-def _expand_medusa(path: Path, pair: Pair, output: Path, tensors: Mapping[str, Tensor]) -> int:
+def _expand_medusa(path: Path, pair: EnlargedPair, output: Path, tensors: Mapping[str, Tensor]) -> int:
     source = pair.source
     old = medusa.load_medusa(str(path), source.project)
     check_fits(str(path), old.config.hidden_size, old.config.vocab_size, source)
@@ -226,7 +226,7 @@ def _expand_medusa(path: Path, pair: Pair, output: Path, tensors: Mapping[str, T
     return _num_parameters(new)
 
 
-def _expand_hydra(path: Path, pair: Pair, output: Path) -> int:
+def _expand_hydra(path: Path, pair: EnlargedPair, output: Path) -> int:
     source = pair.source
     old = hydra.load_hydra(str(path), source.project)
     check_fits(str(path), old.config.hidden_size, old.config.vocab_size, source)

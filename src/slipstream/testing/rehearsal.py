@@ -70,7 +70,7 @@ class Arrival:
 
 
 @dataclass
-class Step:
+class RehearsalStep:
     """One step of the engine, written down so that it can be repeated. All by sequence id."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
@@ -81,10 +81,12 @@ class Step:
     """New tokens, and how many of them were draft tokens."""
     finished: dict[int, FinishReason] = field(default_factory=dict)
 
-    def only(self, ids: set[int]) -> Step:
+    def only(self, ids: set[int]) -> RehearsalStep:
         """What of this step concerns the sequences `ids`."""
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Step(**{name: {i: x for i, x in part.items() if i in ids} for name, part in parts.items()})
+        return RehearsalStep(
+            **{name: {i: x for i, x in part.items() if i in ids} for name, part in parts.items()}
+        )
 
 
 class Stage:
@@ -146,7 +148,7 @@ class Stage:
         self._proposals.update(zip(budgets, proposals, strict=True))
         return dict(zip(budgets, proposals, strict=True))
 
-    def ask_again(self, i: int, step: Step) -> None:
+    def ask_again(self, i: int, step: RehearsalStep) -> None:
         """Ask for one sequence alone, as an engine does to find out who made a batch fail."""
         again = self.propose({i: step.budgets[i]})[i]
         require(
@@ -293,13 +295,13 @@ def same_proposal(a: Proposal, b: Proposal) -> bool:
     return a.kind == b.kind and bool((a.draft_probs - b.draft_probs).abs().max() < 1e-4)
 
 
-def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[Step]:
+def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[RehearsalStep]:
     """Play until every sequence has come and gone; returns what happened."""
-    steps: list[Step] = []
+    steps: list[RehearsalStep] = []
     waiting = list(range(first_id, first_id + stage.scene.num_sequences))
     paused: set[int] = set()
     while waiting or stage.live:
-        step = Step()
+        step = RehearsalStep()
         steps.append(step)
         if waiting and len(stage.live) < MAX_LIVE and (not stage.live or rng.random() < 0.6):
             step.arrivals[waiting.pop(0)] = _arrival(rng, stage.scene)
@@ -327,7 +329,7 @@ def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[Step]:
     return steps
 
 
-def repeat(stage: Stage, steps: list[Step], cold: Stage | None = None) -> list[dict[int, Proposal]]:
+def repeat(stage: Stage, steps: list[RehearsalStep], cold: Stage | None = None) -> list[dict[int, Proposal]]:
     """Play `steps` again; returns what `stage` proposes, or what `cold` does, to which each text is new."""
     proposals = []
     for step in steps:
@@ -350,7 +352,7 @@ def _arrival(rng: random.Random, scene: Scene) -> Arrival:
     return Arrival(tuple(prompt), rng.choice(TENANTS), rng.getrandbits(32))
 
 
-def _decide(rng: random.Random, stage: Stage, step: Step, i: int) -> None:
+def _decide(rng: random.Random, stage: Stage, step: RehearsalStep, i: int) -> None:
     """Write down what sequence `i` gains in this step, and whether that ends it."""
     proposal = step.proposals.get(i, EMPTY_PROPOSAL)
     text = stage.live[i].token_ids

@@ -19,7 +19,7 @@ from slipstream.text.prompts import encode_chat, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TargetAnswer:
     """What was said to one conversation so far."""
 
     text: str
@@ -39,7 +39,7 @@ class Answerer(Protocol):
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         """Begin an answer; raises `RequestError` when the conversation cannot be answered."""
 
-    def answers(self) -> list[tuple[str, Answer]]:
+    def answers(self) -> list[tuple[str, TargetAnswer]]:
         """Work on, and return what is done; it may be nothing yet."""
 
     def close(self) -> None:
@@ -62,8 +62,8 @@ class EngineAnswerer:
         engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens or room, room)))
         self._under_way.add(key)
 
-    def answers(self) -> list[tuple[str, Answer]]:
-        done: list[tuple[str, Answer]] = []
+    def answers(self) -> list[tuple[str, TargetAnswer]]:
+        done: list[tuple[str, TargetAnswer]] = []
         for update in self.engine.step():
             if update.output is None:
                 continue
@@ -71,7 +71,10 @@ class EngineAnswerer:
             [only] = update.output.outputs
             reason, prompt = only.finish_reason.value, update.output.prompt_token_ids
             done.append(
-                (update.request_id, Answer(only.text, reason, len(only.token_ids), prompt, only.token_ids))
+                (
+                    update.request_id,
+                    TargetAnswer(only.text, reason, len(only.token_ids), prompt, only.token_ids),
+                )
             )
         return done
 
@@ -88,7 +91,7 @@ class ServerAnswerer:
         self._server = server
         self._client = httpx2.Client(headers=server.headers, timeout=server.timeout_s)
         self._pool = ThreadPoolExecutor(room)
-        self._under_way: dict[Future[Answer], str] = {}
+        self._under_way: dict[Future[TargetAnswer], str] = {}
 
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         body = {
@@ -101,7 +104,7 @@ class ServerAnswerer:
         }
         self._under_way[self._pool.submit(self._post, body)] = key
 
-    def answers(self) -> list[tuple[str, Answer]]:
+    def answers(self) -> list[tuple[str, TargetAnswer]]:
         done, _ = wait(self._under_way, timeout=1.0, return_when=FIRST_COMPLETED)
         return [(self._under_way.pop(future), future.result()) for future in done]
 
@@ -109,7 +112,7 @@ class ServerAnswerer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _post(self, body: Mapping[str, Any]) -> Answer:
+    def _post(self, body: Mapping[str, Any]) -> TargetAnswer:
         url = f"{self._server.url}/chat/completions"
         try:
             response = self._client.post(url, json=body)
@@ -124,6 +127,8 @@ class ServerAnswerer:
             payload = response.json()
             choice = payload["choices"][0]
             text, reason = choice["message"]["content"] or "", choice["finish_reason"]
-            return Answer(text, str(reason), int((payload.get("usage") or {}).get("completion_tokens", 0)))
+            return TargetAnswer(
+                text, str(reason), int((payload.get("usage") or {}).get("completion_tokens", 0))
+            )
         except (ValueError, LookupError, TypeError):
             raise RemoteError(f"{url} answers something other than a chat completion") from None

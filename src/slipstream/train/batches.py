@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import check_messages, read_rows
 from slipstream.text.prompts import encode_chat
 from slipstream.train.attention import PADDING, block_diagonal_mask
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 
 class Document(NamedTuple):
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Packed rows and what the target makes of them. Nothing here has a gradient."""
 
     token_ids: Tensor
@@ -69,7 +69,7 @@ class Batch:
     hidden_states: dict[int, Tensor]
     """Layer to [B, T, hidden]: 0 is the embedding, the number of layers what the final norm puts out. Those that the
     student asked for, and the last."""
-    target: Target
+    target: FrozenTarget
 
     @cached_property
     def target_logits(self) -> Tensor:
@@ -174,7 +174,7 @@ def row_batches(
         cursor.epoch, cursor.row = cursor.epoch + 1, 0
 
 
-def make_batch(rows: Rows, target: Target, layers: Seq[int]) -> Batch:
+def make_batch(rows: Rows, target: FrozenTarget, layers: Seq[int]) -> TrainingBatch:
     """Move `rows` to the target's device and ask it for the hidden states of `layers` and its last."""
     device = target.device
     token_ids = torch.from_numpy(rows.tokens).to(device)
@@ -185,7 +185,7 @@ def make_batch(rows: Rows, target: Target, layers: Seq[int]) -> Batch:
     mask = block_diagonal_mask(documents, target.dtype)
     positions = document_positions(documents)
     hidden = target.hidden_states(token_ids, positions, mask, [*layers, target.num_layers], rows.sources)
-    return Batch(token_ids, positions, documents, labels, loss_mask, mask, hidden, target)
+    return TrainingBatch(token_ids, positions, documents, labels, loss_mask, mask, hidden, target)
 
 
 def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.train.attention import ATTENTION
-from slipstream.train.batches import Batch, Document, Rows, pack
+from slipstream.train.batches import Document, Rows, TrainingBatch, pack
 from slipstream.train.options import DistillOptions
-from slipstream.train.target import Target, check_plain_head, load_model
+from slipstream.train.target import FrozenTarget, check_plain_head, load_model
 
 
 class DraftStudent:
@@ -38,7 +38,7 @@ class DraftStudent:
         self._losses = options.losses
         self._seed = seed
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """The weighted losses' mean over the answers' tokens; logs `alpha`, one minus the total variation, and
         `agreement` of the two models' first choices.
         """
@@ -147,7 +147,7 @@ def distillation_loss(
     return loss, {"alpha": float(alpha), "agreement": float(agreement)}
 
 
-def make_draft(options: DistillOptions, target: Target, seed: int) -> Any:
+def make_draft(options: DistillOptions, target: FrozenTarget, seed: int) -> Any:
     """The model that `options` begin with; raises `ConfigError` or `ModelError` where it cannot be had."""
     if options.init is not None:
         model = load_model(options.init, target.device)
@@ -161,7 +161,7 @@ def make_draft(options: DistillOptions, target: Target, seed: int) -> Any:
     return _fresh(target, options.shape or "", seed)
 
 
-def _pruned(target: Target, keep: str) -> Any:
+def _pruned(target: FrozenTarget, keep: str) -> Any:
     """A copy of the target with some of its layers."""
     try:
         layers = [int(part) for part in keep.split(",")]
@@ -194,7 +194,7 @@ def _pruned(target: Target, keep: str) -> Any:
     return model.to(target.device)
 
 
-def _fresh(target: Target, shape: str, seed: int) -> Any:
+def _fresh(target: FrozenTarget, shape: str, seed: int) -> Any:
     """Fresh weights in the target's family."""
     match = re.fullmatch(r"(\d+)x(\d+)", shape)
     if match is None:

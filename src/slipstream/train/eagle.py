@@ -14,17 +14,22 @@ from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError
-from slipstream.train.batches import Batch, Document, Rows
+from slipstream.train.batches import Document, Rows, TrainingBatch
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 
 class EagleStudent:
     """An EAGLE head that learns from the target's features and distributions."""
 
     def __init__(
-        self, options: EagleTrainOptions, target: Target, documents: Seq[Document], version: int, seed: int
+        self,
+        options: EagleTrainOptions,
+        target: FrozenTarget,
+        documents: Seq[Document],
+        version: int,
+        seed: int,
     ) -> None:
         """`version` is 1 or 3; a head of version 2 is one of version 1. Raises `ConfigError` for what cannot be."""
         self.options, self.target, self.version = options, target, version
@@ -41,7 +46,7 @@ class EagleStudent:
         """As it is: the head's own guesses are made inside the loss."""
         return rows
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """The training-time test; metrics are the agreement by step."""
         features = torch.cat([batch.hidden_states[layer] for layer in self.feature_layers], dim=-1)
         text = TargetText(
@@ -86,7 +91,7 @@ class EagleStudent:
         return SpeculativeConfig(self.name, options=options)
 
 
-def _given(path: str, target: Target, version: int) -> EagleHead:
+def _given(path: str, target: FrozenTarget, version: int) -> EagleHead:
     """The head to go on from; raises `ModelError` for one of another target, `ConfigError` for one of another kind."""
     head = read_eagle(path, target)
     if head.config.version != version:
@@ -96,7 +101,7 @@ def _given(path: str, target: Target, version: int) -> EagleHead:
     return head
 
 
-def _fresh(config: EagleConfig, target: Target, documents: Seq[Document]) -> EagleHead:
+def _fresh(config: EagleConfig, target: FrozenTarget, documents: Seq[Document]) -> EagleHead:
     head = EagleHead(config)
     _initialise(head, target)
     if config.draft_vocab_size < config.vocab_size:
@@ -114,7 +119,7 @@ def most_used(documents: Seq[Document], vocab_size: int, size: int) -> Tensor:
     return torch.from_numpy(np.sort(best))
 
 
-def _config(options: EagleTrainOptions, target: Target, version: int) -> EagleConfig:
+def _config(options: EagleTrainOptions, target: FrozenTarget, version: int) -> EagleConfig:
     model = target.model.config
     layers: tuple[int, ...] = (target.num_layers,)
     if version == 3:
@@ -163,7 +168,7 @@ def _rope(model: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 
-def _initialise(head: EagleHead, target: Target) -> None:
+def _initialise(head: EagleHead, target: FrozenTarget) -> None:
     """Small weights; the output layer and its norm begin as the target's."""
     for name, weight in head.named_parameters():
         if weight.ndim > 1:
@@ -176,12 +181,12 @@ def _initialise(head: EagleHead, target: Target) -> None:
             head.lm_head.weight.data.copy_(_output_weight(target))
 
 
-def _output_weight(target: Target) -> Tensor:
+def _output_weight(target: FrozenTarget) -> Tensor:
     weight: Tensor = target.model.get_output_embeddings().weight.detach()
     return weight[: target.vocab_size]
 
 
-def _final_norm(target: Target) -> Tensor:
+def _final_norm(target: FrozenTarget) -> Tensor:
     norm = getattr(target.model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
     return torch.ones(target.hidden_size) if weight is None else weight.detach()

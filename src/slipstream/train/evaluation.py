@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from slipstream.bench.engine.measure import Job, closed_loop
+from slipstream.bench.engine.measure import BenchJob, closed_loop
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
@@ -19,7 +19,7 @@ from slipstream.workload.reading import read_workload
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """Of one temperature."""
 
     tau: float
@@ -32,11 +32,11 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Figures:
+class EvaluationFigures:
     """Acceptance on the held-out prompts."""
 
-    greedy: Acceptance
-    sampled: Acceptance
+    greedy: MeasuredAcceptance
+    sampled: MeasuredAcceptance
     """At temperature 1."""
 
     def as_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Evaluator:
         self._model = model
         self._options = {"max_num_seqs": 8, **(engine_options or {})}
         self._engine = make_engine(model, None, self._options)
-        self._jobs: list[Job] = []
+        self._jobs: list[BenchJob] = []
         self._tasks: list[str] = []
         asked: dict[str, int] = {}
         for question in read_workload(workload).questions:
@@ -84,23 +84,23 @@ class Evaluator:
             asked[question.task] += 1
             number = len(self._jobs)
             params = SamplingParams(max_tokens=max_tokens, seed=derive_seed(0, number + 1))
-            self._jobs.append(Job(number, prompt, params))
+            self._jobs.append(BenchJob(number, prompt, params))
             self._tasks.append(question.task)
         if not self._jobs:
             raise RequestError(
                 f"no prompt of {workload!r} fits the target's context of {self._engine.max_model_len} tokens"
             )
 
-    def evaluate(self, speculative: SpeculativeConfig, model: str | None = None) -> Figures:
+    def evaluate(self, speculative: SpeculativeConfig, model: str | None = None) -> EvaluationFigures:
         """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time.
 
         `model` is another target, with the same tokenizer.
         """
         like = self._engine if model is None else None
         engine = make_engine(model or self._model, speculative, self._options, like=like)
-        return Figures(self._acceptance(engine, 0.0), self._acceptance(engine, 1.0))
+        return EvaluationFigures(self._acceptance(engine, 0.0), self._acceptance(engine, 1.0))
 
-    def _acceptance(self, engine: Engine, temperature: float) -> Acceptance:
+    def _acceptance(self, engine: Engine, temperature: float) -> MeasuredAcceptance:
         jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self._jobs]
         answers, _, _ = closed_loop(engine, jobs, self._options["max_num_seqs"])
         if engine.drafting.num_failures:
@@ -113,7 +113,7 @@ class Evaluator:
         by_task = _ByTask()
         for task, one in zip(self._tasks, metrics, strict=True):
             by_task.parts.setdefault(task, []).append(one)
-        return Acceptance(
+        return MeasuredAcceptance(
             merged.acceptance_length, merged.acceptance_rate, merged.conditional_acceptance, by_task.tau()
         )
 
@@ -133,6 +133,6 @@ def evaluate(
     workload: str = "sample",
     prompts_per_task: int = 4,
     max_tokens: int = 64,
-) -> Figures:
+) -> EvaluationFigures:
     """Measure one drafter; see `Evaluator`, which spares loading the target again for the next."""
     return Evaluator(model, workload, prompts_per_task, max_tokens).evaluate(speculative_config)

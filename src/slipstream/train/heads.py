@@ -19,15 +19,15 @@ from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydr
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.heads.target_shape import check_fits
 from slipstream.errors import ConfigError
-from slipstream.train.batches import Batch, Rows
+from slipstream.train.batches import Rows, TrainingBatch
 from slipstream.train.options import HeadTrainOptions
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 
 class HeadStudent:
     """Heads that learn the target's distributions of the tokens after its next one."""
 
-    def __init__(self, options: HeadTrainOptions, target: Target, method: str, seed: int) -> None:
+    def __init__(self, options: HeadTrainOptions, target: FrozenTarget, method: str, seed: int) -> None:
         """`method` is `medusa` or `hydra`."""
         self.options, self.target, self.name = options, target, method
         torch.manual_seed(seed)
@@ -39,14 +39,14 @@ class HeadStudent:
         """As it is."""
         return rows
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """Sum over the heads of the cross-entropy with the target's distribution, head k's times `step_decay ** k`.
 
         A head learns where a draft may begin and its guess still belongs to the same answer.
         """
         return self._loss_of_heads(batch, batch.hidden_states[self.target.num_layers])
 
-    def _loss_of_heads(self, batch: Batch, states: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _loss_of_heads(self, batch: TrainingBatch, states: Tensor) -> tuple[Tensor, dict[str, float]]:
         """`states` [B, T, hidden] are what the heads read."""
         learns, documents = batch.loss_mask.flatten(), batch.documents.flatten()
         hidden = states.flatten(0, 1)
@@ -136,13 +136,13 @@ class JointStudent(HeadStudent):
     heads' loss is weighted by `joint_weight`, and its gradient reaches the copy too.
     """
 
-    def __init__(self, options: HeadTrainOptions, target: Target, tokenizer: Any, seed: int) -> None:
+    def __init__(self, options: HeadTrainOptions, target: FrozenTarget, tokenizer: Any, seed: int) -> None:
         super().__init__(options, target, "medusa", seed)
         self.model = copy.deepcopy(target.model).requires_grad_(True)
         self.module = nn.ModuleDict({"heads": self.heads, "target": self.model})
         self._tokenizer = tokenizer
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """See the class; logs `target_drift`, the divergence of the copy from the frozen target."""
         states = self.model.base_model(
             input_ids=batch.token_ids,

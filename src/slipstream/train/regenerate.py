@@ -16,7 +16,7 @@ from slipstream.jsonl import Message
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.train.answerers import Answer, Answerer
+from slipstream.train.answerers import Answerer, TargetAnswer
 from slipstream.train.journal import Journal, check_complete
 from slipstream.train.options import RegenerateOptions, parse_weights
 from slipstream.train.prompts import Script, choose, read_scripts
@@ -61,7 +61,7 @@ class _Conversation:
     script: Script
     params: SamplingParams
     messages: list[Message] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TargetAnswer] = field(default_factory=list)
 
     def next_prompt(self) -> list[Message] | None:
         """What is to be answered next; None when everything is."""
@@ -69,7 +69,7 @@ class _Conversation:
             return None
         return [*self.messages, *self.script.turns[len(self.answers)]]
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TargetAnswer) -> None:
         self.messages += self.script.turns[len(self.answers)]
         self.messages.append({"role": "assistant", "content": answer.text})
         self.answers.append(answer)
@@ -158,7 +158,7 @@ def _go_on(
         tally.num_skipped += 1
 
 
-def _tokens(answers: Seq[Answer]) -> dict[str, Any]:
+def _tokens(answers: Seq[TargetAnswer]) -> dict[str, Any]:
     """The last prompt and answer as the model saw them, and where in them its own tokens stand.
 
     An earlier answer that the template or the tokenizer writes otherwise than the model did counts as far as both

@@ -22,7 +22,7 @@ from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.overlap import Overlap, find_overlap
 from slipstream.train.processes import Processes
-from slipstream.train.target import FeatureCache, Target
+from slipstream.train.target import FeatureCache, FrozenTarget
 from slipstream.train.trainer import Progress, Student, Trainer
 from slipstream.workload.reading import Question, read_workload
 
@@ -43,7 +43,7 @@ class Run:
 
 def run(
     asked: Run,
-    make_student: Callable[[Target, Any, Seq[Document]], Student],
+    make_student: Callable[[FrozenTarget, Any, Seq[Document]], Student],
     method: str,
     method_options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
@@ -73,7 +73,7 @@ def run(
             f"the data have {len(documents)} conversations, too few for a batch of {options.batch_rows} rows; "
             "lower --batch-rows"
         )
-    target = Target(path, device, getattr(torch, options.dtype))
+    target = FrozenTarget(path, device, getattr(torch, options.dtype))
     student = make_student(target, tokenizer, documents)
     num_tokens, num_answer = (
         sum(int(count) for count in counts)
@@ -155,7 +155,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _cache(
-    output: Path, target: Target, student: Student, documents: Seq[Any], say: Callable[[str], None]
+    output: Path, target: FrozenTarget, student: Student, documents: Seq[Any], say: Callable[[str], None]
 ) -> FeatureCache:
     said = 0
 

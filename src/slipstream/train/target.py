@@ -27,7 +27,7 @@ def load_model(path: str, device: torch.device) -> Any:
     return load_plain(path, dtype=torch.float32, attention=ATTENTION).to(device)
 
 
-class Target:
+class FrozenTarget:
     """A frozen model. `dtype` is that of its matrix products; what it returns is float32."""
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -91,7 +91,7 @@ class FeatureCache:
     def __init__(
         self,
         folder: Path,
-        target: Target,
+        target: FrozenTarget,
         documents: Seq[NDArray[np.int64]],
         layers: Seq[int],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -133,7 +133,7 @@ class FeatureCache:
 
     def _fill(
         self,
-        target: Target,
+        target: FrozenTarget,
         documents: Seq[NDArray[np.int64]],
         shape: tuple[int, ...],
         on_progress: Callable[[int, int], None],

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.provenance import provenance, without_folders
-from slipstream.train.batches import Batch, Cursor, Document, Rows, make_batch, row_batches
-from slipstream.train.evaluation import Figures
+from slipstream.train.batches import Cursor, Document, Rows, TrainingBatch, make_batch, row_batches
+from slipstream.train.evaluation import EvaluationFigures
 from slipstream.train.journal import Journal
 from slipstream.train.muon import Muon
 from slipstream.train.options import TrainOptions
 from slipstream.train.plots import draw
 from slipstream.train.processes import Processes
-from slipstream.train.target import Target
+from slipstream.train.target import FrozenTarget
 
 CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
 
@@ -48,7 +48,7 @@ class Student(Protocol):
     def own_text(self, rows: Rows, step: int) -> Rows:
         """What to learn from in place of `rows`, such as texts of its own; `rows` themselves where that is all."""
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """Mean loss, a scalar with a gradient, and other means to log, by name."""
 
     def save(self, folder: Path) -> None:
@@ -97,14 +97,14 @@ class Trainer:
     """One run of one student. `output` holds its checkpoint, log, picture and what was trained."""
 
     student: Student
-    target: Target
+    target: FrozenTarget
     documents: Seq[Document]
     pad_token_id: int
     options: TrainOptions
     output: Path
     made_with: Mapping[str, Any]
     """What else the run depends on, for its provenance; a run goes on only with the same."""
-    evaluate: Callable[[SpeculativeConfig, str | None], Figures] | None = None
+    evaluate: Callable[[SpeculativeConfig, str | None], EvaluationFigures] | None = None
     say: Callable[[str], None] = lambda line: None
     stop: Callable[[Progress], bool] = lambda progress: False
     """Asked before each step whether to end here, to be gone on with later."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from slipstream.bench.asked import Asked
 from slipstream.bench.engine.configurations import Configuration
 from slipstream.bench.engine.engines import Engines
-from slipstream.bench.engine.measure import Job, Run, closed_loop, measure, num_answers
+from slipstream.bench.engine.measure import BenchJob, BenchRun, closed_loop, measure, num_answers
 from slipstream.bench.progress import meter
 from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationFacts
+from slipstream.bench.settings import BenchSettings
 from slipstream.bench.summary import OFF, comparisons, summarise, timings
 from slipstream.engine.engine import Engine
 from slipstream.engine.speculation import validate
@@ -30,17 +30,17 @@ from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is to be measured on which engines."""
 
-    asked: Asked
+    asked: BenchSettings
     configurations: Seq[Configuration]
     """Speculation off first."""
     model: str | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(plan: Plan) -> BenchResult:
+def run(plan: BenchPlan) -> BenchResult:
     """Load, measure and summarise. Ctrl-C during the measurement ends it early: the result says so, and holds what
     there was. Raises what loading raises, and `RequestError` for prompts that cannot be asked.
     """
@@ -84,9 +84,9 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, but for macOS
 
 
-def _measure(plan: Plan, engines: Engines, jobs: Seq[Job]) -> tuple[list[Run], bool]:
+def _measure(plan: BenchPlan, engines: Engines, jobs: Seq[BenchJob]) -> tuple[list[BenchRun], bool]:
     """The runs, and whether all were made."""
-    runs: list[Run] = []
+    runs: list[BenchRun] = []
     total = num_answers(len(jobs), len(plan.configurations), plan.asked.concurrencies, plan.asked.repeats)
     try:
         with meter(total) as progress:
@@ -99,7 +99,7 @@ def _measure(plan: Plan, engines: Engines, jobs: Seq[Job]) -> tuple[list[Run], b
     return runs, True
 
 
-def _choose(plan: Plan, engine: Engine) -> Chosen:
+def _choose(plan: BenchPlan, engine: Engine) -> Chosen:
     def count(text: str) -> int:
         return len(engine.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
@@ -117,17 +117,17 @@ def _choose(plan: Plan, engine: Engine) -> Chosen:
     )
 
 
-def _job(plan: Plan, engine: Engine, number: int, prompt: Prompt) -> Job:
+def _job(plan: BenchPlan, engine: Engine, number: int, prompt: Prompt) -> BenchJob:
     params = replace(
         plan.asked.params,
         max_tokens=prompt.max_tokens,
         ignore_eos=plan.asked.ignore_eos,
         seed=derive_seed(plan.asked.params.seed or 0, number),
     )
-    return Job(number, _token_ids(plan, engine, prompt), params, prompt.task)
+    return BenchJob(number, _token_ids(plan, engine, prompt), params, prompt.task)
 
 
-def _token_ids(plan: Plan, engine: Engine, prompt: Prompt) -> list[int]:
+def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
     """Token ids of a prompt of any length; raises `RequestError` that says where it stands."""
     tokenizer = engine.tokenizer
     try:
@@ -151,7 +151,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in asdict(params).items() if name not in _NOT_SET}
 
 
-def _facts(plan: Plan, engines: Engines, number: int) -> ConfigurationFacts:
+def _facts(plan: BenchPlan, engines: Engines, number: int) -> ConfigurationFacts:
     configuration = plan.configurations[number]
     _, options = validate(configuration.speculative)
     memory = engines.memory_plans.get(number)

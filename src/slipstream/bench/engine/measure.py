@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """One prompt as an engine takes it. Its seed is set, so that every configuration draws alike."""
 
     prompt: int
@@ -33,7 +33,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One job, answered. The metrics' seconds count from when the request was handed in."""
 
     prompt: int
@@ -44,13 +44,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """One batch under one configuration, once."""
 
     concurrency: int
     turn: Turn
     wall_s: float
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     steps: StepTally
 
     @property
@@ -58,7 +58,9 @@ class Run:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
-def closed_loop(engine: Engine, jobs: Seq[Job], concurrency: int) -> tuple[list[Answer], StepTally, float]:
+def closed_loop(
+    engine: Engine, jobs: Seq[BenchJob], concurrency: int
+) -> tuple[list[TimedAnswer], StepTally, float]:
     """Answer the jobs from empty caches, `concurrency` at a time: when one ends, the next is handed in.
 
     Returns answers in the order of the jobs, the steps and the seconds.
@@ -95,7 +97,9 @@ def closed_loop(engine: Engine, jobs: Seq[Job], concurrency: int) -> tuple[list[
     return answers, steps, wall_s
 
 
-def measure(engines: Engines, jobs: Seq[Job], concurrencies: Seq[int], repeats: int) -> Iterator[Run]:
+def measure(
+    engines: Engines, jobs: Seq[BenchJob], concurrencies: Seq[int], repeats: int
+) -> Iterator[BenchRun]:
     """Every batch of jobs under every configuration, `repeats` times at each concurrency, interleaved."""
     for concurrency in concurrencies:
         batches = cut(len(jobs), concurrency)
@@ -106,7 +110,7 @@ def measure(engines: Engines, jobs: Seq[Job], concurrencies: Seq[int], repeats: 
                 _warm_up(engine, jobs, concurrency)
             batch = [jobs[number] for number in batches[turn.batch]]
             answers, steps, wall_s = closed_loop(engine, batch, concurrency)
-            yield Run(concurrency, turn, wall_s, answers, steps)
+            yield BenchRun(concurrency, turn, wall_s, answers, steps)
 
 
 def num_answers(num_jobs: int, num_configurations: int, concurrencies: Seq[int], repeats: int) -> int:
@@ -114,7 +118,7 @@ def num_answers(num_jobs: int, num_configurations: int, concurrencies: Seq[int],
     return num_jobs * num_configurations * len(concurrencies) * repeats
 
 
-def _warm_up(engine: Engine, jobs: Seq[Job], concurrency: int) -> None:
+def _warm_up(engine: Engine, jobs: Seq[BenchJob], concurrency: int) -> None:
     brief = [
         replace(job, params=replace(job.params, max_tokens=WARM_UP_TOKENS, min_tokens=0))
         for job in jobs[:concurrency]
@@ -122,6 +126,6 @@ def _warm_up(engine: Engine, jobs: Seq[Job], concurrency: int) -> None:
     closed_loop(engine, brief, concurrency)
 
 
-def _answer(job: Job, output: RequestOutput, num_first_tokens: int) -> Answer:
+def _answer(job: BenchJob, output: RequestOutput, num_first_tokens: int) -> TimedAnswer:
     [only] = output.outputs
-    return Answer(job.prompt, only.token_ids, num_first_tokens, only.metrics)
+    return TimedAnswer(job.prompt, only.token_ids, num_first_tokens, only.metrics)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.bench.report.grid import Grid, count, number
 from slipstream.bench.report.server_tables import remarks_on, tables_of
-from slipstream.bench.server.load_result import LoadResult, Request
+from slipstream.bench.server.load_result import LoadRequest, LoadResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ def plot_load(result: LoadResult, file: Path) -> None:
     figure.savefig(file)
 
 
-def _over_time(axes: Axes, answered: Seq[Request], failed: Seq[Request]) -> None:
+def _over_time(axes: Axes, answered: Seq[LoadRequest], failed: Seq[LoadRequest]) -> None:
     firsts = [r for r in answered if r.time_to_first_token_s is not None]
     axes.scatter(
         [r.sent_s for r in answered], [r.latency_s for r in answered], s=8, color=_COLOURS[0], label="answer"
@@ -99,9 +99,9 @@ def _over_time(axes: Axes, answered: Seq[Request], failed: Seq[Request]) -> None
         axes.legend(loc="upper right")
 
 
-def _distributions(axes: Axes, answered: Seq[Request]) -> None:
+def _distributions(axes: Axes, answered: Seq[LoadRequest]) -> None:
     """Share of requests that were at least so fast."""
-    named: tuple[tuple[str, str, Callable[[Request], float | None]], ...] = (
+    named: tuple[tuple[str, str, Callable[[LoadRequest], float | None]], ...] = (
         ("first token", _COLOURS[2], lambda r: r.time_to_first_token_s),
         ("answer", _COLOURS[0], lambda r: r.latency_s),
     )
@@ -115,7 +115,7 @@ def _distributions(axes: Axes, answered: Seq[Request]) -> None:
         axes.legend(loc="lower right")
 
 
-def _throughput(axes: Axes, answered: Seq[Request], wall_s: float) -> None:
+def _throughput(axes: Axes, answered: Seq[LoadRequest], wall_s: float) -> None:
     """Tokens a second, an answer's spread evenly from its first token to its end."""
     num_bins = max(1, min(60, round(wall_s)))
     width_s = wall_s / num_bins
@@ -131,7 +131,7 @@ def _throughput(axes: Axes, answered: Seq[Request], wall_s: float) -> None:
     _label(axes, "time, s", "tokens a second")
 
 
-def _under_way(axes: Axes, requests: Seq[Request]) -> None:
+def _under_way(axes: Axes, requests: Seq[LoadRequest]) -> None:
     changes = sorted([(r.sent_s, 1) for r in requests] + [(r.sent_s + r.latency_s, -1) for r in requests])
     level, levels = 0, []
     for _, change in changes:

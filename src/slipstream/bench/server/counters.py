@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from slipstream.bench.acceptance import acceptance
-from slipstream.bench.result import Acceptance
+from slipstream.bench.result import PooledAcceptance
 from slipstream.errors import RemoteError
 from slipstream.metrics.request import RequestMetrics
 
@@ -44,7 +44,7 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
 
     @property
-    def acceptance(self) -> Acceptance | None:
+    def acceptance(self) -> PooledAcceptance | None:
         """α, τ and α by position; None where nothing was drafted.
 
         The counters know only steps that drafted: τ is 1 + accepted / drafts, steps without drafts left out. They do

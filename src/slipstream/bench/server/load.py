@@ -14,9 +14,9 @@ from typing import Any
 
 from slipstream.bench.acceptance import acceptance
 from slipstream.bench.progress import LoadMeter
-from slipstream.bench.result import SCHEMA, Acceptance, WorkloadFacts
+from slipstream.bench.result import SCHEMA, PooledAcceptance, WorkloadFacts
 from slipstream.bench.server.counters import Counters, growth
-from slipstream.bench.server.load_result import Arrivals, LoadResult, Request
+from slipstream.bench.server.load_result import Arrivals, LoadRequest, LoadResult
 from slipstream.bench.server.remote import read_counters, summarised
 from slipstream.bench.statistics import percentiles
 from slipstream.client import Exchange, Server, ask, connect
@@ -85,7 +85,7 @@ def run(plan: LoadPlan) -> LoadResult:
     if plan.warm_up:
         _warm_up(plan)
     before, metrics = read_counters(plan.server)
-    load = _Load(plan)
+    load = _LoadRun(plan)
     complete = True
     try:
         asyncio.run(load.run())
@@ -128,7 +128,7 @@ def _grown(server: Server, before: Counters | None, where: str) -> tuple[Counter
     )
 
 
-class _Load:
+class _LoadRun:
     """One run, from its first request to its last answer."""
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -245,8 +245,8 @@ class _Load:
             requests=[self._request(exchange) for exchange in exchanges],
         )
 
-    def _request(self, exchange: Exchange) -> Request:
-        return Request(
+    def _request(self, exchange: Exchange) -> LoadRequest:
+        return LoadRequest(
             task=self._plan.prompts[exchange.prompt].task,
             status=exchange.status,
             sent_s=exchange.started_s - self._started_s,
@@ -257,7 +257,7 @@ class _Load:
         )
 
 
-def _acceptance(exchanges: Seq[Exchange]) -> Acceptance | None:
+def _acceptance(exchanges: Seq[Exchange]) -> PooledAcceptance | None:
     """α and τ from the figures in vLLM's shape that responses carried: of steps that drafted; None without any."""
     found = [exchange.speculation for exchange in exchanges if exchange.speculation is not None]
     drafts, drafted, accepted = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream.bench.result import Acceptance, ServerFigures, WorkloadFacts
+from slipstream.bench.result import PooledAcceptance, ServerFigures, WorkloadFacts
 from slipstream.bench.statistics import Percentiles
 
 
@@ -27,7 +27,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     """One request, in the order in which they ended. Seconds count from the beginning of the load."""
 
     task: str
@@ -73,9 +73,9 @@ class LoadResult:
     """HTTP status to how often it came; `none` where no response came."""
     figures: list[ServerFigures]
     """Of all tasks, then by task; their `concurrency` is `most_at_once`."""
-    acceptance: dict[str, Acceptance]
+    acceptance: dict[str, PooledAcceptance]
     """By task, and of `all`, from the figures that responses carried of themselves; empty where they carried none."""
-    requests: list[Request]
+    requests: list[LoadRequest]
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists, mappings, texts and numbers."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.bench.asked import Asked
 from slipstream.bench.progress import Meter, meter
 from slipstream.bench.result import (
     SCHEMA,
@@ -19,6 +18,7 @@ from slipstream.bench.result import (
     ServerResult,
 )
 from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
+from slipstream.bench.settings import BenchSettings
 from slipstream.bench.statistics import percentiles, ratio
 from slipstream.client import Exchange, Server, ask, connect, scrape
 from slipstream.errors import RemoteError
@@ -31,7 +31,7 @@ from slipstream.workload.prompts import Count, Lengths, Prompt, choose, task_nam
 class RemotePlan:
     """What is to be measured on which server."""
 
-    asked: Asked
+    asked: BenchSettings
     server: Server
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that were given; they are sent as they are."""

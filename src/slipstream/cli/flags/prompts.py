@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """One thing to answer: exactly one of `text`, `messages` and `token_ids` is set."""
 
     text: str | None = None
@@ -29,7 +29,7 @@ class Job:
     """File and line, for errors; empty where there is only one prompt."""
 
 
-def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
+def read_jobs(prompt: str | None, file: Path | None) -> list[PromptJob]:
     """The prompts that were asked for; raises `RequestError` when there are none or a file cannot be read.
 
     A `.jsonl` file holds one JSON object a line with `prompt` (text), `messages` (a conversation, answered at its
@@ -49,10 +49,10 @@ def read_jobs(prompt: str | None, file: Path | None) -> list[Job]:
         raise RequestError(
             "the prompt is empty; give some text as an argument, with --file or on standard input"
         )
-    return [Job(text=prompt)]
+    return [PromptJob(text=prompt)]
 
 
-def prepare(engine: Engine, job: Job, chat: bool | None) -> list[int]:
+def prepare(engine: Engine, job: PromptJob, chat: bool | None) -> list[int]:
     """The job's token ids, checked; raises `RequestError`, with file and line, where `engine` would refuse them.
 
     `chat` wraps a text in the chat template; None does so where there is one.
@@ -66,7 +66,7 @@ def prepare(engine: Engine, job: Job, chat: bool | None) -> list[int]:
         raise RequestError(f"{job.where}: {error}" if job.where else str(error)) from None
 
 
-def _encode(tokenizer: Any, job: Job, chat: bool | None) -> str | list[int]:
+def _encode(tokenizer: Any, job: PromptJob, chat: bool | None) -> str | list[int]:
     from slipstream.text.prompts import encode_chat
 
     if job.token_ids is not None:
@@ -94,7 +94,7 @@ def _read_text(file: Path | None) -> str:
     return read_text(file)
 
 
-def _job(row: dict[str, Any], where: str) -> Job:
+def _job(row: dict[str, Any], where: str) -> PromptJob:
     kinds = ("prompt", "messages", "token_ids")
     if sum(kind in row for kind in kinds) != 1:
         raise RequestError(f"{where} needs exactly one of {', '.join(kinds)}")
@@ -103,10 +103,10 @@ def _job(row: dict[str, Any], where: str) -> Job:
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise RequestError(f"{where} has an empty prompt")
-        return Job(text=row["prompt"], label=label, task=task, where=where)
+        return PromptJob(text=row["prompt"], label=label, task=task, where=where)
     if "token_ids" in row:
         if not isinstance(row["token_ids"], list) or not row["token_ids"]:
             raise RequestError(f"{where} needs a list of token ids that is not empty")
-        return Job(token_ids=row["token_ids"], label=label, task=task, where=where)
+        return PromptJob(token_ids=row["token_ids"], label=label, task=task, where=where)
     messages, _ = up_to_last_user(row["messages"], where)
-    return Job(messages=messages, label=label, task=task, where=where)
+    return PromptJob(messages=messages, label=label, task=task, where=where)

@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One timed answer."""
 
     output: RequestOutput
@@ -53,12 +53,12 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TimedPair:
     """One prompt, both ways."""
 
     prompt_index: int
-    off: Run
-    on: Run
+    off: TimedRun
+    on: TimedRun
 
     @property
     def ratio(self) -> float:
@@ -71,10 +71,10 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Comparison:
+class TimedComparison:
     """All pairs of a run, and what follows from them."""
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[TimedPair] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -123,7 +123,7 @@ class Comparison:
 
     def speed(self, side: str) -> float:
         """Tokens a second of one side, `off` or `on`: the median of its runs, which a stray process cannot spoil."""
-        runs: list[Run] = [getattr(pair, side) for pair in self.pairs]
+        runs: list[TimedRun] = [getattr(pair, side) for pair in self.pairs]
         return statistics.median(run.tokens_per_s for run in runs)
 
     def as_json(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def time_pairs(
     repeats: int,
     on_update: UpdateCallback,
     on_pair: Callable[[int], None],
-) -> Comparison:
+) -> TimedComparison:
     """Time every prompt `repeats` times each way. `params` must hold seeds, or sampled texts could not be equal.
 
     `on_update` sees the updates of every run, `on_pair` the number of pairs that are done.
@@ -194,23 +194,23 @@ def time_pairs(
     brief = replace(params[0], max_tokens=WARM_UP_TOKENS, min_tokens=0)
     for bound in (0, None):
         llm.generate([prompts[0]], brief, max_draft_tokens=bound)
-    comparison = Comparison()
+    comparison = TimedComparison()
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
-            runs: dict[int | None, Run] = {}
+            runs: dict[int | None, TimedRun] = {}
             for bound in (0, None) if (repeat + index) % 2 == 0 else (None, 0):
                 llm.reset_caches()
                 started_s = time.perf_counter()
                 [output] = llm.generate(
                     [prompt], params[index], task=tasks[index], max_draft_tokens=bound, on_update=on_update
                 )
-                runs[bound] = Run(output, time.perf_counter() - started_s)
-            comparison.pairs.append(Pair(index, off=runs[0], on=runs[None]))
+                runs[bound] = TimedRun(output, time.perf_counter() - started_s)
+            comparison.pairs.append(TimedPair(index, off=runs[0], on=runs[None]))
             on_pair(len(comparison.pairs))
     return comparison
 
 
-def _first_difference(pair: Pair) -> int:
+def _first_difference(pair: TimedPair) -> int:
     """Position, counted from 0, of the first token that is not the same."""
     for off, on in zip(pair.off.token_ids, pair.on.token_ids, strict=True):
         if off != on:

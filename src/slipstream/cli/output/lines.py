@@ -26,7 +26,7 @@ def typed_lines(with_history: bool) -> Iterator[str]:
     later conversations. Where they cannot be kept, a note says so.
     """
     readline = _readline()
-    history = History.opened(readline) if readline is not None and with_history else None
+    history = LineHistory.opened(readline) if readline is not None and with_history else None
     while True:
         line = _edited() if readline is not None else _plain()
         if line is None:
@@ -36,7 +36,7 @@ def typed_lines(with_history: bool) -> Iterator[str]:
         yield line.strip()
 
 
-class History:
+class LineHistory:
     """The last lines, one a line, in a file that only its owner may read."""
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class History:
         return cache_folder() / "chat_history"
 
     @classmethod
-    def opened(cls, readline: ModuleType) -> History | None:
+    def opened(cls, readline: ModuleType) -> LineHistory | None:
         """The history, its earlier lines in reach of the arrow keys; None where there can be none."""
         history = cls(cls.default_path())
         try:

@@ -16,7 +16,7 @@ from slipstream.serve.metrics.figures import request_metrics, usage
 from slipstream.serve.service import Service
 
 
-class Answer(ABC):
+class ApiAnswer(ABC):
     """A response in the making. `add` takes every update; then come chunks as they are, or `whole` at the end."""
 
     names_events: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Answer(ABC):
         return {"metrics": request_metrics(self.outputs, self._num_speculative_tokens)}
 
 
-class Choices(Answer):
+class Choices(ApiAnswer):
     """Answers as `choices`, in the shape of chats and completions."""
 
     whole_object: ClassVar[str]

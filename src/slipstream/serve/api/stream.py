@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import FACTS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
@@ -48,7 +48,9 @@ class Reply(Response):
     `[DONE]`.
     """
 
-    def __init__(self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[Answer]]) -> None:
+    def __init__(
+        self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[ApiAnswer]]
+    ) -> None:
         """`prepare` reads what is asked into tokens, once `num_answers` have their places."""
         super().__init__(media_type="text/event-stream")
         self._service = service
@@ -93,7 +95,7 @@ class Reply(Response):
         await JSONResponse(answer.whole(), headers=extra)(scope, receive, send)
 
     async def _send_events(
-        self, answer: Answer, deadline_s: float, extra: Mapping[str, str], send: Send
+        self, answer: ApiAnswer, deadline_s: float, extra: Mapping[str, str], send: Send
     ) -> None:
         begun = False
 
@@ -128,7 +130,7 @@ class Reply(Response):
             await write(framed(answer.failure(failure)), more=False)
 
 
-def _note(answer: Answer) -> None:
+def _note(answer: ApiAnswer) -> None:
     """Tell the log what became of the request."""
     job = answer.job
     job.facts.update(

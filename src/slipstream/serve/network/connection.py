@@ -30,7 +30,7 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 """When to look whether a client that sends no more has left altogether."""
 
 
-class Stage(enum.Enum):
+class ConnectionStage(enum.Enum):
     """What a connection waits for."""
 
     NEW = enum.auto()
@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._others = connections
-        self._stage = Stage.NEW
+        self._stage = ConnectionStage.NEW
         self._timer: asyncio.TimerHandle | None = None
         self._not_read: asyncio.TimerHandle | None = None
         self._in_head = False
@@ -94,7 +94,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(Closed.NO_ROOM, unavailable("the server has no room for another connection"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stage = Stage.OVER
+        self._stage = ConnectionStage.OVER
         self._others.remove(self)
         for timer in (self._timer, self._not_read):
             if timer is not None:
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; True keeps the connection for the answers that are due."""
-        if self._stage is not Stage.ANSWER or self.cycle.more_body or self._refusal is not None:
+        if self._stage is not ConnectionStage.ANSWER or self.cycle.more_body or self._refusal is not None:
             return False
         if not self._half_closed:
             self._half_closed = self._deaf = True
@@ -135,7 +135,7 @@ class Connection(HttpToolsProtocol):
             return
         step = self._limits.max_head_bytes
         for start in range(0, len(data), step):
-            if self._deaf or self._stage is Stage.OVER:
+            if self._deaf or self._stage is ConnectionStage.OVER:
                 return
             self._feed(data if len(data) <= step else data[start : start + step])
         if self._refusal is None:
@@ -259,7 +259,7 @@ class Connection(HttpToolsProtocol):
             finally:  # where no response was completed uvicorn closes, and waits for the client to read
                 answering = self._answering
                 own = answering if answering is not None and answering.scope is scope else None
-                if own is not None and not own.response_complete and self._stage is not Stage.OVER:
+                if own is not None and not own.response_complete and self._stage is not ConnectionStage.OVER:
                     self._arm(LINGER_S)
 
         return run
@@ -317,29 +317,29 @@ class Connection(HttpToolsProtocol):
             return
         self._stage = stage
         limits = self._limits
-        if stage is Stage.ANSWER:
+        if stage is ConnectionStage.ANSWER:
             self._others.is_answered(self)
-        elif stage is Stage.BODY:
+        elif stage is ConnectionStage.BODY:
             self._others.is_sending(self)
         else:
             self._others.is_idle(self)
         seconds = {
-            Stage.NEW: limits.head_timeout_s,
-            Stage.HEAD: limits.head_timeout_s,
-            Stage.LEFTOVER: limits.body_timeout_s,
-            Stage.IDLE: limits.idle_timeout_s,
+            ConnectionStage.NEW: limits.head_timeout_s,
+            ConnectionStage.HEAD: limits.head_timeout_s,
+            ConnectionStage.LEFTOVER: limits.body_timeout_s,
+            ConnectionStage.IDLE: limits.idle_timeout_s,
         }
         self._arm(seconds.get(stage))
 
-    def _now(self) -> Stage:
+    def _now(self) -> ConnectionStage:
         answering = self._answering
         if answering is not None and not answering.response_complete:
-            return Stage.BODY if answering.more_body else Stage.ANSWER
+            return ConnectionStage.BODY if answering.more_body else ConnectionStage.ANSWER
         if self._in_head:
-            return Stage.HEAD
+            return ConnectionStage.HEAD
         if self.cycle is None:
-            return Stage.NEW
-        return Stage.LEFTOVER if self.cycle.more_body else Stage.IDLE
+            return ConnectionStage.NEW
+        return ConnectionStage.LEFTOVER if self.cycle.more_body else ConnectionStage.IDLE
 
     def _arm(self, seconds: float | None) -> None:
         if self._timer is not None:
@@ -351,14 +351,14 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif self.transport.is_closing():
             self._close_for(Closed.NOT_READ)
-        elif self._stage is Stage.HEAD:
+        elif self._stage is ConnectionStage.HEAD:
             seconds = f"{self._limits.head_timeout_s:g} s"
             message = f"the request's first line and headers were not complete within {seconds}"
             self._refuse(Closed.HEAD_TIMEOUT, ApiError(408, message, code="head_timeout"))
-        elif self._stage is Stage.IDLE:
+        elif self._stage is ConnectionStage.IDLE:
             self.transport.abort()
         else:
-            self._close_for(Closed.SILENT if self._stage is Stage.NEW else Closed.BODY_TIMEOUT)
+            self._close_for(Closed.SILENT if self._stage is ConnectionStage.NEW else Closed.BODY_TIMEOUT)
 
     def _close_for(self, reason: Closed) -> None:
         self._others.note(reason)
@@ -366,7 +366,7 @@ class Connection(HttpToolsProtocol):
 
     def _look(self, waited_s: float) -> None:
         """Has a client that sends no more left altogether?"""
-        if self._stage is Stage.OVER or self.transport.is_closing():
+        if self._stage is ConnectionStage.OVER or self.transport.is_closing():
             return
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # hang-ups and errors alone

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.core import FinishReason
 from slipstream.engine.outputs import Update
-from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.chat import chat_logprobs
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.responses.body import ResponseBody
@@ -22,7 +22,7 @@ from slipstream.serve.tools.calls import CallReader
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """What a response says of its request, and where it is kept."""
 
     body: ResponseBody
@@ -33,12 +33,12 @@ class Asked:
     """None where the client wants it forgotten."""
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ApiAnswer):
     """One answer as items: a message, then the calls of functions. The stream's events are made on the way."""
 
     names_events = True
 
-    def __init__(self, job: Job, service: Service, asked: Asked) -> None:
+    def __init__(self, job: Job, service: Service, asked: ResponseRequest) -> None:
         super().__init__(job, service)
         self._asked = asked
         constraint = job.constraint

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from slipstream.serve.api.constraints import Constraint, constraint_of
 from slipstream.serve.api.errors import ApiError
-from slipstream.serve.api.responses.answer import Asked, ResponseAnswer
+from slipstream.serve.api.responses.answer import ResponseAnswer, ResponseRequest
 from slipstream.serve.api.responses.body import ResponseBody
 from slipstream.serve.api.responses.conversation import (
     as_lines,
@@ -70,7 +70,7 @@ def add_routes(
                 prompt = await service.tokens.chat(chat.messages, chat.chat_template_kwargs, tools)
                 job = make_job(service, request, chat, [prompt], "resp_", constraint)
             keeps = store.keeps and body.store is not False
-            asked = Asked(body, messages, account, store if keeps else None)
+            asked = ResponseRequest(body, messages, account, store if keeps else None)
             return ResponseAnswer(job, service, asked)
 
         return Reply(service, 1, prepare)

@@ -13,7 +13,7 @@ from slipstream.workload.reading import Workload
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchSettings:
     """The workload, how it is sampled and how often."""
 
     workload: Workload
