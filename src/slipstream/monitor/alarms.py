@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slipstream.bounded import BoundedDict
 from slipstream.control.report import ControlReport, MethodReport
 from slipstream.monitor.causes import Traits, suspected_causes
 from slipstream.monitor.drift import REFERENCE_SIZES, Shift, ShiftWatch
@@ -100,7 +101,7 @@ class Alarms:
         self._told = told
         self._on_raise, self._on_clear, self._clock = on_raise, on_clear, clock
         self._raised: dict[tuple[Kind, str | None, str | None], Alarm] = {}
-        self._tasks: OrderedDict[str, _Task] = OrderedDict()
+        self._tasks: BoundedDict[str, _Task] = BoundedDict(MAX_TASKS, on_drop=self._forget)
         self._failures = _Failures()
         self._num_mismatched = 0
 
@@ -169,15 +170,12 @@ class Alarms:
     # --- rules --------------------------------------------------------------------------------------------------
 
     def _task(self, task: str) -> _Task:
-        """The books of a task, which is the last to give way now."""
-        if task not in self._tasks:
-            self._tasks[task] = _Task()
-            if len(self._tasks) > MAX_TASKS:
-                forgotten, _ = self._tasks.popitem(last=False)
-                for alarm in [alarm for alarm in self.raised if alarm.task == forgotten]:
-                    self._clear(alarm, "the task was not asked for lately and is no longer watched")
-        self._tasks.move_to_end(task)
-        return self._tasks[task]
+        """What is known of a task, which is the last to make room now."""
+        return self._tasks.touch(task, _Task)
+
+    def _forget(self, task: str, _: _Task) -> None:
+        for alarm in [alarm for alarm in self.raised if alarm.task == task]:
+            self._clear(alarm, "the task was not asked for lately and is no longer watched")
 
     def _sync(self, kind: Kind, task: str, shift: Shift | None, message: Callable[[Shift], str]) -> None:
         key = (kind, task, None)

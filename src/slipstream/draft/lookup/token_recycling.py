@@ -8,7 +8,6 @@ token that they follow, and a tree of fixed shape is read from that table.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
@@ -98,7 +98,7 @@ class TokenRecyclingDrafter(Drafter):
         self._shape = best_shape(
             options.num_draft_nodes, options.num_speculative_tokens, self._num_successors
         )
-        self._tables: OrderedDict[str, npt.NDArray[np.int32]] = OrderedDict()
+        self._tables: BoundedDict[str, npt.NDArray[np.int32]] = BoundedDict(options.max_tenants)
         """Tenant to [vocab, successors], the last one served at the end."""
 
     @classmethod
@@ -161,13 +161,8 @@ class TokenRecyclingDrafter(Drafter):
             self._table(seen.sequence.tenant)[list(rows)] = successors[begin:end]
 
     def _table(self, tenant: str) -> npt.NDArray[np.int32]:
-        if tenant not in self._tables:
-            if len(self._tables) == self.options.max_tenants:
-                self._tables.popitem(last=False)
-            shape = (self.context.vocab_size, self._num_successors)
-            self._tables[tenant] = np.full(shape, UNKNOWN, dtype=np.int32)
-        self._tables.move_to_end(tenant)
-        return self._tables[tenant]
+        shape = (self.context.vocab_size, self._num_successors)
+        return self._tables.touch(tenant, lambda: np.full(shape, UNKNOWN, dtype=np.int32))
 
     def reset(self) -> None:
         """Drop all tenants' tables."""

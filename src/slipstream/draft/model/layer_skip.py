@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
@@ -82,7 +83,7 @@ class LayerSkipDrafter(Drafter):
         self.model = _model(options.quantization, context, context.target)
         self.model.check_layers()
         self._layers = _given(options, self.model.num_layers)
-        self._searches: dict[str, LayerSearch] = {}
+        self._searches: BoundedDict[str, LayerSearch] = BoundedDict(MAX_TENANTS)
         self._growths = Growths(self.shape, context.vocab_size, options.confidence_threshold)
         self._open: dict[int, Layers] = {}
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
@@ -153,8 +154,6 @@ class LayerSkipDrafter(Drafter):
     def search(self, tenant: str) -> LayerSearch:
         """The search on a tenant's traffic; used where no layers are given."""
         if tenant not in self._searches:
-            if len(self._searches) == MAX_TENANTS:
-                del self._searches[next(iter(self._searches))]
             options: LayerSkipOptions = self.options
             self._searches[tenant] = LayerSearch(
                 self.model.num_layers,

@@ -14,10 +14,10 @@ their own, and tokens of the window may be accepted too.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
@@ -126,8 +126,7 @@ class NgramPool:
 
     def __init__(self, max_per_key: int, max_keys: int = MAX_KEYS) -> None:
         self._max_per_key = max_per_key
-        self._max_keys = max_keys
-        self._tails: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
+        self._tails: BoundedDict[int, list[tuple[int, ...]]] = BoundedDict(max_keys)
         """First token to what followed it, the latest last."""
 
     def __len__(self) -> int:
@@ -137,15 +136,12 @@ class NgramPool:
     def add(self, ngram: Seq[int]) -> None:
         """Add an n-gram as the latest; drops the least recent ones beyond the bounds."""
         first, tail = ngram[0], tuple(ngram[1:])
-        tails = self._tails.setdefault(first, [])
-        self._tails.move_to_end(first)
+        tails = self._tails.touch(first, list)
         if tail in tails:
             tails.remove(tail)
         tails.append(tail)
         if len(tails) > self._max_per_key:
             tails.pop(0)
-        if len(self._tails) > self._max_keys:
-            self._tails.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
         """The stored tokens after `token`, [n - 1] for each n-gram, the latest first."""

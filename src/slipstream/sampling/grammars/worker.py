@@ -17,11 +17,11 @@ import signal
 import struct
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from slipstream.bounded import BoundedDict
 from slipstream.sampling.grammars.footprint import heap_bytes
 from slipstream.text.byte_tokens import ByteTokens
 
@@ -61,7 +61,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _limit_memory(MEMORY_BYTES + STACK_BYTES)
-    vocabularies: OrderedDict[str, LLTokenizer] = OrderedDict()
+    vocabularies: BoundedDict[str, LLTokenizer] = BoundedDict(MAX_VOCABULARIES)
     settled = heap_bytes()
     while (message := read_message(sys.stdin.buffer)) is not None:
         answer: dict[str, Any] = {}
@@ -73,8 +73,6 @@ def main() -> None:
             vocabularies[key] = llguidance.LLTokenizer(
                 wrapper, n_vocab=len(content.tokens), eos_token=content.ends
             )
-            while len(vocabularies) > MAX_VOCABULARIES:
-                vocabularies.popitem(last=False)
             settled = heap_bytes()
         elif kind == "check":
             failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
