@@ -507,7 +507,7 @@ def test_compare_says_where_texts_differ() -> None:
 
 
 def test_results_of_a_cost_expanded_model_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.causal_lm.CausalLM.cost_expanded", True)
+    monkeypatch.setattr("slipstream.labels.is_cost_expanded", lambda model: True)
     result = run("generate", PROMPT, *GREEDY, "--compare", "--repeats", "1")
     assert "the target is cost-expanded" in result.stdout
     assert "the draft is cost-expanded" in result.stdout

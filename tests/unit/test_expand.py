@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError
+from slipstream.labels import is_cost_expanded
 from slipstream.models import load_model
 from slipstream.testing.expand import ModelShape, expand, main, parse_count, shape_for
 
@@ -103,8 +104,8 @@ def test_the_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["cost_expanded"] == {"from": "source", "parameters": num_parameters}
-    assert load_model(str(tmp_path / "target")).cost_expanded
-    assert not load_model(str(source)).cost_expanded
+    assert is_cost_expanded(load_model(str(tmp_path / "target")))
+    assert not is_cost_expanded(load_model(str(source)))
 
 
 def test_bfloat16(tmp_path: Path) -> None:

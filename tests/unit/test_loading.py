@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
+from slipstream.labels import is_cost_expanded
 from slipstream.models import load_config, load_model, load_tokenizer
 from slipstream.models.files.quantized import settle_quantized
 from slipstream.models.loading import resolve_device, resolve_dtype
@@ -67,7 +68,7 @@ def test_a_loaded_model(checkpoint: Path) -> None:
     assert (lm.dtype, lm.device.type) == (torch.float32, "cpu" if not torch.cuda.is_available() else "cuda")
     assert lm.kv_bytes_per_token == 2 * 2 * (4 + 4) * 4  # layers, key heads, key and value width, bytes
     assert lm.weight_bytes == 4 * lm.num_parameters
-    assert not lm.cost_expanded
+    assert not is_cost_expanded(lm)
     assert load_model(str(checkpoint), dtype="bfloat16").dtype == torch.bfloat16
 
 

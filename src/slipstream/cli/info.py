@@ -24,6 +24,7 @@ from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
+from slipstream.labels import is_cost_expanded
 from slipstream.profiling.store import prepare_folder
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
         "device": str(model.device),
         "quantization": model.quantization,
         "runs_as": model.runs_as,
-        "cost_expanded": model.cost_expanded,
+        "cost_expanded": is_cost_expanded(model),
         "tokenizer": _tokenizer_kind(tokenizer),
         "vocabulary": len(tokenizer),
         "logits_width": model.vocab_size,

@@ -16,10 +16,10 @@ from slipstream.cli.flags.options import (
     SPECULATION,
     ModelArgument,
     chosen_speculation,
-    engine_labels,
     with_model,
 )
 from slipstream.cli.flags.settings import merged
+from slipstream.labels import engine_labels
 from slipstream.serve.config import ServeConfig
 
 logger = logging.getLogger(__name__)

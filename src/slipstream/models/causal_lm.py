@@ -91,11 +91,6 @@ class CausalLM:
         return None if self.weight_format.name == UNCHANGED else self.weight_format.name
 
     @property
-    def cost_expanded(self) -> bool:
-        """True for a checkpoint that `slipstream.testing.expand` enlarged without changing its function."""
-        return bool(getattr(self.config, "cost_expanded", None))
-
-    @property
     def kernels(self) -> str:
         """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
         if self.decoder is not None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from slipstream.bench.engine.configurations import Configuration
-from slipstream.config import EngineConfig, options_from
+from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.memory import MemoryPlan
 from slipstream.errors import CapacityError, ConfigError
+from slipstream.labels import engine_labels
 from slipstream.profiling.memory import available_bytes
 
 
@@ -96,22 +97,8 @@ class Engines:
         return engine
 
     def _label(self, engine: Engine, name: str) -> None:
-        draft = engine.drafter.drafting_model()
-        runs_as = f"the target runs as {engine.model.runs_as}"
-        if runs_as not in self.labels:
-            self.labels.append(runs_as)
-        found = {
-            "the target is cost-expanded: a smaller model's text at a larger model's cost": engine.model,
-            f"{name}: the draft is cost-expanded: a smaller model's text at a larger model's cost": draft,
-        }
-        for label, model in found.items():
-            if model is not None and model.cost_expanded and label not in self.labels:
-                self.labels.append(label)
-
-
-def check_options(model: str | None, engine_options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what can be told before anything is loaded."""
-    options_from(EngineConfig, {"model": model or "embedded", **engine_options}, "engine")
+        labels = [f"the target runs as {engine.model.runs_as}", *engine_labels(engine, f"{name}: the draft")]
+        self.labels += [label for label in labels if label not in self.labels]
 
 
 def _check_room(max_num_seqs: int, max_concurrency: int) -> None:

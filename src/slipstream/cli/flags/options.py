@@ -17,6 +17,7 @@ from slipstream.cli.flags.speculation import SpeculationFlags, speculative_confi
 from slipstream.cli.output.console import notes
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ConfigError
+from slipstream.labels import engine_labels
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -102,17 +103,6 @@ def engine_notes(engine: Engine) -> list[str]:
 def labels(llm: LLM) -> list[str]:
     """What must be said beside every result of this engine."""
     return engine_labels(llm.engine)
-
-
-def engine_labels(engine: Engine) -> list[str]:
-    """The same for an engine alone."""
-    found = []
-    if engine.model.cost_expanded:
-        found.append("the target is cost-expanded: a smaller model's text at a larger model's cost")
-    draft = engine.drafter.drafting_model()
-    if draft is not None and draft.cost_expanded:
-        found.append("the draft is cost-expanded: a smaller model's text at a larger model's cost")
-    return found
 
 
 def describe_speculation(llm: LLM) -> dict[str, Any]:

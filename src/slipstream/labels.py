@@ -1,0 +1,24 @@
+"""What must be said beside every result of an engine, lest it be taken for something else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.models import CausalLM
+
+
+def is_cost_expanded(model: CausalLM) -> bool:
+    """True for a checkpoint that was enlarged without changing its function (`slipstream.testing.expand`)."""
+    return bool(getattr(model.config, "cost_expanded", None))
+
+
+def engine_labels(engine: Engine, draft: str = "the draft") -> list[str]:
+    """One sentence a label, empty for most engines. `draft` is what they call the model that drafts."""
+    models = {"the target": engine.model, draft: engine.drafter.drafting_model()}
+    return [
+        f"{name} is cost-expanded: a smaller model's text at a larger model's cost"
+        for name, model in models.items()
+        if model is not None and is_cost_expanded(model)
+    ]
