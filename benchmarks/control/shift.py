@@ -60,7 +60,7 @@ def _phase(
     engine.on_observe = on_observe
     number = 0
     while len(who) < TOKENS:
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < CONCURRENCY:
+        while (stats := engine.stats()).num_running + stats.num_waiting < CONCURRENCY:
             question = asked[(number + 25 * phase) % len(asked)]
             params = SamplingParams(temperature=temperature, max_tokens=96, seed=1000 * phase + number)
             engine.add_request(

@@ -80,7 +80,7 @@ def _answers(
                 for number in range(len(conversations))
             ]
             outputs[temperature, task] = llm.chat(conversations, params)
-    if llm.engine.drafting.num_failures:
+    if llm.engine.stats().num_draft_failures:
         raise RuntimeError(f"{without_models(spec)} failed; its figures would be those of no drafter")
     print(f"{without_models(spec)}: {time.perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
     return outputs

@@ -31,13 +31,13 @@ def books(engine: Engine) -> dict[str, Any]:
     Memory is told as Python's containers and small blocks, as bytes in use in the C library's heap, and as what the
     process holds: a heap with holes holds more than is in use, and a leak shows in all of them.
     """
-    accounting = engine.runner.cache.accounting
     gc.collect()
+    stats = engine.stats()
     return {
         "faults": engine.integrity(),
-        "num_running": len(engine.scheduler.running),
-        "num_waiting": len(engine.scheduler.waiting),
-        "num_held_slots": accounting.num_held,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "num_held_slots": stats.num_held_slots,
         "has_unfinished": engine.has_unfinished,
         "num_objects": len(gc.get_objects()),
         "num_blocks": sys.getallocatedblocks(),

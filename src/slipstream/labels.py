@@ -16,7 +16,7 @@ def is_cost_expanded(model: CausalLM) -> bool:
 
 def engine_labels(engine: Engine, draft: str = "the draft") -> list[str]:
     """One sentence a label, empty for most engines. `draft` is what they call the model that drafts."""
-    models = {"the target": engine.model, draft: engine.drafter.drafting_model()}
+    models = {"the target": engine.model, draft: engine.draft_model}
     return [
         f"{name} is cost-expanded: a smaller model's text at a larger model's cost"
         for name, model in models.items()

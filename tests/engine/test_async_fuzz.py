@@ -79,5 +79,5 @@ def test_who_stays_gets_the_lone_answer(
 
     ended = asyncio.run(main())
     assert llm.engine.integrity() == []
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     assert NUM_REQUESTS * 0.6 < sum(ended) < NUM_REQUESTS * 0.95

@@ -111,7 +111,7 @@ def test_every_drafter_forgets_who_finished_was_aborted_or_preempted(
     engine.scheduler.plan = spy  # type: ignore[method-assign]
     while len(engine._requests) > 2:
         engine.step()
-        running = len(engine.scheduler.running)
+        running = engine.stats().num_running
         held.append(engine.drafter.num_held())
         assert held[-1] <= running, "the drafter keeps state only for those that run"
     assert preempted

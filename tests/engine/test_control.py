@@ -147,7 +147,7 @@ def test_any_choice_gives_the_same_text(
     drafted: set[str] = set()
     llm.engine.on_observe = lambda seen: drafted.update(one.method for one in seen if len(one.proposal))
     assert texts(llm, prompts[:12]) == texts(plain, prompts[:12])
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     assert drafted == {"suffix", "draft_model-1", "draft_model-2"}
     if verifier == "coupled":
         seeded = SamplingParams(temperature=0.9, max_tokens=24, seed=5)
@@ -164,8 +164,7 @@ def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: l
     assert sum(method.num_steps for method in report.methods) > 0
     assert {task.task for task in report.tasks} == {"left", "right"}
     assert 0 <= report.probe_share < 0.2
-    assert llm.engine.drafting.controller is not None
-    assert llm.engine.drafting.controller.num_held == 0
+    assert llm.engine.stats().num_drafted_sequences == 0
 
 
 def test_steps_that_repeat_what_was_decided_say_the_same(
@@ -335,7 +334,7 @@ def test_garbage_is_not_used(make_llm: MakeLLM, plain: LLM, prompts: list[list[i
     spec = {"method": f"{__name__}:GarbageDrafter", "texts": [[1]], "verifier": "rejection"}
     llm = make_llm(spec)
     assert texts(llm, prompts[:4]) == texts(plain, prompts[:4])
-    assert llm.engine.drafting.num_failures >= 4
+    assert llm.engine.stats().num_draft_failures >= 4
     assert sum(output.metrics.num_draft_tokens for output in llm.generate(prompts[:2], PARAMS)) == 0
 
 
@@ -344,7 +343,7 @@ def test_one_failure_of_a_large_batch_is_one_failure(
 ) -> None:
     llm = make_llm({"method": f"{__name__}:RaisesOnceDrafter", "texts": [[1]]})
     assert texts(llm, prompts[:20]) == texts(plain, prompts[:20])
-    assert llm.engine.drafting.num_failures >= 16
+    assert llm.engine.stats().num_draft_failures >= 16
     assert not llm.engine.control_report().methods[0].retired
     assert llm.generate(prompts[0], PARAMS)[0].metrics.num_draft_tokens > 0
 

@@ -67,7 +67,7 @@ def test_a_long_prompt_beside_short_ones(
     for output, before in zip([outputs[0], outputs[2], *outputs[4:]], alone, strict=True):
         assert output.metrics.num_draft_tokens == before.metrics.num_draft_tokens > 0
         assert output.metrics.num_accepted_tokens == before.metrics.num_accepted_tokens
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
 
 
 @SHAPES

@@ -50,10 +50,10 @@ def test_whoever_computes_logits(
         outputs = llm.generate([sick, sound], PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == texts(plain, [sick, sound])
     assert outputs[0].metrics.num_draft_tokens == 0 < outputs[1].metrics.num_draft_tokens
-    assert llm.engine.drafting.num_failures == 1
+    assert llm.engine.stats().num_draft_failures == 1
     assert llm.engine.integrity() == []
     assert texts(llm, [sick]) == texts(plain, [sick])
-    assert llm.engine.drafting.num_failures == 1
+    assert llm.engine.stats().num_draft_failures == 1
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_damaged_draft_writes_no_text(
     """As an infinite embedding does, or a row of NaN in int8."""
     llm = make_llm({**DRAFT, "verifier": verifier})
     off = make_llm({"method": "off", "verifier": verifier})
-    draft = llm.engine.drafter.model  # type: ignore[attr-defined]
+    draft = llm.engine.draft_model
     forward = CausalLM.forward
 
     def damaged(self: CausalLM, *args: Any, **named: Any) -> ForwardOutput:
@@ -76,7 +76,7 @@ def test_a_damaged_draft_writes_no_text(
 
     monkeypatch.setattr(CausalLM, "forward", damaged)
     assert texts(llm, prompts[:2]) == texts(off, prompts[:2])
-    assert llm.engine.drafting.num_failures == 2
+    assert llm.engine.stats().num_draft_failures == 2
 
 
 def test_no_entry_of_a_damaged_text_is_reused(
@@ -100,7 +100,7 @@ def test_no_entry_of_a_damaged_text_is_reused(
         patched.setattr(drafter.model, "forward", damaged)
         assert texts(llm, [prompts[0]]) == texts(plain, [prompts[0]])
     assert drafter.cache.accounting.num_retained == 0
-    assert llm.engine.drafting.num_failures == 1
+    assert llm.engine.stats().num_draft_failures == 1
     again = llm.generate([prompts[0]], PARAMS)[0].metrics
     assert again.num_accepted_tokens == fresh.num_accepted_tokens > 0
-    assert llm.engine.drafting.num_failures == 1
+    assert llm.engine.stats().num_draft_failures == 1

@@ -332,7 +332,7 @@ def test_a_faulty_drafter_is_retired_and_the_answers_come(
     llm = make_llm({**spec, "texts": texts})
     outputs = llm.generate(prompts[:4], params)
     assert [output.outputs[0].token_ids for output in outputs] == reference
-    failures = llm.engine.drafting.num_failures
+    failures = llm.engine.stats().num_draft_failures
     assert failures == 1 if "sequence_id" in spec else failures > 1
     assert sum("retired" in record.message for record in caplog.records) == 1, "logged once"
     served = [output.metrics.num_accepted_tokens > 0 for output in outputs]

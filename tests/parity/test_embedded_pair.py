@@ -166,8 +166,7 @@ def speculate(
     wanted = {mode: params(mode) for mode in modes}
     outputs = llm.generate([prompts[i] for _, i in requests], [wanted[mode][i] for mode, i in requests])
     assert llm.engine.integrity() == []
-    assert llm.engine.drafting.num_failures == 0
-    assert getattr(llm.engine.drafter, "num_failures", 0) == 0
+    assert llm.engine.stats().num_draft_failures == 0
     given = dict(zip(requests, outputs, strict=True))
     if config["method"] != "auto":  # which may find that it does not pay here
         for mode in modes:

@@ -145,7 +145,7 @@ def test_the_distribution_stays(
     drafted: list[int] = []
     llm.engine.on_observe = lambda seen: drafted.extend(len(one.proposal) for one in seen)
     assert total_variation(engine_distribution(llm, prompt, PARAMS), truth) < CLOSE
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     assert any(drafted), "nothing was drafted, so nothing was shown"
 
 

@@ -186,8 +186,7 @@ def answers(llm: LLM, mode: str) -> list[Any]:
     prompts, params = jobs(mode)
     outputs = llm.generate(prompts, params)
     assert llm.engine.integrity() == []
-    assert llm.engine.drafting.num_failures == 0
-    assert getattr(llm.engine.drafter, "num_failures", 0) == 0
+    assert llm.engine.stats().num_draft_failures == 0
     return outputs
 
 

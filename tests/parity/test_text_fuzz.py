@@ -171,7 +171,7 @@ def test_every_answer_is_that_of_speculation_off(
                 assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason), told
                 assert (ours.logprobs is None) == (theirs.logprobs is None), told
     assert llm.engine.integrity() == []
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     assert num_accepted > 20, "next to nothing was drafted, so next to nothing was shown"
     if short_of_memory:
         PREEMPTED[spec] = num_preempted

@@ -22,6 +22,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.core import Proposal, Sequence, StepItem, Verdict
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
 from slipstream.monitor.alarms import Kind
 from slipstream.monitor.shift import Value
@@ -332,6 +333,20 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
     assert max(told["batches"]) == 4
 
 
+HALF_FULL = EngineStats(
+    num_running=2,
+    num_waiting=1,
+    num_slots=8,
+    num_held_slots=4,
+    num_retained_slots=1,
+    cache_bytes=64,
+    num_preemptions=0,
+    num_drafted_sequences=2,
+    num_draft_failures=0,
+    retired_drafters=(),
+)
+
+
 def test_a_snapshot_stays_as_it_was() -> None:
     """It is read in another thread than the one that goes on counting."""
     history = History(str, lambda: 1000.0)
@@ -346,7 +361,7 @@ def test_a_snapshot_stays_as_it_was() -> None:
     assert before["reached"] == [1, 1, 1]
     assert before["accepted"] == [1, 1]
     history.on_observe(seen)
-    history.sample(1, 1, 0.5)
+    history.sample(HALF_FULL)
     assert snapshot.told() == before
     assert history.snapshot().told() != before
 
@@ -355,11 +370,13 @@ def test_history_is_bounded_and_has_gaps() -> None:
     now = 1000.0
     history = History(str, lambda: now)
     for _ in range(3 * NUM_BUCKETS):
-        history.sample(2, 1, 0.5)
+        history.sample(HALF_FULL)
         now += BUCKET_S
     assert len(history.snapshot().buckets) == NUM_BUCKETS
     now += 10 * BUCKET_S
     told = history.snapshot().told()
     assert told["num_running"] == [2] * (NUM_BUCKETS - 10) + [0] * 10
+    assert told["num_waiting"] == [1] * (NUM_BUCKETS - 10) + [0] * 10
+    assert told["kv_usage"] == [0.5] * (NUM_BUCKETS - 10) + [0.0] * 10
     now += NUM_BUCKETS * BUCKET_S
     assert history.snapshot().told()["num_running"] == []

@@ -44,7 +44,7 @@ def slow(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], No
 
 def is_idle(engine: Engine) -> bool:
     """Nothing runs and no slot of the cache is held."""
-    return not engine.has_unfinished and engine.runner.cache.accounting.num_held == 0
+    return not engine.has_unfinished and engine.stats().num_held_slots == 0
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

@@ -154,7 +154,7 @@ def test_the_text_is_the_targets(options: dict[str, Any], quantization: str | No
     outputs = llm.generate(prompts, params)
     plain = LLM().generate(prompts, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
     weights = llm.engine.drafter.memory_bytes() / llm.engine.model.weight_bytes
     assert weights == 0 if quantization is None else 0.2 < weights < 0.3

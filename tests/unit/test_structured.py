@@ -545,7 +545,7 @@ def test_a_drafter_is_told_of_its_own_guesses_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(NgramDrafter, "observe", lambda self, seen: told.extend(seen))
     llm = LLM(speculative_config={"method": "ngram"}, kv_cache_bytes=64 * 2**20)
     answer(llm, FORCED)
-    assert llm.engine.drafting.num_failures == 0
+    assert llm.engine.stats().num_draft_failures == 0
     changed = [seen for seen in told if seen.num_before is not None]
     assert [seen.num_before for seen in changed] == lengths[: len(changed)]
     assert len(changed) > 3

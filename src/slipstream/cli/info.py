@@ -78,7 +78,8 @@ def info(
         facts["drafters"]["draft_model"] = f"{draft}: {can_draft}"
     elif model is None:
         facts["drafters"]["draft_model"] = (
-            "the embedded draft, which runs by default and is in the memory plan: " + _costs(_loaded_fit(llm))
+            "the embedded draft, which runs by default and is in the memory plan: "
+            + _costs(llm.engine.draft_fit)
         )
     if model is None:
         about = facts["drafters"]["eagle3"].partition(": ")[2]
@@ -114,13 +115,8 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: b
 
 
 def _facts(llm: LLM, name: str) -> dict[str, Any]:
-    from slipstream.draft.registry import fits
-
     model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
-    fitting = fits(llm.engine.drafter.context)
-    method = llm.engine.speculative.method
-    if method in fitting:  # it is loaded: what it holds is known
-        fitting[method] = (fitting[method][0], _loaded_fit(llm))
+    fitting = llm.engine.drafter_fits()
     return {
         "model": name,
         "family": model.family,
@@ -152,15 +148,6 @@ def _tokenizer_kind(tokenizer: Any) -> str:
     if "ByteLevel" in decoder:
         return f"byte-level {kind}"
     return f"{kind} with byte fallback" if "ByteFallback" in decoder else kind
-
-
-def _loaded_fit(llm: LLM) -> Fit:
-    """What the engine's own drafter holds."""
-    from slipstream.draft.base import Fit
-
-    model, drafter = llm.engine.model, llm.engine.drafter
-    features = len(drafter.feature_layers()) * model.hidden_size * model.dtype.itemsize
-    return Fit("", llm.engine.memory_plan.draft_bytes, drafter.kv_bytes_per_token(), features)
 
 
 def _summary(about: str, fit: Fit) -> str:

@@ -44,9 +44,7 @@ class Measurement:
 
         from slipstream.profiling.floors import QUICK, Survey, measure
 
-        models = [
-            model for model in (llm.engine.model, llm.engine.drafter.drafting_model()) if model is not None
-        ]
+        models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
         # Drawn between the timed passes only: a bar that refreshes by itself would slow them down.
         with Progress(
             console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
@@ -65,7 +63,7 @@ class Measurement:
         from slipstream.profiling.floors import profile_key
         from slipstream.profiling.store import find
 
-        target, model = find(profile_key(llm.engine.model)), llm.engine.drafter.drafting_model()
+        target, model = find(profile_key(llm.engine.model)), llm.engine.draft_model
         if target is None:
             return None
         return cls(target, None if model is None else find(profile_key(model)))

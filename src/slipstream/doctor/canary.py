@@ -58,7 +58,7 @@ def sing(target: Engine, speculative: SpeculativeConfig) -> Canary:
     merged = RequestMetrics.merged([output.metrics for output in outputs])
     conditional = merged.conditional_acceptance
     return Canary(
-        conditional[0] if conditional else 0.0, merged.acceptance_length, engine.drafting.num_failures
+        conditional[0] if conditional else 0.0, merged.acceptance_length, engine.stats().num_draft_failures
     )
 
 

@@ -24,6 +24,7 @@ from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.requests import RequestKeywords, request_options
 from slipstream.errors import ConfigError, EngineStoppedError
+from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
@@ -267,7 +268,7 @@ class AsyncEngine:
             await asyncio.sleep(0.005)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """What `question` makes of the engine between two steps, when its books are closed.
+        """What `question` makes of the engine between two steps, when its state is consistent.
 
         Raises `EngineStoppedError` when the engine has stopped, and what `question` raises.
         """
@@ -287,6 +288,10 @@ class AsyncEngine:
 
         self._post(run, fail)
         return await asyncio.wrap_future(answer)
+
+    async def stats(self) -> EngineStats:
+        """What the engine holds and has counted, between two of its steps; raises `EngineStoppedError`."""
+        return await self.ask(Engine.stats)
 
     @property
     def has_stopped(self) -> bool:

@@ -93,8 +93,14 @@ class Drafting:
 
     @property
     def num_failures(self) -> int:
-        """How often drafters have been retired for a sequence that they failed."""
-        return self.drafters.num_failures
+        """How often drafters, and drafters within drafters, have been retired for a sequence that they failed."""
+        return sum(guard.num_failures + guard.drafter.num_failures for guard in self.drafters.guards)
+
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Drafters that are not asked again."""
+        guards = zip(self.drafters.names, self.drafters.guards, strict=True)
+        return tuple(name for name, guard in guards if guard.retired)
 
     def attach(self, cache: KVCache) -> None:
         """Introduce the drafters to their target's cache."""

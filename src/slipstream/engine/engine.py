@@ -28,8 +28,8 @@ from slipstream.core import (
     StepItem,
     StepPlan,
 )
-from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.registry import create_drafter
+from slipstream.draft.base import DraftContext, Fit, Observation
+from slipstream.draft.registry import create_drafter, fits
 from slipstream.engine.control import create_controller
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
@@ -52,6 +52,7 @@ from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
 from slipstream.errors import RequestError
 from slipstream.kv.cache import KVCache
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
@@ -172,6 +173,60 @@ class Engine:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
         undrafted = options.max_draft_tokens == 0 or self.drafter.max_nodes() == 0
         return self.verifier.reproducible or params.greedy or undrafted
+
+    @property
+    def draft_model(self) -> CausalLM | None:
+        """The model that the drafter runs, None for lookups, heads and groups."""
+        return self.drafter.drafting_model()
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """The drafter's configured depth, None where it has none."""
+        return self.drafter.configured_depth(self.drafter.options)
+
+    @property
+    def draft_options(self) -> Any:
+        """The drafter's own options, a dataclass, defaults included."""
+        return self.drafter.options
+
+    @property
+    def draft_fit(self) -> Fit:
+        """What the loaded drafter holds in memory, by purpose."""
+        feature_width = len(self.drafter.feature_layers()) * self.model.hidden_size
+        return Fit(
+            "",
+            self.memory_plan.draft_bytes,
+            self.drafter.kv_bytes_per_token(),
+            feature_width * self.model.dtype.itemsize,
+        )
+
+    def drafter_fits(self) -> dict[str, tuple[str, Fit]]:
+        """Every installed drafter by name: what it is, in a line, and how it fits this target."""
+        found = fits(self.drafter.context)
+        method = self.speculative.method
+        if method in found:
+            found[method] = found[method][0], self.draft_fit
+        return found
+
+    def group_tasks_by(self, name: Callable[[RequestOptions], str]) -> None:
+        """Keep the statistics of a request under `name` of its options, instead of under its task."""
+        self.drafting.task_of = lambda sequence: name(sequence.options)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has counted; call it between two steps."""
+        cache = self.runner.cache
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_slots=cache.accounting.num_slots,
+            num_held_slots=cache.accounting.num_held,
+            num_retained_slots=cache.accounting.num_retained,
+            cache_bytes=cache.memory_bytes(),
+            num_preemptions=self.scheduler.num_preemptions,
+            num_drafted_sequences=self.drafting.num_held(),
+            num_draft_failures=self.drafting.num_failures,
+            retired_drafters=self.drafting.retired,
+        )
 
     def control_report(self) -> ControlReport:
         """What is known of speculation's worth on this engine's traffic; call it between two steps."""

@@ -41,6 +41,7 @@ class Scheduler:
         self._max_draft_tokens = max_draft_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
+        self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -138,6 +139,7 @@ class Scheduler:
         self._accounting.close(sequence.id)
         sequence.num_computed = 0
         sequence.metrics.num_preemptions += 1
+        self.num_preemptions += 1
         plan.scheduled = [item for item in plan.scheduled if item.sequence is not sequence]
         plan.preempted.append(sequence)
         self.waiting.appendleft(sequence)

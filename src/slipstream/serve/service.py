@@ -36,7 +36,7 @@ class Service:
         self.method = inner.speculative.method
         self.methods = inner.draft_methods
         self.reproduces = inner.reproduces
-        self.num_speculative_tokens = inner.drafter.configured_depth(inner.drafter.options)
+        self.num_speculative_tokens = inner.num_speculative_tokens
         self.limits = Limits(inner.max_model_len, inner.model.vocab_size, config, inner.sampling_defaults)
         if config.max_prompt_tokens is not None and config.max_prompt_tokens >= inner.max_model_len:
             raise ConfigError(

@@ -59,7 +59,7 @@ class Watching:
         metrics.register(self._control)
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
-        engine.drafting.task_of = lambda sequence: accounts.name_of(sequence.options)
+        engine.group_tasks_by(accounts.name_of)
 
     @property
     def report(self) -> ControlReport | None:
@@ -148,7 +148,9 @@ class Watching:
         self.history.on_observe(items)
 
     def _read(self, engine: Engine) -> tuple[ControlReport, Snapshot]:
-        self.history.sample(*self.metrics.read_engine(engine))
+        stats = engine.stats()
+        self.metrics.on_stats(stats)
+        self.history.sample(stats)
         return engine.control_report(), self.history.snapshot()
 
     # --- alarms -------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Evaluator:
     def _acceptance(self, engine: Engine, temperature: float) -> MeasuredAcceptance:
         jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self._jobs]
         answers, _, _ = closed_loop(engine, jobs, self._options["max_num_seqs"])
-        if engine.drafting.num_failures:
+        if engine.stats().num_draft_failures:
             raise ConfigError(
                 f"drafter {engine.speculative.method!r} failed while it was measured; "
                 "generate with it and --debug to see why"

@@ -90,7 +90,7 @@ def measure_rank_acceptance(
         engine.add_request(str(number), prompt, own)
     while engine.has_unfinished:
         engine.step()
-    if engine.drafting.num_failures:
+    if engine.stats().num_draft_failures:
         raise ConfigError(f"drafter {speculative.method!r} failed; run it alone with --debug to see why")
     return counts
 

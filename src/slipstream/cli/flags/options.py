@@ -111,13 +111,13 @@ def describe_speculation(llm: LLM) -> dict[str, Any]:
     return {
         "method": speculative.method,
         "verifier": speculative.verifier,
-        **asdict(llm.engine.drafter.options),
+        **asdict(llm.engine.draft_options),
     }
 
 
 def short_speculation(llm: LLM) -> str:
     """'draft_model, 4 tokens' for a heading."""
-    tokens = llm.engine.drafter.configured_depth(llm.engine.drafter.options)
+    tokens = llm.engine.num_speculative_tokens
     method = llm.engine.speculative.method
     return method if tokens is None else f"{method}, {tokens} tokens"
 

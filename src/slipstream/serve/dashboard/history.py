@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.core import Sequence, StepItem
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 
 K = TypeVar("K", int, str)
@@ -140,10 +141,11 @@ class History:
         batch[1] += len(items)
         batch[2] += depths
 
-    def sample(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
-        """Note the state of the queue and the cache."""
+    def sample(self, stats: EngineStats) -> None:
+        """Record the state of the queue and the cache."""
         bucket = self._bucket()
-        bucket.num_running, bucket.num_waiting, bucket.kv_usage = num_running, num_waiting, kv_usage
+        bucket.num_running, bucket.num_waiting = stats.num_running, stats.num_waiting
+        bucket.kv_usage = stats.cache_usage
 
     def snapshot(self) -> Snapshot:
         """All of it at this moment; quick."""

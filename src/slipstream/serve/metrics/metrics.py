@@ -21,6 +21,7 @@ from prometheus_client.samples import Sample
 from slipstream.core import FinishReason, StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
 from slipstream.monitor.alarms import Alarm, Kind
@@ -325,15 +326,11 @@ class Metrics:
     def _alarm_labels(self, kind: Kind, task: str | None, method: str | None) -> tuple[str, str, str]:
         return str(kind), "" if task is None else self.task_label(task), method or ""
 
-    def read_engine(self, engine: Engine) -> tuple[int, int, float]:
-        """Set the gauges, to be called between two steps; returns answers that run and wait, and the cache's use."""
-        accounting = engine.runner.cache.accounting
-        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
-        kv_usage = accounting.num_held / accounting.num_slots
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._kv_usage.set(kv_usage)
-        return running, waiting, kv_usage
+    def on_stats(self, stats: EngineStats) -> None:
+        """Set the gauges of the queue and the cache."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.cache_usage)
 
     def exposition(self) -> bytes:
         """Prometheus text."""
