@@ -11,7 +11,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.growth import Growth, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
@@ -41,9 +41,11 @@ def test_whoever_computes_logits(
     llm = make_llm(SPECS[name])
     grow = Growth.grow
 
-    def damaged(self: Growth, logits: torch.Tensor) -> Any:
-        is_sick = self.sequence.id == 0 and self.nodes  # not at once: half a draft is there already
-        return grow(self, logits * math.nan if is_sick else logits)
+    def damaged(self: Growth, logits: torch.Tensor, peaks: Peaks | None = None) -> Any:
+        if self.sequence.id == 0 and self.nodes:  # not at once: half a draft is there already
+            logits = logits * math.nan
+            peaks = None if peaks is None else Peaks.of(logits, [self])
+        return grow(self, logits, peaks)
 
     with monkeypatch.context() as patched:
         patched.setattr(Growth, "grow", damaged)
