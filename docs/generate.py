@@ -20,7 +20,7 @@ from slipstream.cli.flags.flags import field_help
 from slipstream.cli.main import app
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.engine.speculation import validate
-from slipstream.models.cpu.decoder import FAMILIES as FUSED
+from slipstream.models.cpu.families import FAMILIES as FUSED
 from slipstream.models.text_tower import text_tower
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
@@ -42,8 +42,8 @@ honoured.
 ## Which drafter runs
 
 At most one of `--spec`, `--draft` and `--speculative-config` may be given. Without any, the embedded pair
-speculates with its own draft model, and a model named with `--model` decodes without speculation: nothing is
-guessed about what would suit it. All options of a drafter go through `--speculative-config`; for the embedded pair
+speculates with its own draft model, and a model named with `--model` decodes without speculation: no
+drafter is assumed to suit it. All options of a drafter go through `--speculative-config`; for the embedded pair
 `draft_model` needs no `model` there, so this is a tree of the embedded draft:
 
 ```console
@@ -192,7 +192,7 @@ def config_page() -> str:
     parts = [CONFIG_INTRODUCTION]
     parts += [_class(cls) for cls in (EngineConfig, SamplingParams, StructuredOutput, SpeculativeConfig)]
     parts.append(
-        "## Options of the drafters\n\nThey stand beside `method` and `verifier` in `speculative_config`.\n"
+        "## Options of the drafters\n\nThey are keys beside `method` and `verifier` in `speculative_config`.\n"
     )
     for method, options in NO_OPTIONS.items():
         _, made = validate(SpeculativeConfig(method, options=options))
@@ -243,7 +243,7 @@ def _parity(name: str) -> dict[str, Any]:
 
 
 def _cpu_path(model_type: str) -> str:
-    return "whole pass" if model_type in FUSED else "layer by layer"
+    return "whole pass" if model_type in FUSED.names() else "layer by layer"
 
 
 def _verb(name: str, command: Any) -> str:

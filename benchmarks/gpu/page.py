@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -29,7 +30,18 @@ def tables(result: dict[str, Any]) -> str:
         parts.append(
             f"{ran['date']}, commit {ran['commit']}: `{ran['command']}`. Raw result: [gpu.json](gpu.json)."
         )
-    return "\n\n".join(parts)
+    return "\n\n".join(map(_wrapped, parts))
+
+
+def _wrapped(part: str) -> str:
+    """Prose of at most 118 characters a line; tables stay as they are."""
+    lines = (
+        line
+        if line.startswith("|")
+        else textwrap.fill(line, 118, break_long_words=False, break_on_hyphens=False)
+        for line in part.split("\n")
+    )
+    return "\n".join(lines)
 
 
 def _device(found: dict[str, Any]) -> str:

@@ -83,6 +83,11 @@ def test_help_of_the_metrics() -> None:
     assert [one for line in helps for one in complaints(line.split()[2], line)] == []
 
 
+@pytest.mark.parametrize("page", ["serve/dashboard/dashboard.html", "bench/report/page.html.j2"])
+def test_web_pages(page: str) -> None:
+    assert list(complaints(page, (SOURCES / page).read_text(encoding="utf-8"))) == []
+
+
 def test_messages() -> None:
     found = [one for where, text in _messages() for one in complaints(where, text)]
     assert found == []
@@ -114,10 +119,16 @@ def _is_told(function: ast.expr) -> bool:
     )
 
 
-def _texts(call: ast.Call) -> Iterator[str]:
-    for node in ast.walk(call):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The texts in it; what is filled in is `…`."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+        yield "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    else:
+        for below in ast.iter_child_nodes(node):
+            yield from _texts(below)
 
 
 def long_lines(page: Path) -> Iterator[str]:

@@ -117,7 +117,7 @@ def test_a_head_to_go_on_from_must_be_of_its_kind(
     student("eagle", target, documents).save(tmp_path / "eagle")
     with pytest.raises(ConfigError, match="EAGLE-1 head, not an EAGLE-3 one"):
         again("eagle3", tmp_path / "eagle", target, documents)
-    with pytest.raises(ConfigError, match="leave --draft-vocab-size away"):
+    with pytest.raises(ConfigError, match="omit --draft-vocab-size"):
         again("eagle3", tmp_path / "eagle", target, documents, draft_vocab_size=10)
     heads = MedusaHeads(
         MedusaConfig(hidden_size=target.hidden_size + 2, vocab_size=target.vocab_size, num_heads=2)

@@ -136,9 +136,7 @@ def regenerate(
         who: dict[str, Any] = {"model": model_name(model), "quantization": llm.engine.config.quantization}
     else:
         if model is not None or speculation:
-            raise ConfigError(
-                "a server has its own model and drafter; leave MODEL and --spec away with --url"
-            )
+            raise ConfigError("a server has its own model and drafter; omit MODEL and --spec with --url")
         answerer, who = _server(url.rstrip("/"), served_model, api_key_env, timeout_s, engine)
     tally = run(data, output, asked, answerer, who, _reporter())
     notes().print(str(tally), markup=False)

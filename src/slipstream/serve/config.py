@@ -82,7 +82,7 @@ class ServeConfig:
     max_task_labels: int = 32
     """Tasks that get metrics of their own where none are named."""
     dashboard_texts: bool = False
-    """Show the last answers' texts on the dashboard, to whoever may read it. Off, it keeps no text."""
+    """Show the last answers' texts on the dashboard, to everybody who may read it. Off, it keeps no text."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"

@@ -205,7 +205,7 @@ class EagleTrainOptions:
     intermediate_size: int | None = None
     """Width of the head's MLP; the target's unless given."""
     draft_vocab_size: int | None = None
-    """EAGLE-3: guess only this many tokens, those that the data's answers use most. All unless given."""
+    """EAGLE-3: draft only this many tokens, those that the data's answers use most. All unless given."""
     layout: str | None = None
     """eagle3 or speculators for EAGLE-3; eagle for EAGLE-1."""
     num_speculative_tokens: int = 4
@@ -223,7 +223,7 @@ class EagleTrainOptions:
             for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
                 if getattr(self, name) is not None:
                     flag = "--" + name.replace("_", "-")
-                    raise ConfigError(f"a head that goes on from --init keeps its shape; leave {flag} away")
+                    raise ConfigError(f"a head that goes on from --init keeps its shape; omit {flag}")
         if self.layout is not None:
             reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
         if not 0 < self.step_decay <= 1:
@@ -237,11 +237,11 @@ class HeadTrainOptions:
     init: str | None = None
     """Folder or hub id of heads of this kind for this target to go on from; their number and form are then those."""
     num_heads: int = 4
-    """Guesses beyond the target's own next token."""
+    """Draft tokens beyond the target's own next token."""
     num_layers: int = 1
     """Residual blocks a head."""
     shares_lm_head: bool = False
-    """Guess with the target's own output layer, frozen, instead of one a head: far fewer weights."""
+    """Draft with the target's own output layer, frozen, instead of one a head: far fewer weights."""
     step_decay: float = 0.8
     """Weight of each head's loss over that of the head before."""
     joint: bool = False

@@ -128,7 +128,7 @@ def _overlap(asked: Run, tokenizer: Any) -> Overlap:
     overlap = find_overlap(questions, asked.data, tokenizer)
     if overlap and measured.overlap == "refuse":
         raise ConfigError(
-            f"{overlap}: what is measured with them is learned by heart; give another --eval-workload, or "
+            f"{overlap}: what is measured with them is memorised; give another --eval-workload, or "
             "--overlap drop_training, drop_evaluation (other prompts of the workload are asked) or report"
         )
     return overlap

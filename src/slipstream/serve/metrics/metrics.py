@@ -89,7 +89,7 @@ class Metrics:
         self._drafts = counter(spec + "num_drafts", "Steps of a sequence that checked a draft.")
         self._drafted = counter(spec + "num_draft_tokens", "Draft tokens that were checked.")
         self._accepted = counter(spec + "num_accepted_tokens", "Draft tokens that were accepted and emitted.")
-        self._wasted = counter(spec + "num_wasted_tokens", "Draft tokens that were checked in vain.")
+        self._wasted = counter(spec + "num_wasted_tokens", "Draft tokens that were checked and rejected.")
         self._drafted_at = counter(
             spec + "num_draft_tokens_per_pos", "Drafts that reached this depth, from 0.", "position"
         )
@@ -117,7 +117,7 @@ class Metrics:
         self._output_tokens = counter("generation_tokens", "Output tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
-        self._preemptions = counter("num_preemptions", "Places given up for want of cache.")
+        self._preemptions = counter("num_preemptions", "Preemptions: the cache was full.")
         self._ends = counter("request_success", "Answers that ended, by reason.", "finished_reason")
         for reason in FinishReason:
             self._ends.labels(str(reason))
