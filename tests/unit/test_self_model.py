@@ -42,7 +42,7 @@ def test_a_quantised_target_has_no_cheaper_self() -> None:
         LLM(speculative_config={"method": "self"}, quantization="int8")
 
 
-def test_nearly_every_guess_is_right_and_the_memory_is_a_quarter() -> None:
+def test_nearly_every_draft_token_is_accepted_and_the_memory_is_a_quarter() -> None:
     llm = LLM(speculative_config={"method": "self", "num_speculative_tokens": 4})
     (output,) = llm.generate(
         ["The quick brown fox"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -1,8 +1,8 @@
-"""What is tried out on a loaded model before any request depends on it.
+"""Checks of a loaded model before any request depends on it.
 
-Three questions: does every layer attend through our hook (`probe_layers`), is the mask that Transformers
-would have made the one that we make (`check_masks`), and do a dozen rows give the logits of the model's own
-attention (`check_logits`). A model that answers one of them with no would run and be quietly wrong.
+Three checks: every layer attends through our hook (`probe_layers`); the mask that Transformers would have made is the
+one that we make (`check_masks`); a dozen rows give the logits of the model's own attention (`check_logits`). A model
+that fails one of them would run and give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_NAME = f"{ATTENTION_NAME}_probe"
 
 NUM_ROWS = 12
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-"""Error of a row's logits, relative to their spread. Another attention is off by some tenths or more."""
+"""Largest error of a row's logits, relative to their spread. A wrong attention is off by some tenths or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def check_logits(lm: CausalLM, expected: Tensor) -> None:
         ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks]).float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
     errors = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
-    # In half precision a near-tie in a router may send a row to another expert: no fault of the attention.
+    # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention.
     rounding = lm.weight_format.logit_error
     error = errors.max() if lm.dtype == torch.float32 and rounding is None else errors.median()
     tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16]) if rounding is None else rounding
@@ -160,7 +160,7 @@ def _run_probe(model: Any, route: Route, probe: LayerProbe) -> Tensor:
 
 @contextlib.contextmanager
 def _refusing(config: Any) -> Iterator[None]:
-    """Whatever a model's own code raises, the model cannot be run."""
+    """Turn any exception of a model's own code into an `UnsupportedModelError`."""
     try:
         yield
     except Exception as error:

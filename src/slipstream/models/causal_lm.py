@@ -99,7 +99,7 @@ class CausalLM:
 
     @property
     def runs_as(self) -> str:
-        """For people: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
+        """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
         weights = "" if self.quantization is None else f"{self.quantization} weights, "
         kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
         return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}"

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or refusing it with the reason before any request depends on it."""
+"""Loads a checkpoint, or refuses it with the reason before any request depends on it."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def load_model(
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
-    with the model's own attention (about two passes of a dozen rows); `pack=False` keeps the Transformers model as
+    with the model's own attention (about two passes of a dozen rows). `pack=False` keeps the Transformers model as
     it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `lora` and
-    `max_model_len`, which matters to LongRoPE alone. A checkpoint that reads images gives its language model.
+    `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images, the language model is loaded.
     """
     where = resolve_device(device)
     check_quantization(quantization)
@@ -152,8 +152,10 @@ def load_model(
 
 
 def load_plain(path: str, *, dtype: torch.dtype, attention: str) -> Any:
-    """The Transformers model of a checkpoint with another attention than ours, for training: the same weights as
-    `load_model` reads, an adapter's changes included, and the same errors for what it cannot read."""
+    """The Transformers model of a checkpoint, with its own attention, for training.
+
+    Reads the same weights as `load_model`, an adapter included, and raises the same errors.
+    """
     with _with_path(path):
         return _load_weights(_open(path, None, False, None), dtype, attention)
 
@@ -168,9 +170,9 @@ def adapt(
     native: bool = True,
     max_model_len: int | None = None,
 ) -> CausalLM:
-    """Wrap a Transformers model that was made with the `slipstream` attention, after trying it out.
+    """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
-    With `pack` the model's own weights are gone afterwards, those that somebody else holds a view of included.
+    With `pack` the model's own weights are freed, and views of them become invalid.
     """
     check_config(model.config)
     fmt = checked_format(quantization, model.device, model.dtype)
@@ -195,7 +197,7 @@ def adapt(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint that can be loaded, as far as its configuration tells."""
+    """A checkpoint whose configuration can be loaded."""
 
     path: str
     revision: str | None
@@ -219,7 +221,7 @@ def _open(path: str, revision: str | None, trust_remote_code: bool, lora: str | 
 
 
 def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
-    """The Transformers model, with each of its weights from the checkpoint, and an adapter merged into them."""
+    """The Transformers model, with all of its weights from the checkpoint, and an adapter merged into them."""
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
@@ -233,7 +235,7 @@ def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
                 trust_remote_code=source.trust_remote_code,
                 attn_implementation=attention,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `_check_complete` names them
+                ignore_mismatched_sizes=True,  # `_check_complete` reports them
                 **options,
             )
         except KeyError as error:
@@ -258,7 +260,7 @@ def _route(config: Any) -> HookRoute | CacheRoute:
 
 
 def _is_tokenizer_folder(path: str) -> bool:
-    """A folder that was given for its tokenizer alone needs no model in it."""
+    """True for a folder with a tokenizer and no model."""
     return (
         Path(path).is_dir()
         and not (Path(path) / "config.json").is_file()
@@ -267,7 +269,7 @@ def _is_tokenizer_folder(path: str) -> bool:
 
 
 def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
-    """Transformers fills missing weights with random numbers and drops unknown ones; both are errors here."""
+    """Raise `ModelError` for missing or unknown weights. Transformers would initialise or ignore them."""
     mismatched = {key for key, *_ in loaded["mismatched_keys"]}
     for what, keys in [
         ("lacks", loaded["missing_keys"]),
@@ -281,7 +283,7 @@ def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _with_path(path: str) -> Iterator[None]:
-    """What a family cannot do is said of the checkpoint."""
+    """Put the checkpoint's path in front of an `UnsupportedModelError`."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -290,7 +292,7 @@ def _with_path(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Whatever Transformers raises, and it raises every kind, becomes a `ModelError` of one line."""
+    """Turn any exception of Transformers into a `ModelError` of one line."""
     try:
         yield
     except SlipstreamError:
@@ -302,7 +304,7 @@ def _one_line(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Transformers' own progress bars and warnings out of the user's terminal while it loads."""
+    """Silence Transformers' progress bars and warnings within the body."""
     quiet: Any = transformers_logging
     bars, verbosity, hub_verbosity = (
         quiet.is_progress_bar_enabled(),
@@ -311,7 +313,7 @@ def _quiet() -> Iterator[None]:
     )
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
-    hub_logging.set_verbosity(40)  # ERROR: it tells of each of its retries
+    hub_logging.set_verbosity(40)  # ERROR: it would log each retry
     try:
         yield
     finally:

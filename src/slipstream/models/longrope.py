@@ -1,4 +1,4 @@
-"""LongRoPE with one set of frequencies for good, so that no text changes another's."""
+"""LongRoPE with one set of frequencies for all texts, so that no sequence changes another one's result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slipstream.models.support import full_context_length, original_context_leng
 log = logging.getLogger(__name__)
 
 FIXED = "longrope for long texts"
-"""A `rope_type` for which Transformers computes no frequencies anew."""
+"""A `rope_type` that Transformers does not know, so that it leaves the frequencies as they are."""
 
 
 def settle_frequencies(model: Any, context_length: int) -> None:
-    """Take the frequencies for texts of up to `context_length` tokens.
+    """Fix the model's frequencies to those for texts of up to `context_length` tokens.
 
-    Raises `UnsupportedModelError` where a model's own code decides that anew in every pass.
+    Raises `UnsupportedModelError` for a model whose own code chooses frequencies in every pass.
     """
     original = original_context_length(model.config)
     if original is None:
@@ -48,7 +48,7 @@ def settle_frequencies(model: Any, context_length: int) -> None:
 
 
 def _check(model: Any, rotary: Any, original: int) -> None:
-    """A position must be rotated alike in a pass of short texts and beside a long one."""
+    """Raise `UnsupportedModelError` where a longer text in the same pass changes how a position is rotated."""
     rows = torch.zeros(1, 2, 1, dtype=model.dtype, device=rotary.inv_freq.device)
     alone, beside = (torch.tensor([[1, other]], device=rows.device) for other in (2, original + 1))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What a configuration alone tells: whether a model can be decoded here, and how long its context is."""
+"""What can be told from a configuration alone: whether a model can be decoded here, and its context length."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REFUSED = {
 }
 
 _ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layer types that the hook can do; `chunked_attention` is not among them, since it has no such mask."""
+"""Layer types whose masks the attention hook can make. `chunked_attention` has another mask."""
 
 
 def check_config(config: Any) -> None:
-    """Raise `UnsupportedModelError` for what is known not to work, before any weights are read."""
+    """Raise `UnsupportedModelError` for models that are known not to work, before any weights are read."""
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, "it is an encoder-decoder, not a decoder-only model")
     if config.model_type in _REFUSED:
@@ -47,11 +47,11 @@ def unsupported(config: Any, reason: str) -> UnsupportedModelError:
 
 
 def context_length(config: Any, wanted: int | None = None) -> int:
-    """Positions that the model can tell apart and that mean the same whatever else is in the batch.
+    """The longest text, in tokens, whose result does not depend on the other sequences of a batch.
 
-    LongRoPE has two sets of frequencies, and Transformers takes the second for *all* rows of a pass as soon as one lies
-    beyond the original length: one sequence would change another's text. So the choice is made once: for texts of at
-    most the original length the first set, and the second for all texts where a longer context is `wanted`.
+    LongRoPE has two sets of frequencies. Transformers takes the second for *all* rows of a pass as soon as one of them
+    lies beyond the original length, so one sequence would change another's text. Therefore one set is chosen for good:
+    the second where `wanted` is beyond the original length, else the first, for texts of at most that length.
     """
     length = full_context_length(config)
     original = original_context_length(config)

@@ -1,7 +1,7 @@
-"""The language model inside a checkpoint that reads images too: its configuration, and where its weights are.
+"""The language model inside a checkpoint that reads images too: its configuration, and the names of its weights.
 
-Slipstream decodes text. Given text alone, these models compute what their language model computes, so only that is
-loaded; the weights that look at images are left in the file.
+Slipstream decodes text. Given text alone, such a model computes what its language model computes. Only the language
+model is loaded; the image encoder's weights are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ROTATED_IN_THREE: dict[str, type] = {
     "qwen2_5_vl": Qwen2Config,
     "qwen3_vl": Qwen3Config,
 }
-"""Families that rotate by time, height and width. For text the three are one position: the plain family's rotation."""
+"""Families whose rotary embedding has three positions: time, height and width. For text all three are equal, which is
+the rotation of the plain family named here."""
 
 KEY_MAPPING = {
     r"^language_model\.model\.": "model.",
@@ -30,32 +31,32 @@ KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^model\.text_model\.": "model.",
 }
-"""Names of the language model's weights in such checkpoints, old and new, to its names when it is alone."""
+"""Patterns of weight names in such checkpoints, old and new, to the names in the language model alone."""
 
 _IMAGE_WEIGHTS = re.compile(
     r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b"
 )
 
 _INHERITED = ("dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
-"""What the outer configuration says for all of the model."""
+"""Settings of the outer configuration that hold for the language model too."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextTower:
-    """What `AutoModelForCausalLM` needs to load the language model alone."""
+    """The language model's configuration, which `AutoModelForCausalLM` loads it with."""
 
     config: Any
     family: str
-    """Of the whole checkpoint."""
+    """`model_type` of the whole checkpoint."""
 
     @staticmethod
     def without_image_weights(names: Iterable[str]) -> set[str]:
-        """Those of `names` that do not belong to the part that looks at images."""
+        """Those of `names` that do not belong to the image encoder."""
         return {name for name in names if not _IMAGE_WEIGHTS.match(name)}
 
 
 def text_tower(config: Any) -> TextTower | None:
-    """The language model of `config`; None where the checkpoint is one already, or of a family that is not known."""
+    """The language model of `config`; None where the checkpoint has no image encoder, or its family is unknown."""
     family = config.model_type
     if family not in _AS_IT_IS and family not in _ROTATED_IN_THREE:
         return None

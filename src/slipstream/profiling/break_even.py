@@ -1,4 +1,4 @@
-"""What a chain of drafts earns at a given acceptance rate and given costs (docs/concepts/speculation.md)."""
+"""What a chain of draft tokens gains at a given acceptance rate and given costs (docs/concepts/speculation.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slipstream.profiling.profile import CostProfile
 
 
 def acceptance_length(acceptance_rate: float, num_draft_tokens: int) -> float:
-    """τ of a chain whose every token is right with the same chance, independently: 1 + α + … + α^γ."""
+    """τ of a chain whose tokens are accepted independently, each with probability α: 1 + α + … + α^γ."""
     return sum(acceptance_rate**depth for depth in range(num_draft_tokens + 1))
 
 
@@ -22,11 +22,11 @@ def round_cost(target: CostProfile, draft: CostProfile, num_draft_tokens: int, c
 
 
 def break_even(num_draft_tokens: int, cost: float) -> float | None:
-    """The acceptance rate from which on a round of `cost` target steps pays; None where even 1 would not."""
+    """The least acceptance rate at which a round of `cost` target steps pays; None where even 1 does not."""
     if acceptance_length(1.0, num_draft_tokens) <= cost:
         return None
     low, high = 0.0, 1.0
-    for _ in range(50):  # τ grows with the rate; 50 halvings are all the digits that there are
+    for _ in range(50):  # τ grows with the rate; 50 halvings exhaust a float's digits
         middle = (low + high) / 2
         if acceptance_length(middle, num_draft_tokens) < cost:
             low = middle

@@ -1,4 +1,4 @@
-"""Times the passes of models over rows and contexts, beside the least that the device could need for them."""
+"""Times the passes of models over rows and contexts, beside the floors that the device's rates set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.profiling.profile import CostProfile, ProfileKey, Rate, StepTime
 
 @dataclass(frozen=True)
 class Survey:
-    """What is measured, and for how long. Every model gets at least `min_repeats`, however slow it is."""
+    """What is measured, and for how long. Each size is timed `min_repeats` times at least, however slow it is."""
 
     row_counts: tuple[int, ...] = (1, 2, 4, 5, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (16, 256, 1024)
@@ -45,17 +45,17 @@ QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, array_bytes=2**28, max_rep
 """A rough look: few points, few repeats."""
 
 SETTLING_S = 0.01
-"""PyTorch's threads stay awake for some milliseconds after an operator, on the cores that a pass needs."""
+"""Pause after a reading. PyTorch's threads keep the cores busy for some milliseconds after an operator."""
 
 NUM_LOOKS = 8
-"""Timed passes of each size for a first idea."""
+"""Timed passes of each size for a first estimate."""
 
 FEW_ROWS = 32
-"""As many as steps have that wait for memory."""
+"""Up to so many rows, a step is bound by memory."""
 
 NUM_SETTLING = 4
-"""In serving, a step of few rows finds in the caches what the one before it has left there; after a pass of many rows
-as many passes are slower, by half with small models."""
+"""Untimed passes before few rows are timed after many. In serving, a step of few rows follows another one and finds its
+data in the caches. After a pass of many rows, small models take half as long again for so many passes."""
 
 OnProgress = Callable[[int, int], None]
 """Called between timed passes with how many passes are done, and of how many."""
@@ -64,8 +64,8 @@ OnProgress = Callable[[int, int], None]
 def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> list[CostProfile]:
     """The profile of each model, in order.
 
-    The passes of all models and sizes and the readings of the device's limits take turns, so that a machine which
-    grows slower or faster in the meantime spoils no comparison between them.
+    The passes of all models and sizes and the readings of the device's limits take turns, so that a machine that
+    becomes slower or faster meanwhile does not bias a comparison between them.
     """
     limits = _Limits(models, survey)
     benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
@@ -92,9 +92,9 @@ def profile_key(model: CausalLM) -> ProfileKey:
 
 
 def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: float) -> dict[int, float]:
-    """Rows to the seconds of the quickest of a few passes, for a first idea of what rows cost.
+    """Rows to the seconds of the fastest of a few passes, for a first estimate of what rows cost.
 
-    Fewest rows first; what `budget_s` does not allow for is left out.
+    Fewest rows first; sizes beyond `budget_s` are left out.
     """
     bench = _Bench(model, Survey(tuple(row_counts), (context,)), seed=0)
     times_s: dict[int, float] = {}
@@ -117,17 +117,17 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that a pass of one row reads: not an embedding, of which it looks up a row, and of a mixture of
-    experts only as many as a row is sent to."""
+    """The weights that a pass of one row reads. An embedding is left out, since one row of it is read; of a mixture of
+    experts those count that a row is sent to."""
 
     number: int
-    """Of those that are multiplied with: matrices, not norms and biases."""
+    """Weights that are multiplied with: matrices, not norms and biases."""
     num_bytes: int
     """Of all."""
 
     @classmethod
     def of(cls, model: CausalLM) -> Weights:
-        """Counted over the module tree. A packed layer says its own size; its bias is a parameter like others."""
+        """Counted over the module tree. A packed layer knows its own size; its bias is a parameter like others."""
         if model.decoder is not None:
             return cls(model.decoder.num_read, model.decoder.read_bytes)
         share = _expert_share(model.config)
@@ -151,7 +151,7 @@ class Weights:
 
 
 def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
-    """What a pass of `num_rows` rows behind `context` cached tokens must read at least: weights, keys and values."""
+    """Bytes that a pass of `num_rows` rows behind `context` cached tokens reads at least: weights, keys and values."""
     entries = context + num_rows
     cached = 0
     for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
@@ -161,7 +161,7 @@ def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
 
 
 class _Limits:
-    """Readings of what the models' devices can do, taken again and again."""
+    """Repeated readings of the rates of the models' devices."""
 
     def __init__(self, models: Seq[CausalLM], survey: Survey) -> None:
         self._array_bytes = {
@@ -187,7 +187,7 @@ class _Limits:
         time.sleep(SETTLING_S)
 
     def memory_bytes_per_s(self, model: CausalLM) -> Rate:
-        """Over an array that no cache holds."""
+        """Over an array that no cache can hold."""
         return self._rate(self._array_bytes[model.device], model.device)
 
     def read_bytes_per_s(self, model: CausalLM) -> Rate:

@@ -13,7 +13,7 @@ from slipstream.profiling.machine import last_level_cache_bytes
 from slipstream.profiling.memory import available_bytes
 
 CACHES_FULL = 8
-"""The memory's bandwidth is measured over so many last-level caches at least: almost none of the array stays in one."""
+"""The memory's bandwidth is measured over an array of at least so many last-level caches, which keep little of it."""
 
 _SHORTEST_READING_S = 0.005
 _MATRIX = 1024
@@ -28,15 +28,15 @@ class ReadStream:
         self._device = device
         self._array = torch.ones(
             max(num_bytes // 4, 1), dtype=torch.float32, device=device
-        )  # written: really there
+        )  # written, so that its pages exist
 
     def bytes_per_s(self) -> float:
-        """One reading. Of two reductions the faster: neither can read faster than the hardware."""
+        """One reading, by the faster of two reductions. Neither can read faster than the hardware."""
         return self._array.nbytes / _fastest_s([self._array.sum, self._array.amax], self._device)
 
 
 class MatrixProduct:
-    """Matrix products of one kind: PyTorch's own, and the packed ones where there are any."""
+    """Matrix products in one dtype and weight format: PyTorch's own, and the packed forms where there are any."""
 
     def __init__(self, dtype: torch.dtype, fmt: WeightFormat, device: torch.device) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class MatrixProduct:
         self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]
 
     def flops_per_s(self) -> float:
-        """One reading: the fastest kind and shape."""
+        """One reading, of the fastest form and shape."""
         rates = []
         for rows in self._rows:  # [rows, _MATRIX]
             kinds = [lambda layer=layer, rows=rows: layer(rows) for layer in self._layers]
@@ -56,19 +56,19 @@ class MatrixProduct:
 
 
 def memory_array_bytes(least: int, device: torch.device) -> int:
-    """Size of an array of `least` bytes or more that no cache holds, but no more than a quarter of the free memory."""
+    """Size of an array of at least `least` bytes that no cache holds; at most a quarter of the free memory."""
     return min(max(least, CACHES_FULL * last_level_cache_bytes()), available_bytes(device) // 4)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a CPU has nothing left to do."""
+    """Wait until the device has finished its queued work. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()
 def _fastest_s(kinds: Iterable[Callable[[], object]], device: torch.device) -> float:
-    """The shortest run of any kind. Short ones are repeated, since the first finds cold caches."""
+    """Seconds of the shortest run. Short ones are repeated, since the first finds cold caches."""
     fastest_s = float("inf")
     for run in kinds:
         spent_s = 0.0

@@ -1,4 +1,4 @@
-"""Which processor this is."""
+"""The processor: its name, its cores, its caches."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Whether a measured profile can be true: a machine that does something else as well gives figures that cannot be."""
+"""Whether a measured profile is plausible. Other load on the machine while it was measured makes figures impossible."""
 
 from __future__ import annotations
 
 from slipstream.profiling.profile import CostProfile, StepTime
 
 BELOW_FLOOR = 0.8
-"""A median below this part of its floor is beyond what the machine can do. On a quiet machine steps take 1.0 of it and
-more; the rest is for the error of both measurements."""
+"""A median below this share of its floor is faster than the machine can be. On an idle machine steps take 1.0 of the
+floor and more; the difference allows for the error of both measurements."""
 APART = 2.0
-"""Quartiles further apart than by this factor say that half of the times are of a machine in another mood."""
+"""Quartiles further apart than by this factor mean that other load slowed many of the passes."""
 MAX_APART_SHARE = 0.25
-"""Of the sizes; one row's times are in every conclusion and may not be apart at all."""
+"""Largest share of the sizes that may be so. Times of one row enter every conclusion and may not."""
 
 
 def implausible(profile: CostProfile) -> str | None:
-    """What cannot be, in a phrase; None for a profile that can be believed.
+    """What is implausible, in a phrase; None for a plausible profile.
 
-    A floor rests on how fast the machine read and computed between the passes. Where another process took the memory
-    or the cores just then, a pass seems to be quicker than reading its weights, or its own times scatter.
+    A floor follows from the rates that were read between the passes. Where another process used the memory or the
+    cores just then, a pass seems faster than reading its weights, or its own times scatter.
     """
     lowest = min(profile.step_times, key=lambda time: _over_floor(profile, time))
     if _over_floor(profile, lowest) < BELOW_FLOOR:

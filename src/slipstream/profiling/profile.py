@@ -32,8 +32,8 @@ class ProfileKey:
     dtype: str
     quantization: str | None
     kernels: str
-    """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, each with the
-    fingerprint of the kernels; `torch`."""
+    """`decoder` for whole passes in the native kernels, `native` for linear layers in them, each with the kernels'
+    fingerprint; else `torch`."""
     slipstream: str
     torch: str
     transformers: str
@@ -42,14 +42,14 @@ class ProfileKey:
         check_types(self, "profile key")
 
     def digest(self) -> str:
-        """A name for files: equal keys have equal digests."""
+        """A file name: equal keys have equal digests."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Readings of what a device can do in a second, taken in turns with the passes that they are compared with."""
+    """Readings of a device's rate, taken in turns with the passes that they are compared with."""
 
     median: float
     best: float
@@ -72,7 +72,7 @@ class StepTime:
     best_s: float
     repeats: int
     bytes_read: int
-    """What a pass must read: the weights that are multiplied with, and the keys and values."""
+    """Bytes that a pass must read: the weights that are multiplied with, and the keys and values."""
 
     def __post_init__(self) -> None:
         check_types(self, "step time")
@@ -86,7 +86,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Measured times of one model's passes, beside the least that its device could need for them.
+    """Measured times of one model's passes, beside the rates that their floors follow from.
 
     `step_times` covers every pair of the row counts and contexts that occur in it, one row among them. Raises
     `ConfigError` where it does not, or where a number cannot be.
@@ -102,7 +102,7 @@ class CostProfile:
     memory_bytes_per_s: Rate
     """Read bandwidth of the memory, over an array far larger than the last-level cache."""
     read_bytes_per_s: Rate
-    """The same over an array of the size of this model's weights, which a cache may hold. The floor is made of it."""
+    """The same over an array of the size of this model's weights, which a cache may hold. The memory floor uses it."""
     flops_per_s: Rate
     step_times: tuple[StepTime, ...]
 
@@ -158,11 +158,11 @@ class CostProfile:
         return self.step_s(rows, context) / self.step_s(1, context)
 
     def memory_floor_s(self, time: StepTime) -> float:
-        """The time in which what the pass must read can be read, at the median rate: like with like."""
+        """Time to read what the pass must read, at the median rate."""
         return time.bytes_read / self.read_bytes_per_s.median
 
     def compute_floor_s(self, time: StepTime) -> float:
-        """The time in which two operations a weight and row can be done, at the median rate."""
+        """Time of two operations a weight and row, at the median rate."""
         return 2 * self.num_weights * time.rows / self.flops_per_s.median
 
     def floor_s(self, time: StepTime) -> float:

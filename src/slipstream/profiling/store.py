@@ -43,7 +43,7 @@ def prepare_folder() -> Path:
 
 
 def save(profile: CostProfile) -> Path:
-    """Write the profile in the place of any earlier one of its key; a reader sees the old file or the new one."""
+    """Write the profile, replacing an earlier one of its key. A reader sees the old file or the new one."""
     folder = prepare_folder()
     text = json.dumps({"format": FORMAT, "profile": profile.as_json()}, indent=1, ensure_ascii=False)
     handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
@@ -78,7 +78,7 @@ def load(path: Path) -> CostProfile:
 
 
 def find(key: ProfileKey) -> CostProfile | None:
-    """The profile that was saved for exactly this key; None, with a warning, also for a file that is no use."""
+    """The profile that was saved for exactly this key, or None. Warns of a file that cannot be used."""
     path = profiles_folder() / f"{key.digest()}.json"
     if not path.is_file():
         return None

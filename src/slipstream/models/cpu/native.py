@@ -1,7 +1,7 @@
-"""The CPU kernels in `kernels/`: compiled once on the user's machine, for its instructions, and kept.
+"""The CPU kernels in `kernels/`: compiled once on the user's machine, for its instructions, and cached.
 
-They are plain C++ without dependencies, so a compiler needs a few seconds for them, once. Where there is no compiler
-the engine runs on PyTorch's operators instead (`models.linear`); `unavailable` says why.
+They are plain C++ without dependencies, and compile in a few seconds. Where there is no compiler the engine runs on
+PyTorch's operators instead (`models.linear`); `unavailable` says why.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none: a compiler that fails is not asked again for every model."""
+    """The library, or why there is none. Cached, so that a compiler that fails runs once and not for every model."""
     try:
         loaded = ctypes.CDLL(str(_compiled()))
     except NativeUnavailable as error:
@@ -159,16 +159,16 @@ def unavailable() -> str | None:
 
 
 def instructions() -> str:
-    """The processor's instructions that the kernels use, for people: 'AVX-512 VNNI'."""
+    """The processor's instructions that the kernels use, as messages say it: 'AVX-512 VNNI'."""
     name: bytes = library().slipstream_instructions()
     return name.decode()
 
 
 class PackedWeight:
-    """One or more weights [out, in], stacked, in the kernels' layout; `struct` is what the kernels are given.
+    """One or more weights [out, in], stacked, in the kernels' layout. `struct` is passed to the kernels.
 
-    `interleaved` alternates the panels of two weights of one shape, so that a thread that has the one's outputs has
-    the other's too (gate and up).
+    `interleaved` alternates the panels of two weights of one shape (gate and up), so that one thread computes the
+    matching outputs of both.
     """
 
     def __init__(
@@ -252,12 +252,12 @@ class PackedWeight:
 
 
 def empty_rows(*shape: int) -> Tensor:
-    """What the kernels write to: float32 on the CPU, whatever PyTorch's defaults are set to."""
+    """An uninitialised output of the kernels: float32 on the CPU, whatever PyTorch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def huge_buffer(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] in large pages where the system grants them: weights are read from end to end."""
+    """uint8 [num_bytes], in large pages where the system grants them. Weights are read from end to end."""
     private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     memory = mmap.mmap(-1, max(num_bytes, 1), **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -266,16 +266,16 @@ def huge_buffer(num_bytes: int) -> Tensor:
 
 
 def release(tensor: Tensor) -> None:
-    """Give back the pages of a tensor that nobody will read again.
+    """Return the pages of a tensor to the system. The tensor must not be read again.
 
-    Weights that are mapped from their file stay in memory until the whole file is closed; so the packed ones would
-    come on top of all others.
+    Weights that are mapped from their file stay in memory until the whole file is closed. Without this the packed
+    weights would be held beside all the unpacked ones.
     """
     if sys.platform != "linux" or not tensor.is_contiguous():
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > begin:  # whole pages: those at the edges may hold others
+    if end > begin:  # whole pages only: those at the edges may hold other data
         ctypes.CDLL(None).madvise(c_void_p(begin), c_size_t(end - begin), c_int(mmap.MADV_DONTNEED))
 
 

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder: one clear line where it is not what a model needs."""
+"""Checks of a checkpoint's folder, each with one clear line for what a model needs and the folder lacks."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def chat_template_beside(path: str) -> str | None:
 
 @contextlib.contextmanager
 def without_adapter(path: str) -> Iterator[str]:
-    """The folder as Transformers should see it: it would put an adapter in place by itself, and not say whether the
-    model's own weights were whole."""
+    """The folder without its adapter, for Transformers.
+
+    Transformers would merge an adapter by itself, and not report whether the model's own weights were complete.
+    """
     folder = Path(path)
     if not has_adapter(folder):
         yield path
@@ -95,7 +97,7 @@ def _weights(folder: Path) -> Iterator[Any]:
 
 
 def _base_model(folder: Path) -> str:
-    """' (its name)', where the adapter says it."""
+    """' (name)' of the adapter's base model; empty where the adapter does not say it."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         name = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         if name:

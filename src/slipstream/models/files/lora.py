@@ -1,4 +1,4 @@
-"""LoRA adapters: read and merged into the weights while a model is loaded, so that a pass costs what it cost before."""
+"""LoRA adapters: merged into the weights while a model is loaded, so that a pass costs no more with one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def has_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def chosen_adapter(path: str, revision: str | None, asked: str | None) -> str | None:
-    """The folder of the adapter that is merged into the model of `path`: the one that is asked for, or that lies
-    beside it. Raises `ModelError` or `ConfigError` for what cannot be merged, and where there are two."""
+def chosen_adapter(path: str, revision: str | None, wanted: str | None) -> str | None:
+    """The folder of the adapter to merge into the model of `path`: `wanted`, or one that lies beside the weights.
+
+    Raises `ModelError` or `ConfigError` for an adapter that cannot be merged, and where there are two.
+    """
     if Path(path).is_dir():
         beside = path if has_adapter(Path(path)) else None
     elif find_adapter_config_file(path, revision=revision):
@@ -36,12 +38,12 @@ def chosen_adapter(path: str, revision: str | None, asked: str | None) -> str | 
         )
     else:
         beside = None
-    if asked and beside and Path(asked).resolve() != Path(beside).resolve():
+    if wanted and beside and Path(wanted).resolve() != Path(beside).resolve():
         raise ModelError(
-            f"two LoRA adapters: {asked!r} is asked for, and another lies beside the weights of {path!r}; "
+            f"two LoRA adapters: {wanted!r} is asked for, and another lies beside the weights of {path!r}; "
             "move its adapter_* files away, or merge them into the weights first"
         )
-    chosen = asked or beside
+    chosen = wanted or beside
     if chosen is not None:
         _check_adapter(chosen)
     return chosen
@@ -73,7 +75,7 @@ def merge_adapter(model: Any, folder: str) -> Any:
         warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # see `_untie`
         adapted: Any = PeftModel(model, PeftConfig.from_pretrained(folder))
     loaded = adapted.load_adapter(folder, adapter_name="default")
-    # What is missing was drawn at random, what is unknown was left out.
+    # PEFT initialises missing weights at random and ignores unknown ones.
     for what, names in (("lacks", loaded.missing_keys), ("has unknown", loaded.unexpected_keys)):
         odd = [name for name in names if "lora_" in name or what == "has unknown"]
         if odd:
@@ -83,14 +85,16 @@ def merge_adapter(model: Any, folder: str) -> Any:
     _untie(model, adapted)
     with torch.no_grad():
         merged = adapted.merge_and_unload(safe_merge=True)
-    merged.requires_grad_(True)  # as it was read
+    merged.requires_grad_(True)  # as Transformers had loaded it
     log.info("merged the LoRA adapter %s into the weights", folder)
     return merged
 
 
 def _untie(model: Any, adapted: Any) -> None:
-    """Give the output layer weights of its own where it shares those of the input layer and one of them is adapted:
-    merged into shared weights, what was learned for one would change the other, too."""
+    """Give the output layer weights of its own where it shares those of the embedding and one of them is adapted.
+
+    Merged into shared weights, a change that was learned for one layer would change the other too.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     kind: Any = BaseTunerLayer

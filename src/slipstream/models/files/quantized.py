@@ -1,4 +1,4 @@
-"""Checkpoints that were saved in few bits: what each is, whether it can run, what to do instead."""
+"""Checkpoints whose weights were saved quantised: which can be read, and what to do about the others."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ _NAMES = {
 }
 
 WIDENED = {"fp8": "block-wise FP8", "mxfp4": "MXFP4"}
-"""What Transformers turns into 16-bit weights on its way in."""
+"""Formats that Transformers converts to 16-bit weights while it loads them."""
 
 
 def settle_quantized(path: str, config: Any) -> None:
-    """Say what the quantised weights of a checkpoint are: a warning where they are widened, which `config` then asks
-    for on any device, and `ModelError` where they cannot be read."""
+    """Decide how the quantised weights of a checkpoint are read.
+
+    Where they are widened, logs a warning and sets `config` so that they are widened on any device. Raises `ModelError`
+    where they cannot be read.
+    """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
-    told = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    method = str(told.get("quant_method", "")).removeprefix("QuantizationMethod.").lower()
-    if not method and (told.get("load_in_4bit") or told.get("load_in_8bit")):
+    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = str(settings.get("quant_method", "")).removeprefix("QuantizationMethod.").lower()
+    if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"
     if method in WIDENED and importlib.util.find_spec("accelerate") is None:
         raise ModelError(
@@ -54,22 +57,28 @@ def settle_quantized(path: str, config: Any) -> None:
             path,
             WIDENED[method],
         )
-        config.quantization_config = {**told, "dequantize": True}  # on some GPUs Transformers would keep them
+        config.quantization_config = {
+            **settings,
+            "dequantize": True,
+        }  # on some GPUs Transformers would keep them
         return
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
-    bits = _bits(told)
+    bits = _bits(settings)
     raise ModelError(
         f"{path!r} holds {what} weights{bits}, which Slipstream cannot read; use the checkpoint that they were made "
         "from (--quantization int8 quantises it while it is loaded)"
     )
 
 
-def _bits(told: Mapping[str, Any]) -> str:
+def _bits(settings: Mapping[str, Any]) -> str:
     """' (4 bits, groups of 128)', as far as the configuration says."""
-    bits, group = told.get("bits", told.get("w_bit")), told.get("group_size", told.get("q_group_size"))
-    if told.get("load_in_4bit"):
+    bits, group = (
+        settings.get("bits", settings.get("w_bit")),
+        settings.get("group_size", settings.get("q_group_size")),
+    )
+    if settings.get("load_in_4bit"):
         bits = 4
-    elif told.get("load_in_8bit"):
+    elif settings.get("load_in_8bit"):
         bits = 8
     parts = [
         *([f"{bits} bits"] if bits else []),
