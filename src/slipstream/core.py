@@ -155,7 +155,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """Nothing that it was allowed could follow, and its text is not the whole form that was asked for."""
+    """Its masks left no token, and its text does not satisfy the whole grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +220,12 @@ class Sequence:
     seed: int
     options: RequestOptions = DEFAULT_OPTIONS
     nonce: int = 0
-    """Mixed into the classical verifiers' coins. A drafter that remembers earlier requests may have met one of the same
-    seed, whose answer those coins made: thrown again, they would be known to the drafts, and the text biased."""
+    """Mixed into the random numbers of the classical verifiers. A drafter that remembers earlier requests may have seen
+    an answer of the same seed, made with the same random numbers. Drafts that depend on them would bias the text."""
     leader: Sequence | None = None
     """The first sequence of the same request; the others wait for its prompt, to reuse it."""
     grammar: Grammar | None = None
-    """What the answer must keep to, as `params.structured` says; None where it is free."""
+    """What the answer must satisfy, as `params.structured` says; None without a constraint."""
     from_draft: list[bool] = field(default_factory=list)
     """One an output token: True for an accepted draft token, False for the target's own."""
     num_computed: int = 0
@@ -265,7 +265,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True while some prompt token's log-probability has yet to be computed; once a request is enough."""
+        """True while some prompt token's log-probability is not computed yet; only the first answer computes them."""
         if self.params.prompt_logprobs is None or self.index > 0:
             return False
         return len(self.prompt_logprobs or ()) < self.num_prompt_tokens

@@ -18,7 +18,7 @@ MakeLLM = Callable[..., LLM]
 
 @pytest.fixture
 def make_llm() -> Iterator[MakeLLM]:
-    """Makes engines on the embedded target, and checks the books of each when the test is over."""
+    """Makes engines on the embedded target, and checks the invariants of each when the test is over."""
     made: list[LLM] = []
 
     def make(speculative_config: dict[str, Any] | None = None, **options: Any) -> LLM:

@@ -60,7 +60,7 @@ def test_a_long_prompt_beside_short_ones(
         reference = plain.generate(prompt, params)[0].outputs[0]
         assert output.outputs[0].token_ids == reference.token_ids
         for length, drafted in lengths[output.request_id]:
-            assert drafted == 0 or length + 4 <= limit, "no guess beyond what the draft can hold"
+            assert drafted == 0 or length + 4 <= limit, "no draft token beyond what the draft can hold"
     assert outputs[1].metrics.num_draft_tokens == 0
     assert outputs[3].metrics.num_draft_tokens > 0
     assert lengths[outputs[3].request_id][-1][0] > limit, "it outgrew the draft under way"

@@ -67,7 +67,7 @@ def test_too_little_memory_says_how_much_is_needed(
     output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))[0]
     assert len(output.outputs[0].token_ids) == 12
     assert llm.engine.integrity() == []
-    if max_model_len:  # and the advice is not a wild guess
+    if max_model_len:  # and less is too little, as the advice says
         with pytest.raises(CapacityError):
             LLM(speculative_config=spec, kv_cache_bytes=kv_cache_bytes - 2**20, **options)
 

@@ -30,7 +30,7 @@ def oracle(make_llm: MakeLLM, prompt: list[int], future: list[int]) -> LLM:
     return make_llm({"method": ORACLE, "texts": [prompt + future], "num_speculative_tokens": 8})
 
 
-def check_books(output: RequestOutput, llm: LLM) -> None:
+def check_counters(output: RequestOutput, llm: LLM) -> None:
     """The counters agree with what was emitted, counted independently."""
     answer = output.outputs[0]
     metrics = answer.metrics
@@ -58,7 +58,7 @@ def test_stop_token_at_every_place_of_a_block(
     assert answer.finish_reason == "stop"
     assert answer.stop_reason == token
     assert answer.text == oracle.engine.tokenizer.decode(future[:first], skip_special_tokens=True)
-    check_books(output, oracle)
+    check_counters(output, oracle)
 
 
 def test_end_token_is_the_models_own_and_ends_silently(
@@ -75,7 +75,7 @@ def test_end_token_is_the_models_own_and_ends_silently(
     output = llm.generate(prompt, SamplingParams(**GREEDY, max_tokens=200))[0]
     assert output.outputs[0].token_ids == reference.token_ids
     assert output.outputs[0].stop_reason is None
-    check_books(output, llm)
+    check_counters(output, llm)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
@@ -86,7 +86,7 @@ def test_max_tokens_at_every_place_of_a_block(
     output = oracle.generate(prompt, params)[0]
     assert output.outputs[0].token_ids == future[:max_tokens]
     assert output.outputs[0].finish_reason == "length"
-    check_books(output, oracle)
+    check_counters(output, oracle)
 
 
 @pytest.mark.parametrize(("max_tokens", "reason"), [(5, "length"), (6, "stop"), (7, "stop")])
@@ -127,7 +127,7 @@ def test_stop_string_cuts_text_and_tokens(
     before = oracle.engine.tokenizer.decode(answer.token_ids[:-1], skip_special_tokens=True)
     assert stop in covered
     assert stop not in before, "no token after the one that completed the stop string"
-    check_books(output, oracle)
+    check_counters(output, oracle)
 
 
 def test_min_tokens_puts_every_stop_off(oracle: LLM, prompt: list[int], future: list[int]) -> None:
@@ -149,4 +149,4 @@ def test_context_limit_is_never_overrun(
     output = llm.generate(prompt, SamplingParams(**GREEDY, max_tokens=40, ignore_eos=True))[0]
     assert output.outputs[0].token_ids == future[:room]
     assert output.outputs[0].finish_reason == "length"
-    check_books(output, llm)
+    check_counters(output, llm)

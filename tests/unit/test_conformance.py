@@ -368,7 +368,7 @@ def test_the_oracle_is_right_as_often_as_it_says(accuracy: float) -> None:
             asking = Sequence(0, "0", 0, text[:length], 1, SamplingParams(), 0)
             draft = drafter.propose([asking], [10])[0].token_ids
             assert len(draft) == min(10, 500 - length)
-            right += [guess == token for guess, token in zip(draft, text[length:], strict=False)]
+            right += [draft_token == token for draft_token, token in zip(draft, text[length:], strict=False)]
     assert abs(sum(right) / len(right) - accuracy) < 0.04
     assert accuracy not in (0.0, 1.0) or len(set(right)) == 1
 

@@ -42,7 +42,7 @@ def test_a_built_in_drafter_gets_its_options() -> None:
     assert drafter.context is CONTEXT
 
 
-def test_off_is_a_drafter_that_never_guesses() -> None:
+def test_off_is_a_drafter_that_proposes_nothing() -> None:
     drafter = registry.create_drafter(config("off"), CONTEXT)
     assert isinstance(drafter, OffDrafter)
     assert drafter.max_nodes() == 0

@@ -184,7 +184,7 @@ def test_classical_verifiers_use_the_noise_of_the_right_position(name: str) -> N
             draws.append((position, stream))
             return super().draw(log_probs, position, stream, index)
 
-    for last in (3, 5):  # the third draft token is rejected, or everything stands
+    for last in (3, 5):  # the third draft token is rejected, or all are accepted
         coins: list[tuple[int, int]] = []
         draws: list[tuple[int, Stream]] = []
         judgement = Judgement(certain(1, 2, last, 4), Proposal.chain([1, 2, 3]), Recording(0, 10))

@@ -35,12 +35,12 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SHORT_CHARACTERS = 4096
-"""Up to so much text is tokenised within some milliseconds, and so in the engine's thread."""
+"""Texts up to this length are tokenised in the engine's thread: it takes a few milliseconds."""
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """Who waits for a request."""
+    """Where a request's updates go."""
 
     mailbox: Mailbox
     put: Put
@@ -50,7 +50,7 @@ class _Caller:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Something for the engine's thread to do between two steps, and whom to tell if it never gets to it."""
+    """A call for the engine's thread to run between two steps, and what to call if the engine stops first."""
 
     run: Callable[[], None]
     fail: Callable[[EngineStoppedError], None]
@@ -71,7 +71,7 @@ class _Waiting:
             self._aborted.set_result(None)
 
     async def grammar(self, compiling: Future[Grammar]) -> Grammar | None:
-        """What is compiled, None where the request is aborted first. Work that has not begun is then saved."""
+        """The compiled grammar; None where the request is aborted first, which cancels work that has not begun."""
         aborted, compiled = asyncio.wrap_future(self._aborted), asyncio.wrap_future(compiling)
         try:
             await asyncio.wait((aborted, compiled), return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +83,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Post:
-    """What came of a step for the callers of one loop."""
+    """A step's updates for the callers of one loop."""
 
     items: list[tuple[Put, Item]] = field(default_factory=list)
     urgent: bool = False
@@ -115,7 +115,7 @@ class AsyncEngine:
         if engine is None:
             engine = make_engine(model, speculative_config, engine_options)
         elif model is not None or speculative_config is not None or engine_options:
-            raise ConfigError("give an engine or what to make one of, not both")
+            raise ConfigError("give either an engine or a model with its options, not both")
         self.engine = engine
         self._stream_interval_s = stream_interval_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -268,7 +268,7 @@ class AsyncEngine:
             await asyncio.sleep(0.005)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """What `question` makes of the engine between two steps, when its state is consistent.
+        """The result of `question`, called with the engine between two steps, when its state is consistent.
 
         Raises `EngineStoppedError` when the engine has stopped, and what `question` raises.
         """
@@ -276,7 +276,7 @@ class AsyncEngine:
 
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # the caller was cancelled
             try:
                 answer.set_result(question(self.engine))
             except BaseException as error:
@@ -295,7 +295,7 @@ class AsyncEngine:
 
     @property
     def has_stopped(self) -> bool:
-        """True once the engine was closed, or failed: it serves nobody any more."""
+        """True once the engine was closed or has failed: it serves no request any more."""
         return self._stopped is not None
 
     def close(self) -> None:
@@ -359,14 +359,14 @@ class AsyncEngine:
         self._give_out()
 
     def _hold(self, caller: _Caller, item: Item) -> None:
-        """Keep what is to be given out; everything goes this way, so that it comes in its order."""
+        """Keep an item until it is delivered; all items go this way, so their order is kept."""
         post = self._held.setdefault(caller.mailbox, _Post())
         post.items.append((caller.put, item))
         post.urgent |= not caller.has_heard or isinstance(item, Exception) or item.finish_reason is not None
         caller.has_heard = True
 
     def _give_out(self) -> None:
-        """Give the callers what is held for them, all of a loop in one."""
+        """Deliver what is held, in one call for each event loop."""
         while self._held:
             mailbox, post = self._held.popitem()
             mailbox.post(post.items, post.urgent)
@@ -380,7 +380,7 @@ class AsyncEngine:
                 self._hold(known, update)
 
     def _stop(self, error: EngineStoppedError) -> None:
-        """The last thing: tell everyone who waits, and refuse whoever comes."""
+        """End every request under way with `error`, and refuse new ones."""
         with self._lock:
             self._stopped = error
         while not self._calls.empty():
@@ -403,9 +403,9 @@ def _takes_long_to_encode(prompt: Prompt, params: SamplingParams) -> bool:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """What a caller is told. What is no `Exception` would end the caller's event loop too."""
+    """The error for callers. A `BaseException` of another kind would end the caller's event loop too."""
     if isinstance(error, Exception):
         return error
-    told = RuntimeError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

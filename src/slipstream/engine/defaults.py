@@ -15,7 +15,7 @@ from slipstream.sampling.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 NEUTRAL = "vllm"
-"""The `generation_config` that asks a checkpoint nothing."""
+"""The `generation_config` that ignores the checkpoint's."""
 _NAMES = {
     **{name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")},
     "max_new_tokens": "max_tokens",

@@ -162,7 +162,7 @@ class Engine:
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[StepItem]], None] | None = None
-        """Called in every step with the items of the sequences that decoded, likewise."""
+        """Called in every step with the items of the sequences that decoded; see `StepItem`."""
 
     @property
     def draft_methods(self) -> list[str]:
@@ -229,7 +229,7 @@ class Engine:
         )
 
     def control_report(self) -> ControlReport:
-        """What is known of speculation's worth on this engine's traffic; call it between two steps."""
+        """What speculation gains on this engine's traffic, as measured; call it between two steps."""
         return self.drafting.report()
 
     def default_sampling_params(self) -> SamplingParams:
@@ -282,7 +282,7 @@ class Engine:
             if options.max_draft_tokens != 0 and (
                 self.drafter.remembers() or self.drafting.controller is not None
             ):
-                # What is drafted may hang on what coins of this seed decided for an earlier request.
+                # Drafts may depend on an earlier answer, made with the same seed's random numbers.
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}
         self._requests[request_id] = Request(
@@ -402,7 +402,7 @@ class Engine:
         return Judgement(log_probs, proposal, noise)
 
     def _commit(self, plan: StepPlan, times: StepTimes) -> list[Update]:
-        """Append what was verified, keep its cache entries, and tell everyone concerned."""
+        """Append what was verified, keep its cache entries, and report it to drafters and callers."""
         for item in plan.scheduled:
             record_prompt_logprobs(item)
             self._record_times(item.sequence, times)
@@ -470,15 +470,15 @@ class Engine:
             texts=self._texts,
         )
 
-    # --- books ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def reset_caches(self) -> None:
-        """Forget all that finished requests left behind: retained prefixes, and what the drafter learned."""
+        """Drop what finished requests left: retained prefixes, and what the drafter learned."""
         self.runner.cache.accounting.clear()
         self.drafter.reset()
 
     def integrity(self) -> list[str]:
-        """What is wrong in the books; an idle engine must hold nothing. Tests call it after every scenario."""
+        """Violated invariants, a sentence each; an idle engine holds nothing. Tests call it after every scenario."""
         accounting = self.runner.cache.accounting
         faults = [*accounting.integrity(), *self.drafting.integrity()]
         if not self.has_unfinished:
@@ -500,7 +500,7 @@ class Engine:
         )
         stop_token_ids = self._stop_token_ids(params)
         if sequence.grammar is not None and not stop_token_ids:
-            stop_token_ids = self._eos_token_ids  # for where nothing else is left: not to leave the form
+            stop_token_ids = self._eos_token_ids  # an answer under a grammar needs a token to end with
         width = self.model.vocab_size
         processor = LogitsProcessor(params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar)
         stop = StopRules(sequence, text, processor, self._eos_token_ids, self.max_model_len)

@@ -23,7 +23,7 @@ def make_engine(
     `model` None is the small target that ships with the package; `engine_options` are the fields of `EngineConfig`, or
     vLLM's keys.
     `like` is an engine of the same target, whose weights are shared.
-    Raises `ConfigError`, `ModelError` or `CapacityError` when something cannot be had as asked.
+    Raises `ConfigError`, `ModelError` or `CapacityError` for what cannot be loaded or does not fit.
     """
     config = options_from(
         EngineConfig,

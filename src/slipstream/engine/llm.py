@@ -32,7 +32,7 @@ class LLM:
     `model` is a checkpoint folder or a hub id; None takes the small pair that ships with the package.
     `speculative_config` is a mapping as vLLM's (`{"method": "ngram", "num_speculative_tokens": 4}`), a
     `SpeculativeConfig`, or None for speculation off. Other keywords are the fields of `EngineConfig`.
-    Raises `ConfigError` or `ModelError` when something cannot be loaded as asked.
+    Raises `ConfigError` or `ModelError` for what cannot be loaded.
 
     May be called from several threads: one call runs at a time, the others wait. `AsyncEngine` runs them together.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core import StepItem, TokenLogprob
 
 BLOCK_ROWS = 64
-"""Rows that are normalised at once: what it takes beside the logits does not grow with a prompt's chunk."""
+"""Rows that are normalised at once, which bounds the memory beside the logits however long a prompt's chunk is."""
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:

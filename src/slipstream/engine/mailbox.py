@@ -16,10 +16,10 @@ Put = Callable[[Item], None]
 
 
 class Mailbox:
-    """One event loop's, which is woken no more often than it has to be.
+    """The mailbox of one event loop, which it wakes as seldom as possible.
 
-    Every wake-up hands the interpreter's lock to a loop that then keeps the engine's next step waiting. What is posted
-    within `interval_s` of a delivery waits for the next one, where the updates of one answer are one.
+    Every wake-up hands the interpreter's lock to the loop and delays the engine's next step. What is posted within
+    `interval_s` of a delivery waits for the next one, which joins the updates of one answer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
@@ -42,7 +42,7 @@ class Mailbox:
             self._will_deliver = True
         try:
             self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop has closed: nobody listens
+        except RuntimeError:  # the loop has closed
             self._has_closed = True
             self._posted.clear()
 
@@ -50,7 +50,7 @@ class Mailbox:
         with self._lock:
             posted, self._posted = self._posted, []
             if not posted and self._timer is not None:
-                return  # the timer will see to what is to come
+                return  # the timer delivers what comes next
             again = self._will_deliver = bool(posted) and self._interval_s > 0
         if self._timer is not None:
             self._timer.cancel()

@@ -57,8 +57,8 @@ def plan_memory(
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
     Raises `CapacityError` when not even a short request would fit, and where nobody has set `max_model_len` and the
-    drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Of a
-    fraction of what happens to be free that is only warned of.
+    drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Where
+    the cache is a share of the free memory, that is only a warning.
     """
     max_model_len = config.max_model_len or model.context_length
     if max_model_len > model.context_length:
@@ -71,7 +71,7 @@ def plan_memory(
         max_model_len + max_draft_tokens + CHUNK
     )  # segments are rounded to chunks
     num_slots = min(useful, allowed // per_token)
-    longest = min(num_slots - CHUNK, max_model_len)  # where there is no more room, drafts are given up
+    longest = min(num_slots - CHUNK, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes)
     alone = min(without_draft // model.kv_bytes_per_token - CHUNK, max_model_len)
     needed = min(config.max_model_len or CHUNK, max_model_len)
@@ -103,7 +103,7 @@ def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
 
 
 def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:
-    """For keys and values, where they are not counted out."""
+    """For keys and values, where `kv_cache_bytes` is not set."""
     free = available_bytes(device)
     if config.gpu_memory_utilization is None:
         return int(free * config.kv_memory_fraction)

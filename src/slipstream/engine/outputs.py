@@ -25,7 +25,7 @@ class CompletionOutput:
     seed: int
     """With this seed and n = 1 the same answer comes again, if it is `reproducible`."""
     token_logprobs: list[TokenLogprob] | None
-    """One a token, where `logprobs` were asked for."""
+    """One a token, where `SamplingParams.logprobs` is set."""
     metrics: RequestMetrics
     texts: TokenTexts = field(repr=False, compare=False)
 
@@ -38,11 +38,11 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the answer's tokens; None unless `logprobs` were asked for."""
+        """The sum over the answer's tokens; None unless `SamplingParams.logprobs` is set."""
         return None if self.token_logprobs is None else sum(entry.logprob for entry in self.token_logprobs)
 
     def finished(self) -> bool:
-        """True: there are no others."""
+        """Always True; vLLM's outputs have it too."""
         return True
 
     @property
@@ -61,12 +61,12 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_token_logprobs: list[TokenLogprob | None] | None
-    """One a token of the prompt, None for its first, where `prompt_logprobs` were asked for."""
+    """One a token of the prompt, None for its first, where `SamplingParams.prompt_logprobs` is set."""
     texts: TokenTexts = field(repr=False, compare=False)
 
     @property
     def finished(self) -> bool:
-        """True: there are no others."""
+        """Always True; vLLM's outputs have it too."""
         return True
 
     @property

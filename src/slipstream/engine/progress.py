@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 UseTqdm = bool | Callable[..., Any] | None
 
 QUIET_S = 1.0
-"""A batch that is done by then gets no bar, unless one was asked for."""
+"""A batch that is done by then shows no bar unless `use_tqdm` is True."""
 
 
 @contextmanager

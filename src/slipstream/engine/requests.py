@@ -93,9 +93,9 @@ class Request:
 
 
 def request_seeds(seed: int | None) -> Iterator[int]:
-    """The seeds of requests that bring none: from the operating system, or derived from the engine's own.
+    """Seeds for requests without one: from the operating system, or derived from the engine's own.
 
-    Derived in two stages, so that no request meets a seed that some request's n-th answer has.
+    Derived in two stages, so that no request gets the seed of another request's n-th answer.
     """
     if seed is None:
         while True:
@@ -135,7 +135,7 @@ def make_sequences(
 
 
 def deliver(updates: list[Update], callbacks: dict[str, UpdateCallback]) -> None:
-    """Call back when the books are closed: a callback may abort requests, and one that raises harms no other."""
+    """Call back after the step: a callback may abort requests, and one that raises keeps no other from its update."""
     failure: BaseException | None = None
     for update in updates:
         if update.request_id in callbacks:

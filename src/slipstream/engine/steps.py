@@ -1,4 +1,4 @@
-"""What is noted of a step: when its phases ended, what was accepted, what it did and cost."""
+"""What is recorded of a step: when its phases ended, what was accepted, its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepTimes:
 
 
 def record_acceptance(item: StepItem) -> None:
-    """Count what was proposed, reached and accepted; what a stop rule cut off was not reached."""
+    """Count what was proposed, reached and accepted; positions that a stop rule cut off do not count as reached."""
     metrics = item.sequence.metrics
     metrics.num_cut_steps += item.was_cut
     metrics.record_step(

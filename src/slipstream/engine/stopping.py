@@ -30,7 +30,7 @@ class StopRules:
     def append(self, token_id: int, from_draft: bool) -> bool:
         """Commit one token to the sequence and its text; True when the answer ends with it, or before it.
 
-        It ends before a token that may not come: nothing else was left of the distribution.
+        It ends before a forbidden token: the masks left no other.
         """
         sequence, params, grammar = self._sequence, self._sequence.params, self._sequence.grammar
         ends = token_id in self._eos_token_ids or token_id in self._stop_token_ids
@@ -40,7 +40,7 @@ class StopRules:
         sequence.token_ids.append(token_id)
         sequence.from_draft.append(from_draft)
         if ends and grammar is not None and not grammar.mask(output) >> token_id & 1:
-            return self._finish_form(grammar, output)  # to end was all that was left
+            return self._finish_form(grammar, output)  # the masks left only the end token
         if ends:
             if params.include_stop_str_in_output:
                 self._text.push(token_id, from_draft, check_stop=False)
@@ -59,7 +59,7 @@ class StopRules:
         return False
 
     def _finish_form(self, grammar: Grammar | None, output: list[int]) -> bool:
-        """The answer cannot go on: well where it is whole."""
+        """The answer cannot go on: STOP where the grammar accepts it as it is, else ERROR."""
         is_whole = grammar is not None and grammar.accepts(output)
         return self._finish(FinishReason.STOP if is_whole else FinishReason.ERROR)
 

@@ -39,16 +39,16 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
     return model, tokenizer
 
 
-def check_same_target(model: CausalLM, mine: EngineConfig, asked: EngineConfig) -> None:
-    """Raise `ConfigError` where an engine of `asked` may not share the `model` that was loaded for `mine`."""
-    for name in {field.name for field in fields(asked)} - _PRIVATE_FIELDS:
-        if getattr(mine, name) != getattr(asked, name):
+def check_same_target(model: CausalLM, mine: EngineConfig, other: EngineConfig) -> None:
+    """Raise `ConfigError` where an engine of `other` may not share the `model` that was loaded for `mine`."""
+    for name in {field.name for field in fields(other)} - _PRIVATE_FIELDS:
+        if getattr(mine, name) != getattr(other, name):
             raise ConfigError(
                 f"engines that share a target need one {name}, "
-                f"got {getattr(mine, name)!r} and {getattr(asked, name)!r}"
+                f"got {getattr(mine, name)!r} and {getattr(other, name)!r}"
             )
-    if context_length(model.config, asked.max_model_len) != model.context_length:
+    if context_length(model.config, other.max_model_len) != model.context_length:
         raise ConfigError(
             "engines that share a target with LongRoPE need the same of its two sets of frequencies, got max_model_len "
-            f"{mine.max_model_len} and {asked.max_model_len}"
+            f"{mine.max_model_len} and {other.max_model_len}"
         )

@@ -1,1 +1,1 @@
-"""Counting what speculation did and what it cost."""
+"""Counters and times of requests and steps."""

@@ -1,4 +1,4 @@
-"""What one answer cost and what speculation gained for it."""
+"""Counters and times of one answer: steps, draft tokens, acceptance, seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import zip_longest
 class RequestMetrics:
     """Counters of one sequence. All counts are of *emitted* work: tokens cut off by a stop rule are not accepted.
 
-    A step's seconds count in full for every sequence that took part in it: they are what the request waited.
+    A step's seconds count in full for every sequence that took part in it, since each of them waited so long.
     """
 
     num_prompt_tokens: int = 0
@@ -31,7 +31,7 @@ class RequestMetrics:
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry k: steps that accepted exactly k draft tokens."""
     num_cut_steps: int = 0
-    """Steps without a token of the target's own: the answer ended at a draft token, or before what may not come."""
+    """Steps without a token of the target's own: the answer ended at a draft token, or its masks left no token."""
     num_preemptions: int = 0
     queue_s: float = 0.0
     """From arrival to the first step."""

@@ -1,9 +1,9 @@
 """Who runs in the next step, and how many tokens each computes. No tensors.
 
-Sequences are admitted first come, first served. A step holds a bounded number of rows: every decoding sequence gets
-its row first, prompts share what is left evenly, so that a long prompt delays nobody's next token by more than one
-bounded step and short prompts pass long ones. When the cache is full, the sequence that was admitted last gives its
-place up and is computed again later; its text does not change.
+Sequences are admitted first come, first served. A step holds a bounded number of rows. Every decoding sequence gets
+its row first, and prompts share the rest evenly: a long prompt delays the others' next token by one bounded step at
+most, and short prompts overtake long ones. When the cache is full, the sequence that was admitted last is preempted and
+computed again later; its text does not change.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from slipstream.core import Sequence, StepItem, StepPlan
 from slipstream.kv.accounting import KVAccounting
 
 MAX_SCORED_ROWS = 256
-"""Rows of prompts whose log-probabilities are wanted that a step computes: each of them has logits as wide as the
-vocabulary."""
+"""The most rows a step of prompts whose log-probabilities are wanted: each has logits as wide as the vocabulary."""
 
 
 class Scheduler:
@@ -48,7 +47,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, finished or aborted; its entries are retained for prefix reuse."""
+        """Take out a finished or aborted sequence; its cache entries are retained for prefix reuse."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._accounting.close(sequence.id)
@@ -84,7 +83,7 @@ class Scheduler:
                 sequence.id, sequence.token_ids, sequence.tenant, reuse=not sequence.wants_prompt_logprobs
             )
             if cached is None:
-                return  # nobody behind may pass: a large request must not starve
+                return  # later ones must not overtake it: a large request would starve
             sequence.num_computed = cached
             if sequence.metrics.num_preemptions == 0:
                 sequence.metrics.num_cached_tokens = cached
@@ -111,7 +110,7 @@ class Scheduler:
         """How many draft tokens to ask for.
 
         Never more than can be emitted beside the target's own token, than fit into the context, or than this
-        sequence's share of the rows that nobody needs.
+        sequence's share of the spare rows.
         """
         spare = (self._max_rows - sum(rows.values())) // len(self.running)
         to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
@@ -121,7 +120,7 @@ class Scheduler:
         return int(max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context)))
 
     def _reserve(self, item: StepItem, plan: StepPlan) -> bool:
-        """Make room for the rows, giving up first the drafts and then the places of later arrivals."""
+        """Make room for the rows: first without draft tokens, then by preempting later arrivals."""
         sequence = item.sequence
         needed = sequence.num_computed + item.num_rows
         if self._accounting.reserve(sequence.id, needed + item.max_draft_tokens):

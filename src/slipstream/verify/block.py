@@ -40,17 +40,16 @@ class BlockVerifier(Verifier):
 
 
 def verify_chain(judgement: Judgement) -> Verdict:
-    """Keep the longest prefix that any of the coins allows; a rejection early on does not end the search.
+    """Keep the longest prefix whose own random draw accepts it; a rejection early on does not end the search.
 
     With x_1 .. x_n the draft, p_i and q_i the distributions after x_1 .. x_i, and w_0 = 1 (Algorithm 2 of the
     paper):
 
-        w_i = min(1, w_(i-1) * p_(i-1)(x_i) / q_(i-1)(x_i))    how likely the target is to say the prefix,
-        capped z_i = sum over x of max(w_i * p_i(x) - q_i(x), 0)      what it would rather say after it h_i =
-        z_i / (z_i + 1 - w_i), and h_n = w_n             the coin of prefix i
+        w_i = min(1, w_(i-1) * p_(i-1)(x_i) / q_(i-1)(x_i))    likelihood ratio of the prefix, capped
+        z_i = sum over x of max(w_i * p_i(x) - q_i(x), 0)      mass of the residual after it
+        h_i = z_i / (z_i + 1 - w_i), and h_n = w_n             probability that prefix i is accepted
 
-    The last prefix whose own coin falls is kept, and the next token drawn from max(w_i * p_i - q_i, 0), or
-    from p_n.
+    The longest accepted prefix is kept, and the next token drawn from norm(max(w_i * p_i - q_i, 0)), or from p_n.
     """
     proposal, noise = judgement.proposal, judgement.noise
     refuse_coupled(proposal)

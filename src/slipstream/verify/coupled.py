@@ -1,4 +1,4 @@
-"""Verification by shared noise: the target's token is a pure function, and drafts only have to guess it."""
+"""Verification by shared noise: the target's token is a pure function of distribution, seed and position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.verify.base import Judgement, Verifier
 
 
 class CoupledVerifier(Verifier):
-    """Take the target's own token at each node; descend into the child that holds it, stop where none does.
+    """Take the target's own token at each node; descend into the child that holds it, stop where no child does.
 
     The target's token at a position is `argmax(log p + g(seed, position))`, whatever was drafted, so the text
     is the one that plain decoding gives with the same seed, for any proposal of any kind. Against drafts that

@@ -17,17 +17,17 @@ CLASSICAL_KINDS = frozenset(ProposalKind) - {ProposalKind.COUPLED}
 
 
 class RejectionVerifier(Verifier):
-    """Accept a draft token with min(1, p/q), else go on with what p has left over q; siblings take turns.
+    """Accept a draft token with min(1, p/q), else go on with the residual of p over q; siblings take turns.
 
     For chains: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
     (ICML 2023), and Chen et al., "Accelerating large language model decoding with speculative sampling"
     (2023). For siblings: the multi-round rule of SpecInfer (Miao et al., ASPLOS 2024), without replacement as
-    in Sequoia (Chen et al., NeurIPS 2024). A token that was chosen, not drawn, has q = 1, so that it is
-    accepted with p.
+    in Sequoia (Chen et al., NeurIPS 2024). A token that was chosen, not drawn, has q = 1 and is accepted with
+    probability p.
 
     Lossless only if q is what the draft was really drawn from, and if no draft was dropped for the token that
     it turned out to be. A node whose row of q is not finite is rejected, whatever p says of it. Raises
-    `ValueError` for coupled proposals, whose drafts know the target's noise.
+    `ValueError` for coupled proposals, which depend on the target's noise.
     """
 
     name: ClassVar[str] = "rejection"
@@ -45,18 +45,18 @@ def verify_tree(judgement: Judgement) -> Verdict:
     while True:
         position = noise.root_position + len(accepted)
         target = judgement.log_probs[node + 1].double().exp()  # [V]
-        tried: list[int] = []
+        rejected: list[int] = []
         for child in proposal.children.get(node, ()):
             token = proposal.token_ids[child]
-            draft = draft_row(proposal, child, tried, like=target)
+            draft = draft_row(proposal, child, rejected, like=target)
             if not is_finite(draft):
-                continue  # nothing was drawn from it: the node is rejected, and p is left as it is
+                continue  # no distribution: the node is rejected, and p stays as it is
             if noise.accepts(min(1.0, likelihood_ratio(target, draft, token)), position, child):
                 accepted.append(child)
                 node = child
                 break
             target = residual(target, draft)
-            tried.append(token)
+            rejected.append(token)
         else:
             return Verdict(tuple(accepted), noise.draw(target.log(), position, Stream.NEXT_TOKEN))
 
@@ -64,12 +64,12 @@ def verify_tree(judgement: Judgement) -> Verdict:
 def refuse_coupled(proposal: Proposal) -> None:
     if len(proposal) and proposal.kind is ProposalKind.COUPLED:
         raise ValueError(
-            "a coupled proposal knows the target's noise; only the coupled verifier can judge it"
+            "a coupled proposal depends on the target's noise; only the coupled verifier can judge it"
         )
 
 
-def draft_row(proposal: Proposal, node: int, tried: Seq[int], like: torch.Tensor) -> torch.Tensor:
-    """The distribution q, float64 [V], from which `node` came, after its siblings with the tokens `tried`."""
+def draft_row(proposal: Proposal, node: int, rejected: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    """The distribution q, float64 [V], from which `node` came, after its siblings with the tokens `rejected`."""
     if proposal.kind is ProposalKind.ONE_HOT:
         draft = torch.zeros_like(like)
         draft[proposal.token_ids[node]] = 1.0
@@ -77,14 +77,14 @@ def draft_row(proposal: Proposal, node: int, tried: Seq[int], like: torch.Tensor
     assert proposal.draft_probs is not None  # Proposal has checked it
     row = proposal.draft_probs[node].to(like)  # [V'], V' <= V: a draft may know fewer tokens
     draft = torch.nn.functional.pad(row, (0, len(like) - len(row)))
-    if proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and tried:
-        draft[list(tried)] = 0.0
+    if proposal.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and rejected:
+        draft[list(rejected)] = 0.0
         draft /= draft.sum().clamp(min=torch.finfo(draft.dtype).tiny)
     return draft
 
 
 def is_finite(draft: torch.Tensor) -> bool:
-    """False for a row of q, [V], in which a draft model's arithmetic has overflowed."""
+    """False for a row of q, [V], where a draft model's arithmetic overflowed."""
     return bool(draft.isfinite().all())
 
 
@@ -98,10 +98,9 @@ def likelihood_ratio(target: torch.Tensor, draft: torch.Tensor, token: int) -> f
 
 
 def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """norm(max(p - q, 0)), [V]: what p has left when a draft from q was rejected.
+    """norm(max(p - q, 0)), [V]: the distribution that follows the rejection of a draft token from q.
 
-    Where nothing is left, p equals q up to rounding and the rejection was itself an accident of rounding: p
-    stands.
+    Where nothing is left, p equals q up to rounding, and only rounding caused the rejection: then it is p.
     """
     left = (target - draft).clamp_(min=0.0)
     mass = left.sum()

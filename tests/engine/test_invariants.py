@@ -1,4 +1,4 @@
-"""An idle engine holds nothing, and its books say so of the drafter too; tenants share nothing."""
+"""An idle engine holds nothing, and `integrity` says so of the drafter too; tenants share nothing."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ KEEPS_NOTHING = ("token-recycling",)
 
 
 class LeakyNgram(NgramDrafter):
-    """Forgets nobody."""
+    """Forgets no sequence."""
 
     def release(self, sequence: Sequence) -> None:
         return
 
 
 class LeakySuffix(SuffixDrafter):
-    """Forgets nobody."""
+    """Forgets no sequence."""
 
     def release(self, sequence: Sequence) -> None:
         return
 
 
 class LeakyDraft(DraftModelDrafter):
-    """Forgets nobody."""
+    """Forgets no sequence."""
 
     def release(self, sequence: Sequence) -> None:
         return
@@ -68,7 +68,7 @@ class HalfLeakyDraft(DraftModelDrafter):
     ],
 )
 @pytest.mark.parametrize("way", ["finished", "aborted"])
-def test_a_drafter_that_forgets_nobody_is_named(
+def test_a_drafter_that_forgets_no_sequence_is_named(
     prompts: list[list[int]], name: str, options: dict[str, Any], way: str
 ) -> None:
     engine = LLM(
