@@ -86,7 +86,7 @@ def test_min_p_leaves_what_top_p_counts() -> None:
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_drafts_are_accepted(verifier: str) -> None:
-    """A verifier that rejects everything is exact too; a draft equal to the target must mostly stand."""
+    """A verifier that rejects everything is exact too; a draft equal to the target must mostly be accepted."""
     target = TARGETS["sharp"]
     drafter = TableDrafter(DRAFTS["equal"](target), SHAPES["chain_2"], ProposalKind.ONE_HOT)
     steps: list[int] = []
