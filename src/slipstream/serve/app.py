@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
+from slipstream.serve import endpoints
 from slipstream.serve.api import errors, openapi
 from slipstream.serve.api.chat import ChatAnswer
 from slipstream.serve.api.completions import CompletionAnswer, echo_of
@@ -46,6 +47,7 @@ from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import ID_HEADER, RequestLog
 from slipstream.serve.network.body_room import BodyRoom
 from slipstream.serve.network.head_requests import HeadRequests
+from slipstream.serve.routes import RouteTable
 from slipstream.serve.service import Service
 from slipstream.serve.tracing import TraceRequests, make_provider
 
@@ -71,6 +73,7 @@ def create_app(
     """
     traces = traces or make_provider(config.otlp_traces_endpoint, os.environ)
     service = Service(engine, config, model_name)
+    routes = RouteTable()
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -88,28 +91,29 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        middleware=_middleware(service, traces),
+        middleware=_middleware(service, routes, traces),
     )
     app.state.service = service
     errors.install(app)
-    openapi.install(app, config, service.model_name)
+    openapi.install(app, config, service.model_name, routes)
     _add_generation(app, service)
     responses.add_routes(app, service, _reader(service, ResponseBody), _job)
     _add_tokens(app, service)
     _add_state(app, service)
     dashboard.add_routes(app, service)
+    endpoints.add_installed(app, service, routes)
     return app
 
 
-def _middleware(service: Service, traces: TracerProvider | None) -> list[Middleware]:
+def _middleware(service: Service, routes: RouteTable, traces: TracerProvider | None) -> list[Middleware]:
     """From the outside in."""
     layers = [
-        Middleware(RequestLog, metrics=service.metrics),
+        Middleware(RequestLog, metrics=service.metrics, routes=routes),
         Middleware(BodyRoom, max_body_bytes=service.config.max_body_bytes),
     ]
     if traces is not None:
         names = {"model_name": service.model_name, "method": service.method}
-        layers.append(Middleware(TraceRequests, provider=traces, **names))
+        layers.append(Middleware(TraceRequests, provider=traces, routes=routes, **names))
     if service.config.cors_origins:
         layers.append(
             Middleware(
@@ -120,7 +124,8 @@ def _middleware(service: Service, traces: TracerProvider | None) -> list[Middlew
                 expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER],
             )
         )
-    return [*layers, Middleware(KeyGuard, keys=service.config.api_key), Middleware(HeadRequests)]
+    guard = Middleware(KeyGuard, keys=service.config.api_key, routes=routes)
+    return [*layers, guard, Middleware(HeadRequests)]
 
 
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:

@@ -10,9 +10,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.serve.api.errors import ApiError
+from slipstream.serve.routes import RouteTable
 
-API = ("/v1", "/tokenize", "/detokenize")
-GUARDED = (*API, "/dashboard/data", "/dashboard/acknowledge")
 ACCOUNT = "slipstream.account"
 """Where in an ASGI scope is kept whose key a request came with."""
 
@@ -31,14 +30,15 @@ def tenant_of(scope: Scope, user: str | None) -> str:
 
 
 class KeyGuard:
-    """Refuses guarded paths to whoever has no key, before a byte of the body is read."""
+    """Refuses requests without a known key where the route needs one, before a byte of the body is read."""
 
-    def __init__(self, app: ASGIApp, keys: Seq[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Seq[str], routes: RouteTable) -> None:
         self._app = app
+        self._routes = routes
         self._keys = [(key.encode(), digest(key)) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_guarded(scope["path"]) and self._keys:
+        if scope["type"] == "http" and self._keys and self._routes.find(scope).needs_key:
             try:
                 scope[ACCOUNT] = self._account(Headers(scope=scope).get("authorization"))
             except ApiError as error:
@@ -65,17 +65,3 @@ class KeyGuard:
 def digest(key: str) -> str:
     """What stands for a key."""
     return hashlib.sha256(b"slipstream account " + key.encode()).hexdigest()[:32]
-
-
-def is_guarded(path: str) -> bool:
-    """True for the paths that need a key."""
-    return _is_under(path, GUARDED)
-
-
-def is_api(path: str) -> bool:
-    """True for the paths that clients use, each of whose requests is counted and logged."""
-    return _is_under(path, API)
-
-
-def _is_under(path: str, roots: Seq[str]) -> bool:
-    return any(path == root or path.startswith(root + "/") for root in roots)

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.api.errors import CLIENT_LEFT, FACTS, clipped
-from slipstream.serve.auth import is_api
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.metrics.metrics import Metrics
+from slipstream.serve.routes import RouteTable
 
 logger = logging.getLogger("slipstream.serve.access")
 
@@ -99,8 +99,9 @@ def take_over_transformers() -> None:
 class RequestLog:
     """Gives every request an id, and writes a line when it is over."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable) -> None:
         self._app = app
+        self._routes = routes
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +131,7 @@ class RequestLog:
             self._write(scope, status, time.perf_counter() - started_s)
 
     def _write(self, scope: Scope, status: int, duration_s: float) -> None:
-        api = is_api(scope["path"])
+        api = self._routes.find(scope).is_api
         if api:
             self._metrics.on_response(status)
         line = {

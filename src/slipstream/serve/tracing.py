@@ -21,19 +21,13 @@ from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import FACTS
 from slipstream.serve.api.stream import ANSWER
+from slipstream.serve.routes import RouteTable
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
-
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/responses": "chat",
-}
-"""The paths whose requests have spans, and what the conventions call them."""
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -94,16 +88,22 @@ def _exporter(endpoint: str | None, environment: Mapping[str, str]) -> Any:
 
 
 class TraceRequests:
-    """Middleware: a span from a generation request's arrival to its last byte, below the caller's `traceparent`."""
+    """Middleware: a span from a request's arrival to its last byte, below the caller's `traceparent`.
 
-    def __init__(self, app: ASGIApp, provider: TracerProvider, model_name: str, method: str) -> None:
+    Requests of routes without an `operation` have none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, provider: TracerProvider, routes: RouteTable, model_name: str, method: str
+    ) -> None:
         self._app = app
+        self._routes = routes
         self._tracer = provider.get_tracer("slipstream", __version__)
         self._model_name = model_name
         self._method = method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        operation = OPERATIONS.get(scope["path"]) if scope["type"] == "http" else None
+        operation = self._routes.find(scope).operation if scope["type"] == "http" else None
         if operation is None:
             await self._app(scope, receive, send)
             return

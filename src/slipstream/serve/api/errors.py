@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
@@ -92,6 +93,11 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, RequestValidationError):  # of a body that FastAPI parses: an added endpoint's
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        return ApiError(400, message, param=place or None, code="invalid_value")
     if isinstance(error, EngineStoppedError):
         return unavailable(str(error))
     logger.error("a request failed", exc_info=error)
@@ -140,5 +146,12 @@ def install(app: FastAPI) -> None:
         told.note(request.scope)
         return told.response()
 
-    for kind in (ApiError, RequestError, EngineStoppedError, HTTPException, Exception):
+    for kind in (
+        ApiError,
+        RequestError,
+        EngineStoppedError,
+        HTTPException,
+        RequestValidationError,
+        Exception,
+    ):
         app.add_exception_handler(kind, answer)

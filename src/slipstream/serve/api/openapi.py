@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from slipstream.serve.api.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from slipstream.serve.auth import is_guarded
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.routes import RouteTable
 
 Schema = dict[str, Any]
 
@@ -38,6 +39,8 @@ _ERRORS = {
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
 _GENERATION = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _TOKENS = (400, 404, 408, 413, 415, 429, 500, 503, 504)
+_ENDPOINT = (400, 408, 413, 415, 429, 500, 503)
+"""Of a route that another package adds."""
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1},
@@ -203,33 +206,38 @@ OPERATIONS: dict[str, _Operation] = {
     "GET /version": _Operation("The server's version.", _object(version=STRING)),
     "GET /metrics": _Operation("Prometheus metrics.", STRING, media_type="text/plain"),
 }
-"""By method and path. Routes that are not here are shown as FastAPI finds them."""
+"""By method and path. Routes of other packages are not here; they are shown as FastAPI finds them."""
 
 
-def install(app: FastAPI, config: ServeConfig, model_name: str) -> None:
+def install(app: FastAPI, config: ServeConfig, model_name: str, routes: RouteTable) -> None:
     """Have the application publish this document."""
 
     def document() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, config, model_name)
+            app.openapi_schema = _document(app, config, model_name, routes)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, config: ServeConfig, model_name: str) -> Schema:
+def _document(app: FastAPI, config: ServeConfig, model_name: str, routes: RouteTable) -> Schema:
     with_keys = bool(config.api_key)
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas: dict[str, Schema] = {"Error": _ERROR}
+    found_schemas = document.get("components", {}).get("schemas", {})
+    schemas: dict[str, Schema] = {**found_schemas, "Error": _ERROR}
+    needs_key = {f"{route.method} {_bare(route.path)}": with_keys and route.needs_key for route in routes}
     for path, method, found in [(p, m, f) for p, ms in document["paths"].items() for m, f in ms.items()]:
-        operation = OPERATIONS.get(f"{method.upper()} {path}")
-        if operation is None:
-            continue
-        guarded = with_keys and is_guarded(path)
-        found["summary"] = operation.summary
-        found["responses"] = _responses(operation, guarded)
+        name = f"{method.upper()} {path}"
+        operation, guarded = OPERATIONS.get(name), needs_key[name]
         if guarded:
             found["security"] = [{"key": []}]
+        if operation is None:  # of another package: as FastAPI finds it
+            found["responses"].pop("422", None)
+            errors = (*_ENDPOINT, 401) if guarded else _ENDPOINT
+            found["responses"] |= _errors(errors)
+            continue
+        found["summary"] = operation.summary
+        found["responses"] = _responses(operation, guarded)
         if operation.body is not None:
             schema = _body_schema(operation.body, model_name, config.strict_parameters, schemas)
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -237,6 +245,11 @@ def _document(app: FastAPI, config: ServeConfig, model_name: str) -> Schema:
     if with_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _bare(path: str) -> str:
+    """A path as OpenAPI spells it: without the converters of its parameters."""
+    return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
 
 
 def _body_schema(cls: type[Body], model_name: str, strict: bool, schemas: dict[str, Schema]) -> Schema:
@@ -264,7 +277,12 @@ def _responses(operation: _Operation, guarded: bool) -> Schema:
     if operation.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     responses: Schema = {"200": {"description": operation.summary, "content": content}}
-    for status in sorted((*operation.errors, *((401,) if guarded else ()))):
+    return responses | _errors((*operation.errors, *((401,) if guarded else ())))
+
+
+def _errors(statuses: Seq[int]) -> Schema:
+    responses: Schema = {}
+    for status in sorted(statuses):
         error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
         responses[str(status)] = {"description": _ERRORS[status], "content": error}
         if status in _HEADERS:

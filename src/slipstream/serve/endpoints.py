@@ -1,0 +1,122 @@
+"""Endpoints of other packages, found by their entry points:
+
+    [project.entry-points."slipstream.endpoints"]
+    score = "my_package.module:add_endpoints"
+
+The function is called once for each application, as `add_endpoints(router, context)`. `router` is a FastAPI
+`APIRouter`; `context` is an `EndpointContext`. What holds for the server's own routes holds for those that it adds:
+API keys, bounds on bodies, errors in OpenAI's shape, the access log, traces and the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.errors import ConfigError
+from slipstream.serve.auth import tenant_of
+from slipstream.serve.limits import check_json, read_body
+from slipstream.serve.routes import Route, RouteTable
+from slipstream.serve.service import Service
+
+GROUP = "slipstream.endpoints"
+_WITH_BODY = {"POST", "PUT", "PATCH"}
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointContext:
+    """What an endpoint is given of the server."""
+
+    engine: AsyncEngine
+    model_name: str
+    """How clients name the model."""
+    _service: Service = field(repr=False)
+    _policies: dict[str, dict[str, bool]] = field(default_factory=dict, repr=False)
+
+    def set_policy(self, path: str, *, needs_key: bool = True, is_traced: bool = True) -> None:
+        """Change what holds for the routes of `path`: without a call they need a key and each request has a span."""
+        self._policies[path] = {"needs_key": needs_key, "is_traced": is_traced}
+
+    def tenant(self, request: Request, user: str | None = None) -> str:
+        """For `RequestOptions.tenant`: whose API key came with the request, and within it the `user`."""
+        return tenant_of(request.scope, user)
+
+    def admit(self, num_answers: int) -> AbstractContextManager[None]:
+        """Count answers as under way while the context lasts: a server that drains waits for them.
+
+        Raises an error that is answered with status 429 where too many are waiting, and 503 during a drain.
+        """
+        return self._service.admission.admit(num_answers)
+
+
+AddEndpoints = Callable[[APIRouter, EndpointContext], None]
+
+
+def add_installed(app: FastAPI, service: Service, routes: RouteTable) -> None:
+    """Add the endpoints of all installed packages to `app` and to `routes`, behind those that are there.
+
+    Raises `ConfigError` for a function that cannot be imported or fails, for a route that exists already, and for one
+    that is no plain HTTP route.
+    """
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        context = EndpointContext(service.engine, service.model_name, service)
+        router = APIRouter(route_class=_bounded_route(service))
+        try:
+            entry.load()(router, context)
+        except Exception as error:
+            raise ConfigError(
+                f"endpoint {entry.name!r} cannot be added: {type(error).__name__}: {error}"
+            ) from error
+        for route in router.routes:
+            _note(route, entry.name, context, routes)
+        app.include_router(router)
+
+
+def _note(route: Any, name: str, context: EndpointContext, routes: RouteTable) -> None:
+    if not isinstance(route, APIRoute):
+        raise ConfigError(f"endpoint {name!r} adds a {type(route).__name__}; only HTTP routes can be added")
+    policy = {"needs_key": True, "is_traced": True, **context._policies.get(route.path, {})}
+    for method in sorted(route.methods or ()):
+        try:
+            routes.add(
+                Route(
+                    method,
+                    route.path,
+                    needs_key=policy["needs_key"],
+                    is_api=True,
+                    operation=route.name if policy["is_traced"] else None,
+                    is_documented=route.include_in_schema,
+                )
+            )
+        except ValueError as error:
+            raise ConfigError(f"endpoint {name!r}: {error}") from None
+
+
+def _bounded_route(service: Service) -> type[APIRoute]:
+    """A route whose body is read within the server's bounds before FastAPI parses it."""
+    config = service.config
+
+    class BoundedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+
+            async def bounded(request: Request) -> Response:
+                if request.method in _WITH_BODY:
+                    if self.body_field is not None:
+                        check_json(request)
+                    service.admission.check_open()
+                    body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+                    request._body = body  # what `Request.body` would have read without bounds
+                return await handle(request)
+
+            return bounded
+
+    return BoundedRoute
