@@ -23,6 +23,7 @@ from slipstream.models.linear.formats import (
     weight_format,
 )
 from slipstream.models.linear.layers import PackedLinear
+from slipstream.testing.weight_formats import check_weight_format
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -171,3 +172,59 @@ def test_weights_that_are_not_the_checkpoints_are_refused() -> None:
 def test_it_is_for_the_devices_that_it_names() -> None:
     with pytest.raises(ConfigError, match="quantization 'toy' is for the CPU; on cuda leave it out"):
         weight_format("toy").check(torch.device("cuda"), torch.float32)
+
+
+# --- the conformance kit --------------------------------------------------------------------------------------
+
+
+class Neighbourly(Widened):
+    """One scale for all rows together, as in PyTorch's dynamic quantisation."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scale = rows.abs().amax() / 127 if rows.numel() else 1.0
+        return super().forward((rows / scale).round() * scale)
+
+
+class Flattening(Widened):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows.reshape(-1, self.in_features))
+
+
+class Misread(Widened):
+    def unpack(self, outputs: Tensor) -> Tensor:
+        return super().unpack(outputs.flip(0))
+
+
+class Heavier(Toy):
+    bytes_per_weight = 3
+
+
+@pytest.mark.parametrize("fmt", [weight_format("int8"), Toy()])
+def test_formats_keep_the_contract(fmt: WeightFormat) -> None:
+    check_weight_format(fmt, same_bits=fmt.kernel is not None)
+
+
+def test_float32_keeps_the_contract_to_the_rounding_of_its_kernels() -> None:
+    check_weight_format(weight_format(None), max_error=1e-5, same_bits=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (Neighbourly, "depends on the .* rows beside it"),
+        (Flattening, r"makes \(0, 128\) of 0 rows in a batch of 1"),
+        (Misread, "unpacks is not what it multiplies with"),
+    ],
+)
+def test_the_kit_finds_what_breaks_the_contract(layer: type[PackedLinear], sentence: str) -> None:
+    class Broken(Toy):
+        def pack_torch(self, linear: nn.Linear) -> PackedLinear:
+            return layer(linear)
+
+    with pytest.raises(AssertionError, match=sentence):
+        check_weight_format(Broken(), same_bits=False)
+
+
+def test_the_kit_weighs() -> None:
+    with pytest.raises(AssertionError, match="holds 16384 bytes, bytes_per_weight says 24576"):
+        check_weight_format(Heavier(), same_bits=False)
