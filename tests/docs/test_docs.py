@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -244,3 +245,31 @@ def test_exports_are_there() -> None:
     assert slipstream.LLM is LLM
     with pytest.raises(AttributeError, match="has no attribute 'LMM'"):
         slipstream.LMM  # noqa: B018
+
+
+def test_the_workflow_calls_what_contributors_run() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    makefile = (ROOT / "Makefile").read_text()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for target in ("check", "test", "test-long", "docs"):
+        assert f"make {target}" in steps
+        assert re.search(rf"^make {target}\b", contributing, flags=re.MULTILINE)
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+
+
+def test_contributing_names_every_kind_of_test() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for folder in (ROOT / "tests").iterdir():
+        if list(folder.glob("test_*.py")):
+            assert f"| `tests/{folder.name}` |" in page, folder.name
+
+
+def test_issue_forms_can_be_read() -> None:
+    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) >= 3
+    for form in forms:
+        written = yaml.safe_load(form.read_text())
+        if form.name != "config.yml":
+            assert written.keys() >= {"name", "description", "body"}
+            assert all(part["attributes"]["label"] for part in written["body"])
