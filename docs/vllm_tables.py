@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import vllm_names
 from slipstream.config import EngineConfig
 from slipstream.sampling.params import SamplingParams
+from slipstream.serve.api.foreign import FOREIGN, HARMLESS
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.metrics.metrics import Metrics
 from slipstream.vllm_names import ANYTHING, Foreign
@@ -97,6 +98,20 @@ def speculative_keys(options: Mapping[str, type]) -> list[str]:
     return [*_table("`method`", methods), *_table("other key", keys)]
 
 
+def request_parameters() -> list[str]:
+    """Names in the body of a request that are not Slipstream's: vLLM's and those of other servers."""
+    rows = []
+    for name, advice in FOREIGN.items():
+        values = " or ".join(f"`{json.dumps(value)}`" for value in HARMLESS.get(name, ()))
+        rows.append(
+            (
+                name,
+                f"{values} is accepted, anything else refused: {advice}" if values else f"refused: {advice}",
+            )
+        )
+    return _table("parameter of a request", rows)
+
+
 def metric_names() -> list[str]:
     """What `/metrics` shows under vLLM's names with `--metrics-alias vllm`."""
     text = Metrics("m", TaskLabels([], 0), "vllm").exposition().decode()
@@ -115,6 +130,7 @@ def filled(page: str, options: Mapping[str, type]) -> str:
         "sampling": sampling_keys(),
         "call": call_keys(),
         "speculative": speculative_keys(options),
+        "requests": request_parameters(),
         "metrics": metric_names(),
     }
     for name, lines in sections.items():

@@ -247,6 +247,14 @@ def test_exports_are_there() -> None:
         slipstream.LMM  # noqa: B018
 
 
+def test_every_group_of_entry_points_has_its_line() -> None:
+    sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src/slipstream").rglob("*.py"))
+    groups = set(re.findall(r'entry-points\."(slipstream\.\w+)"', sources))
+    assert len(groups) >= 5
+    page = (ROOT / "docs/reference/api/extending.md").read_text()
+    assert set(re.findall(r"^\| `(slipstream\.\w+)` \|", page, flags=re.MULTILINE)) == groups
+
+
 def test_the_workflow_calls_what_contributors_run() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
