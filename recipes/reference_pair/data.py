@@ -10,11 +10,11 @@ from typing import TypedDict
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.train.batches import Document
+from slipstream.train.batches import TrainingDocument
 
 from .tokenizer import ROLES
 
-Piece = Document
+Piece = TrainingDocument
 
 
 class RecipeError(Exception):

@@ -1,4 +1,4 @@
-"""One client of an OpenAI-compatible server: an answer, timed as it arrives."""
+"""A client of an OpenAI-compatible server that times answers as they arrive."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from slipstream.errors import RemoteError
 from slipstream.workload.prompts import Prompt
 
 _BODY_SHOWN = 200
-"""Characters of an unknown answer that an error message shows."""
+"""Characters of an invalid response that an error message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Where the server is and how it is spoken to."""
+class ServerAddress:
+    """A server's URLs, model and credentials."""
 
     url: str
-    """With `/v1`, without a slash at its end."""
+    """With `/v1`, without a trailing slash."""
     model: str
     metrics_url: str
     api_key: str | None = None
     timeout_s: float = 600.0
-    """Seconds without a byte until a request fails."""
+    """A request fails after this many seconds without a byte."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -36,29 +36,29 @@ class Server:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what came of it. Seconds count from when it was sent."""
+    """One request and its response. Seconds count from when it was sent, unless said otherwise."""
 
     prompt: int
     status: int | None = None
-    """HTTP's; None where no response came."""
+    """HTTP status; None without a response."""
     started_s: float = 0.0
     """When it was sent, on `time.perf_counter`'s clock."""
     text: str = ""
     num_chunks: int = 0
     time_to_first_token_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
-    """Between one streamed piece and the next. A step of speculation streams several tokens as one piece."""
+    """Times between streamed pieces. A step with accepted draft tokens streams several tokens as one piece."""
     latency_s: float = 0.0
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
-    """From `usage`; None where the server does not say."""
+    """From `usage`; None where the server does not report it."""
     speculation: dict[str, Any] | None = None
-    """`metrics.speculative_decoding` in vLLM's shape, from servers that show a request its own figures."""
+    """`metrics.speculative_decoding` in vLLM's format, from servers that report it per request."""
     error: str | None = None
 
 
-def connect(server: Server) -> httpx2.AsyncClient:
-    """A client that opens as many connections as it is asked for."""
+def connect(server: ServerAddress) -> httpx2.AsyncClient:
+    """A client without a limit on connections."""
     return httpx2.AsyncClient(
         headers=server.headers,
         timeout=server.timeout_s,
@@ -68,14 +68,14 @@ def connect(server: Server) -> httpx2.AsyncClient:
 
 async def ask(
     client: httpx2.AsyncClient,
-    server: Server,
+    server: ServerAddress,
     number: int,
     prompt: Prompt,
     raw: bool,
     extra: Mapping[str, Any],
     stream: bool = True,
 ) -> Exchange:
-    """Ask one prompt and read its answer. What goes wrong is in `Exchange.error`."""
+    """Send one prompt and read its answer; a failure is reported in `Exchange.error`, not raised."""
     path, body = request_body(server.model, prompt, raw, extra, stream)
     started_s = time.perf_counter()
     exchange = Exchange(number, started_s=started_s)
@@ -99,7 +99,7 @@ async def ask(
 def request_body(
     model: str, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """Path below `/v1`, and JSON: a chat, or a completion for plain prompts that stay as they are."""
+    """(path below `/v1`, body): a chat, or a completion for plain prompts with `raw`."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     common = {"model": model, "max_tokens": prompt.max_tokens, **streamed, **extra}
     if prompt.text is not None and raw:
@@ -109,7 +109,7 @@ def request_body(
 
 
 def error_of(status: int, body: bytes) -> str:
-    """The message of OpenAI's error shape, or what there is."""
+    """'HTTP status: message', with the message of OpenAI's error format or else the body."""
     text = body.decode(errors="replace").strip()
     try:
         message = _message(json.loads(text)) or text
@@ -119,7 +119,7 @@ def error_of(status: int, body: bytes) -> str:
 
 
 async def _read(response: httpx2.Response, exchange: Exchange, started_s: float) -> None:
-    """Fill the exchange from the stream of events."""
+    """Fill the exchange from a stream of events."""
     last_s: float | None = None
     finished = False
     async for event in httpx2.EventSource(response):
@@ -166,7 +166,7 @@ def _read_whole(body: bytes, exchange: Exchange) -> None:
 
 
 def _take_figures(payload: Mapping[str, Any], exchange: Exchange) -> None:
-    """Token counts, and the request's own figures of speculation, where the server sends them."""
+    """Store the token counts and the request's speculation metrics, where the server sends them."""
     usage = payload.get("usage") or {}
     exchange.num_prompt_tokens = usage.get("prompt_tokens", exchange.num_prompt_tokens)
     exchange.num_output_tokens = usage.get("completion_tokens", exchange.num_output_tokens)
@@ -177,7 +177,7 @@ def _take_figures(payload: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """What a chunk adds to the answer, thoughts included: they are tokens too."""
+    """A chunk's text, reasoning included."""
     delta = choice.get("delta") or choice.get("message") or {}
     parts = (
         delta.get("reasoning_content") or delta.get("reasoning"),
@@ -196,9 +196,9 @@ def _message(payload: Any) -> str | None:
 
 
 def find_url(url: str, api_key: str | None, timeout_s: float) -> str:
-    """`url` as the server's interface begins, with the `/v1` that people leave out; asks only where that is open.
+    """`url` with `/v1` appended if the server's API is there; queries the server only for a `url` without it.
 
-    Raises `RemoteError` when nobody is there, or nobody who speaks HTTP.
+    Raises `RemoteError` when the server cannot be reached.
     """
     url = url.rstrip("/")
     if url.endswith("/v1") or _models(url, api_key, timeout_s).status_code != 404:
@@ -208,7 +208,7 @@ def find_url(url: str, api_key: str | None, timeout_s: float) -> str:
 
 
 def find_model(url: str, api_key: str | None, timeout_s: float) -> str:
-    """The first model that the server lists; raises `RemoteError` when it cannot be asked."""
+    """The first model that the server lists; raises `RemoteError` when there is none."""
     response = _models(url, api_key, timeout_s)
     if response.status_code >= 400:
         raise RemoteError(f"{url}/models answers {error_of(response.status_code, response.content)}")
@@ -226,8 +226,8 @@ def _models(url: str, api_key: str | None, timeout_s: float) -> httpx2.Response:
         raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
 
 
-def scrape(server: Server) -> str | None:
-    """The server's metrics as text; None where it has none."""
+def scrape(server: ServerAddress) -> str | None:
+    """The server's Prometheus metrics as text; None where it has none."""
     try:
         response = httpx2.get(server.metrics_url, headers=server.headers, timeout=min(server.timeout_s, 30))
     except (httpx2.HTTPError, httpx2.InvalidURL):

@@ -1,4 +1,4 @@
-"""Configuration: frozen, checked when it is made, and strict about names."""
+"""Configuration: frozen dataclasses, validated on construction, strict about names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU_KERNELS = ("auto", "native", "torch")
 
 
 def cache_folder() -> Path:
-    """`SLIPSTREAM_CACHE`, else `slipstream` in `XDG_CACHE_HOME` or `~/.cache`; it need not exist."""
+    """`SLIPSTREAM_CACHE`, else `slipstream` in `XDG_CACHE_HOME` or `~/.cache`; it may not exist yet."""
     if own := os.environ.get("SLIPSTREAM_CACHE"):
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> None:
-    """Raise `ConfigError` for the first name that is not valid, with the nearest one that is."""
+    """Raise `ConfigError` for the first invalid name, with the nearest valid one; `what` is what messages call it."""
     valid = sorted(valid)
     for name in names:
         if name not in valid:
@@ -96,12 +96,12 @@ class SpeculativeConfig:
     verifier: str = "coupled"
     options: Mapping[str, Any] = field(default_factory=dict)
     probe_share: float | None = None
-    """Share of the engine's time that may go into finding out what speculation gains: short stretches without it, and
-    with `auto` tries of what is not chosen. 0 is never; None is 0.005 with
-    `auto` and in `slipstream serve`, and never otherwise."""
+    """Share of the engine's time for probes that measure the gain of speculation: short stretches without it, and with
+    `auto` exploration of drafters that are not chosen. 0 is never; None is 0.005 with `auto` and in `slipstream serve`,
+    otherwise 0."""
     draft_timeout_s: float = 30.0
-    """A drafter that takes longer than this for a call is left out for a while, in the end for good; answers go on
-    without drafts."""
+    """Time limit of a drafter's call, in seconds. A drafter that exceeds it is paused, after repeated failures retired;
+    requests continue without drafts."""
 
     def __post_init__(self) -> None:
         check_types(
@@ -121,7 +121,7 @@ class SpeculativeConfig:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
         """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`.
 
-        Without a `method` the `model` shows it, as in vLLM.
+        Without a `method` it is inferred from the `model`, as in vLLM. Raises `ConfigError`.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(
@@ -134,7 +134,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_text(cls, text: str) -> SpeculativeConfig:
-        """From JSON, or from the path of a file that holds JSON."""
+        """From JSON, or from the path of a JSON file; raises `ConfigError`."""
         source = "speculative config"
         if not text.lstrip().startswith("{"):
             path = Path(text)
@@ -160,12 +160,12 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the target model is loaded and how much may run at once. Sizes are in bytes, lengths in tokens."""
+    """How the target model is loaded and how many requests may run. Sizes are in bytes, lengths in tokens."""
 
     model: str
     tokenizer: str | None = None
     lora: str | None = None
-    """Folder of a LoRA adapter that is merged into the target's weights; None takes one that lies beside them."""
+    """Folder of a LoRA adapter to merge into the target's weights; None uses one in the model's own folder, if any."""
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
@@ -180,28 +180,28 @@ class EngineConfig:
     """`native`: our own, compiled once by the machine's C++ compiler. `torch`: PyTorch's operators, slower. `auto`:
     native where there is a compiler."""
     num_threads: int | None = None
-    """CPU threads for the arithmetic; None leaves PyTorch's own choice."""
+    """CPU threads for the arithmetic; None is PyTorch's own number."""
     max_model_len: int | None = None
-    """Prompt and answer together; None is the model's own context length. With LongRoPE (Phi 3) None is the length that
-    the short frequencies are for; a larger one takes the long frequencies for every text."""
+    """The most tokens of prompt and answer together; None is the model's context length. With LongRoPE (Phi 3) None is
+    the length for the short frequencies; a larger value uses the long frequencies for every text."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    """Rows in one target pass: prompt chunks, pending tokens and draft tokens together."""
+    """The most rows in one target pass: prompt chunks, pending tokens and draft tokens together."""
     kv_cache_bytes: int | None = None
-    """Memory for keys and values of target and drafter together; None takes `kv_memory_fraction`."""
+    """Memory for keys and values of target and drafter together; None uses `kv_memory_fraction`."""
     kv_memory_fraction: float = 0.3
-    """Share of the memory that is free at start, an upper bound: no more is planned than can ever be used."""
+    """Share of the memory that is free at start, as an upper bound: no more is allocated than could be used."""
     gpu_memory_utilization: float | None = None
-    """As in vLLM: share of the device's whole memory (a CPU's is the machine's) for weights, keys and values together.
-    Takes the place of `kv_memory_fraction`; keys and values get what the weights leave of it."""
+    """As in vLLM: share of the device's whole memory (on a CPU the machine's) for weights, keys and values together.
+    Replaces `kv_memory_fraction`: keys and values get what the weights leave."""
     enable_prefix_caching: bool = True
     seed: int | None = None
-    """Seeds the draw of the requests' own seeds; None draws from the operating system."""
+    """Seed for drawing the requests' own seeds; None draws them from the operating system."""
     generation_config: str = "auto"
-    """Where the sampling parameters of requests that give none come from: `auto` is the checkpoint's
-    generation_config.json, `vllm` turns that off, and a folder has another such file."""
+    """Default sampling parameters of requests without their own: `auto` reads the checkpoint's generation_config.json,
+    `vllm` uses none, and a folder is searched for another such file."""
     override_generation_config: Mapping[str, Any] | None = None
-    """Sampling parameters over those of `generation_config`."""
+    """Sampling parameters that override those of `generation_config`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "lora"):

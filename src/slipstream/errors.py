@@ -1,19 +1,19 @@
-"""Every error Slipstream raises on purpose. Each message says what was wrong and what would be right.
+"""Errors that Slipstream raises on purpose. Each message says what is wrong and what would be right.
 
 SlipstreamError
 ├── ConfigError             an unknown key or a bad value in a configuration
-├── RequestError            a prompt or a sampling parameter that cannot be served
+├── RequestError            an invalid prompt or sampling parameter
 ├── ModelError              a checkpoint that cannot be loaded
 │   ├── UnsupportedModelError       an architecture that cannot be decoded exactly here
 │   └── VocabularyMismatchError     a draft whose tokens are not the target's
-├── CapacityError           something that does not fit into the memory that was planned
-├── EngineStoppedError      the engine was closed, or failed, while a request was under way
-└── RemoteError             a server that is to be measured cannot be reached, or answers nothing
+├── CapacityError           something that does not fit into the planned memory
+├── EngineStoppedError      the engine was closed, or failed, while a request was running
+└── RemoteError             a remote server that cannot be reached or gives no valid answer
 """
 
 
 class SlipstreamError(Exception):
-    """Base of all errors raised on purpose; its text is fit to be shown to a user."""
+    """Base of all errors raised on purpose; its message can be shown to a user."""
 
 
 class ConfigError(SlipstreamError, ValueError):
@@ -21,7 +21,7 @@ class ConfigError(SlipstreamError, ValueError):
 
 
 class RequestError(SlipstreamError, ValueError):
-    """A prompt or a sampling parameter cannot be served."""
+    """A prompt or a sampling parameter is invalid."""
 
 
 class ModelError(SlipstreamError):
@@ -33,7 +33,7 @@ class UnsupportedModelError(ModelError):
 
 
 class VocabularyMismatchError(ModelError):
-    """The draft's token ids do not mean what the target's mean."""
+    """The draft's vocabulary is not the target's."""
 
 
 class CapacityError(SlipstreamError):
@@ -41,8 +41,8 @@ class CapacityError(SlipstreamError):
 
 
 class EngineStoppedError(SlipstreamError):
-    """The engine was closed, or failed, before the request was through."""
+    """The engine was closed, or failed, before the request finished."""
 
 
 class RemoteError(SlipstreamError):
-    """A server cannot be reached, or does not answer as an OpenAI-compatible one."""
+    """A server cannot be reached, or its answers are not OpenAI-compatible."""

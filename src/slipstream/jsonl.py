@@ -1,4 +1,4 @@
-"""JSON lines as users write them: one object a line, and one error that names file and line for anything else."""
+"""Users' JSON lines: one object a line; errors name the file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 def read_text(file: Path) -> str:
-    """The file's text; raises `RequestError` when it cannot be had."""
+    """The file's text; raises `RequestError` when it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -24,8 +24,10 @@ def read_text(file: Path) -> str:
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """'FILE, line N' and the object of each line that is not blank; raises `RequestError` for what is no object."""
-    for number, line in enumerate(read_text(file).split("\n"), start=1):  # JSON may hold other line ends
+    """('FILE, line N', object) for each non-blank line; raises `RequestError` for a line that is not a JSON object."""
+    for number, line in enumerate(
+        read_text(file).split("\n"), start=1
+    ):  # JSON strings may hold other line breaks
         if not line.strip():
             continue
         where = f"{file}, line {number}"
@@ -39,7 +41,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_messages(messages: Any, where: str) -> list[Message]:
-    """The messages of a conversation; raises `RequestError` that says what a message looks like."""
+    """`messages`, checked to be a conversation; raises `RequestError`."""
     if not isinstance(messages, list):
         raise RequestError(f'{where} needs a list of messages like {{"role": "user", "content": "…"}}')
     for message in messages:
@@ -49,7 +51,8 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
 
 def up_to_last_user(messages: Any, where: str) -> tuple[list[Message], list[Message]]:
-    """A recorded conversation without the answers at its end, and those; `RequestError` where nothing is left."""
+    """(conversation up to the last user message, recorded answers after it); raises `RequestError` without the
+    former."""
     messages = check_messages(messages, where)
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""Where a result came from: enough to run it again."""
+"""The origin of a result: versions, machine, commit and command."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
     """Versions, machine, threads, commit and command of this process.
 
-    `commit` is that of the checkout that Slipstream runs from, with `+changes` where its sources differ from it; None
-    where there is no checkout.
+    `commit` is that of the checkout that Slipstream runs from, with `+changes` for uncommitted changes of the sources;
+    None without a checkout.
     """
     import torch
 
@@ -49,7 +49,7 @@ def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit; None where there is none."""
+    """The checkout's commit, as in `provenance`; None without a checkout."""
     root = _checkout()
     if root is None:
         return None
@@ -60,12 +60,12 @@ def commit() -> str | None:
 
 
 def without_folders(text: str) -> str:
-    """`text` with no more than the last part of each absolute path in it: what is published tells no place."""
+    """`text` with each absolute path reduced to its last part, so that published results name no folders."""
     return re.sub(r"(^|[\s=:,\"'(\[{]|file://)/(?:[^/\s=:,\"']+/)+(?=[^/\s=:,\"'])", r"\1", text)
 
 
 def command(argv: Seq[str]) -> str:
-    """The command line, with no more of any path than a reader can use."""
+    """The command line, with paths reduced to what a reader can use."""
     program, root = Path(argv[0]), _checkout()
     argv = [argv[0], *map(without_folders, argv[1:])]
     if program.name == "__main__.py" and root is not None and program.resolve().is_relative_to(root):
@@ -80,7 +80,7 @@ def command(argv: Seq[str]) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder above `src/slipstream` where that is a checkout of the project; None for an installed package."""
+    """The checkout's root; None for an installed package."""
     root = Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() else None
 

@@ -1,6 +1,6 @@
-"""Names of vLLM's that mean nothing here: taken at the value that changes nothing, refused at any other.
+"""vLLM's names without an effect here: accepted at their neutral values, refused at any other.
 
-Names that mean the same are fields of our own classes and do not stand here.
+Names with the same meaning are fields of Slipstream's own classes and are not listed here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from slipstream.errors import ConfigError, SlipstreamError
 logger = logging.getLogger(__name__)
 
 ANYTHING = object()
-"""Among the neutral values of a name that changes neither text nor outputs, whatever it is set to."""
+"""Marks a name that changes neither text nor outputs at any value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """One of vLLM's names: the values that ask for nothing beside None, and what to do instead of the others."""
+    """One of vLLM's names: its neutral values beside None, and advice for the others."""
 
     neutral: tuple[Any, ...] = ()
-    instead: str = "leave it out"
+    instead: str = "omit it"
 
     def takes(self, value: Any) -> bool:
-        """True for a value that asks for nothing."""
+        """True for a neutral value."""
         if value is None or any(one is ANYTHING for one in self.neutral):
             return True
         return any(type(one) is type(value) and one == value for one in self.neutral)
@@ -38,9 +38,9 @@ class Foreign:
 def split_off(
     given: Mapping[str, Any], names: Mapping[str, Foreign], what: str, error: Callable[[str], SlipstreamError]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What of `given` is none of `names`, and the names that were dropped.
+    """(the items of `given` whose names are not in `names`, the names that were dropped at neutral values).
 
-    Raises `error` for a value that asks for something, calling the name a `what`.
+    Raises `error` for a value that is not neutral; `what` is what the message calls the name.
     """
     own: dict[str, Any] = {}
     dropped: list[str] = []
@@ -78,7 +78,7 @@ SAMPLING = {
     "thinking_token_budget": Foreign((-1,), "use max_tokens"),
     "truncate_prompt_tokens": Foreign((-1,), "cut the prompt's token ids before the call"),
 }
-"""Of `SamplingParams`."""
+"""vLLM's names in `SamplingParams`."""
 
 CALL = {
     "guided_options_request": Foreign((), "use structured_outputs of SamplingParams"),
@@ -93,7 +93,7 @@ CALL = {
         ("auto", "string"), "parts of text are joined, others are refused"
     ),
 }
-"""Of `LLM.generate` and `LLM.chat`."""
+"""vLLM's names in `LLM.generate` and `LLM.chat`."""
 
 PROMPT = {
     "multi_modal_data": Foreign(({},), "models read text only"),
@@ -104,7 +104,7 @@ PROMPT = {
     "token_type_ids": Foreign(),
     "type": Foreign(("text", "token", "tokens")),
 }
-"""Of a prompt that is a mapping."""
+"""vLLM's keys of a prompt that is a mapping."""
 
 METHODS = {
     "apply_model": "llm.engine.model.model is the Transformers model",
@@ -129,7 +129,7 @@ METHODS = {
 
 _ONE_PROCESS = "a model runs in one process on one device"
 _TEXT_ONLY = "models read and write text only"
-_CAPTURE = "steps are not compiled or captured; leave it out"
+_CAPTURE = "steps are not compiled or captured; omit it"
 _MERGED = "give lora the folder of an adapter, which is merged into the model when it is loaded"
 _HUB = "set HF_HOME, HF_TOKEN or HF_HUB_OFFLINE in the environment"
 _OWN_DTYPE = "keys and values are kept in dtype; set that"
@@ -195,11 +195,11 @@ ENGINE = {
     ),
     "logits_processors": Foreign(([],), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     "logits_processor_pattern": Foreign(),
-    "guided_decoding_backend": Foreign(("auto", "guidance"), "forms are followed by llguidance"),
+    "guided_decoding_backend": Foreign(("auto", "guidance"), "the backend is llguidance"),
     "structured_outputs_config": Foreign(
-        ({}, {"backend": "auto"}, {"backend": "guidance"}), "forms are followed by llguidance"
+        ({}, {"backend": "auto"}, {"backend": "guidance"}), "the backend is llguidance"
     ),
-    "reasoning_parser": Foreign(("",), "texts come as they are"),
+    "reasoning_parser": Foreign(("",), "texts are returned unparsed"),
     "task": Foreign(("auto", "generate"), "models here write text only"),
     "runner": Foreign(("auto", "generate"), "models here write text only"),
     "convert": Foreign(("auto", "none"), "models here write text only"),
@@ -218,7 +218,7 @@ ENGINE = {
     "hf_overrides": Foreign(({},), _CONFIG),
     "rope_scaling": Foreign(({},), _CONFIG),
     "rope_theta": Foreign((), _CONFIG),
-    "ignore_patterns": Foreign((), "leave unwanted files out of the folder"),
+    "ignore_patterns": Foreign((), "remove unwanted files from the folder"),
     "model_loader_extra_config": Foreign(({},)),
     "served_model_name": Foreign((), "slipstream serve has --served-model-name"),
     "enable_lora": Foreign((False,), _MERGED),
@@ -258,24 +258,24 @@ ENGINE = {
     "ngram_prompt_lookup_max": Foreign((), _SPECULATION),
     "ngram_prompt_lookup_min": Foreign((), _SPECULATION),
 }
-"""Of the engine. Names whose values are `ANYTHING` are about speed, memory or logs of parts that are not here."""
+"""vLLM's names in the engine. Those with `ANYTHING` set speed, memory or logs of parts that Slipstream lacks."""
 
 _ENGINE_SYNONYMS = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _UNSET_BY_NONE = ("enable_prefix_caching", "generation_config", "max_num_batched_tokens", "max_num_seqs")
-"""Our names for which vLLM's None is the default."""
+"""Names whose None means the default in vLLM."""
 
 
 def own_engine_keys(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of vLLM's engine as fields of `EngineConfig`; those that ask for nothing are dropped, with one notice.
+    """vLLM's engine keys as fields of `EngineConfig`; keys without an effect are dropped with a warning.
 
-    Raises `ConfigError` for what cannot be had, with what to do instead.
+    Raises `ConfigError` for a value that is not supported, with what to do instead.
     """
     own, dropped = split_off(given, ENGINE, "engine key", ConfigError)
     for theirs, ours in _ENGINE_SYNONYMS.items():
         if theirs in own:
             if own.get(ours) not in (None, own[theirs]):
-                raise ConfigError(f"{theirs} and {ours} say different things; leave one of them out")
+                raise ConfigError(f"{theirs} and {ours} differ; omit one of them")
             own[ours] = own.pop(theirs)
     own = {name: value for name, value in own.items() if value is not None or name not in _UNSET_BY_NONE}
     if own.get("max_model_len") in (-1, "auto"):
@@ -284,7 +284,7 @@ def own_engine_keys(given: Mapping[str, Any]) -> dict[str, Any]:
         name = str(own["dtype"]).removeprefix("torch.")  # it may be torch's own
         own["dtype"] = _DTYPES.get(name, name)
     if dropped:
-        logger.warning("of no meaning here, and left out: %s", ", ".join(sorted(dropped)))
+        logger.warning("ignored, because it has no effect here: %s", ", ".join(sorted(dropped)))
     return own
 
 
@@ -297,7 +297,7 @@ SPECULATIVE = {
     "code_revision": Foreign(),
     "draft_load_config": Foreign(),
     "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
-    "draft_sample_method": Foreign(("greedy",), "this drafter looks its tokens up"),
+    "draft_sample_method": Foreign(("greedy",), "this drafter does not sample"),
     "parallel_drafting": Foreign(
         (False,), "draft models draft token by token; see medusa for heads in parallel"
     ),
@@ -319,8 +319,8 @@ SPECULATIVE = {
         Foreign((ANYTHING,)),
     ),
 }
-"""Of `speculative_config`, for a drafter that has no option of the name. No value of those that are `ANYTHING` can
-change a text."""
+"""vLLM's keys of `speculative_config`, for drafters without an option of that name. Those with `ANYTHING` cannot change
+the text."""
 
 METHOD_SYNONYMS = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
 METHODS_ELSEWHERE = {
@@ -331,15 +331,16 @@ METHODS_ELSEWHERE = {
     "mlp_speculator": "train Medusa or EAGLE-3 heads",
     "mtp": "train an EAGLE-3 head for the model",
 }
-"""Methods of vLLM's that are not here, and what to do instead."""
+"""vLLM's methods that are not supported, and what to do instead."""
 
 _VERIFIERS = {"standard": None, "block": "block"}
 
 
 def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `speculative_config` in our words: the method found where it is not named, the verifier under its name.
+    """vLLM's `speculative_config` with Slipstream's keys: the method inferred where it is missing, and the verifier.
 
-    `rejection_sample_method` `standard` is any verifier that is lossless, so it leaves ours. Raises `ConfigError`.
+    `rejection_sample_method` `standard` means any lossless verifier, so the configured one is kept. Raises
+    `ConfigError`.
     """
     own = dict(given)
     if own.get("method") is None:
@@ -355,9 +356,7 @@ def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         verifier = _VERIFIERS[rule]
         if verifier is not None and own.setdefault("verifier", verifier) != verifier:
-            raise ConfigError(
-                "rejection_sample_method and verifier say different things; leave one of them out"
-            )
+            raise ConfigError("rejection_sample_method and verifier differ; omit one of them")
     if own["method"] == "draft_model" and own.get("use_heterogeneous_vocab") is True:
         del own["use_heterogeneous_vocab"]
         own["method"] = "tli"
@@ -365,11 +364,11 @@ def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _method_of(given: Mapping[str, Any]) -> str:
-    """What the model is: by its configuration where it is a folder, else by its name, as vLLM does."""
+    """The method for a model: by its configuration where it is a folder, else by its name, as vLLM does."""
     model = given.get("model")
     if not isinstance(model, str | os.PathLike) or not str(model):
         raise ConfigError(
-            f'speculative_config needs "method", or a "model" that shows it; got keys {list(given)}'
+            f'speculative_config needs "method", or a "model" that implies it; got keys {list(given)}'
         )
     name = os.fspath(model).lower()
     if name in ("ngram", "[ngram]", "ngram_gpu", "suffix"):
@@ -395,7 +394,7 @@ _MARKS = {
     "dspark": "dspark",
     "mtp": "mtp",
 }
-"""Part of a configuration's kind to method, the longer ones first."""
+"""Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
     "eagle-": "eagle",
     "eagle3": "eagle3",
@@ -403,11 +402,11 @@ _NAME_MARKS = {
     "dflash": "dflash",
     "dspark": "dspark",
 }
-"""Part of a name to method."""
+"""Substring of a model's name to method."""
 
 
 def _marks(folder: Path) -> str:
-    """What the configuration in a folder calls its model; empty where there is none."""
+    """The model types in a folder's configuration, as one lower-case text; empty without a configuration."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kinds = [

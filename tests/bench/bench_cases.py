@@ -7,9 +7,9 @@ from typing import Any
 from slipstream.bench.engine.measure import BenchRun, TimedAnswer
 from slipstream.bench.engine.order import Turn
 from slipstream.bench.engine.steps import StepTally
-from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationFacts
+from slipstream.bench.engine.summary import comparisons, summarise, timings
+from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationSummary
 from slipstream.bench.settings import BenchSettings
-from slipstream.bench.summary import comparisons, summarise, timings
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
@@ -71,7 +71,7 @@ def result_of(runs: list[BenchRun], complete: bool = True) -> BenchResult:
         provenance={**machine, **made, "versions": {"torch": "2"}},
         model="<b>model</b>",
         labels=[],
-        workload=asked.facts(Chosen(PROMPTS, 0)),
+        workload=asked.summary(Chosen(PROMPTS, 0)),
         sampling={"temperature": 0.0},
         repeats=1,
         interleaved_by="batch",
@@ -79,7 +79,7 @@ def result_of(runs: list[BenchRun], complete: bool = True) -> BenchResult:
         peak_rss_bytes=None,
         peak_device_bytes=None,
         configurations=[
-            ConfigurationFacts(
+            ConfigurationSummary(
                 name, "off" if name == "off" else "draft_model", "coupled", True, {}, None, None
             )
             for name in NAMES

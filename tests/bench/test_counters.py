@@ -94,7 +94,7 @@ def test_disagreements_name_the_numbers_and_a_cause() -> None:
     )
     chunks, tokens, requests, overrun = found
     assert "41 pieces of text were streamed, but usage counts only 40" in chunks
-    assert "saw 40 output tokens, the server counted 50 (+25.0%)" in tokens
+    assert "counted 40 output tokens, the server 50 (+25.0%)" in tokens
     assert "the 2 requests that failed here" in tokens
-    assert "saw 5 finished requests, the server counted 4 (-20.0%)" in requests
+    assert "counted 5 finished requests, the server 4 (-20.0%)" in requests
     assert "which makes 55 tokens, but only 50 generated" in overrun

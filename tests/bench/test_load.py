@@ -17,7 +17,7 @@ from slipstream.bench.server import load
 from slipstream.bench.server.load import LoadPlan, first_turns
 from slipstream.bench.server.load_result import Arrivals, LoadResult
 from slipstream.cli.main import app
-from slipstream.client import Exchange, Server
+from slipstream.client import Exchange, ServerAddress
 from slipstream.errors import RemoteError, RequestError
 from slipstream.workload.prompts import Prompt
 from slipstream.workload.reading import Question, Workload
@@ -40,7 +40,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 def plan(url: str, concurrency: int | None = 2, rate: float | None = None, **options: Any) -> LoadPlan:
-    server = Server(url, MODEL, f"{url.removesuffix('/v1')}/metrics", timeout_s=5)
+    server = ServerAddress(url, MODEL, f"{url.removesuffix('/v1')}/metrics", timeout_s=5)
     arrivals = Arrivals(None if rate else concurrency, rate, seed=3)
     if "duration_s" not in options:
         options.setdefault("num_requests", 7)
@@ -120,7 +120,9 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in (3, 3, 4):
         url = "http://127.0.0.1:9/v1"
         arrivals = Arrivals(rate_per_s=50.0, seed=seed)
-        one = load._LoadRun(LoadPlan(Server(url, MODEL, url), "test", PROMPTS, arrivals, num_requests=4000))
+        one = load._LoadRun(
+            LoadPlan(ServerAddress(url, MODEL, url), "test", PROMPTS, arrivals, num_requests=4000)
+        )
         times: list[float] = []
         monkeypatch.setattr(one, "_next", lambda times=times, one=one: times.append(now_s[0]) or _count(one))
         monkeypatch.setattr(one, "_watch", lambda: asyncio.Event().wait())
@@ -215,8 +217,8 @@ def test_nobody_there_is_one_error() -> None:
 
 
 def test_a_load_needs_an_end_and_one_kind_of_arrivals() -> None:
-    server = Server("u", MODEL, "m")
-    with pytest.raises(RequestError, match="no end"):
+    server = ServerAddress("u", MODEL, "m")
+    with pytest.raises(RequestError, match="does not end"):
         LoadPlan(server, "test", PROMPTS, Arrivals(concurrency=1))
     with pytest.raises(RequestError, match="one of them"):
         LoadPlan(server, "test", PROMPTS, Arrivals(concurrency=1, rate_per_s=1.0), num_requests=1)

@@ -10,8 +10,8 @@ import pytest
 from bench_cases import answer, result_of, run, two_tasks
 
 from slipstream.bench.engine.measure import BenchRun
+from slipstream.bench.report.engine_report import render
 from slipstream.bench.report.plots import Estimate, estimates, lines, stacks
-from slipstream.bench.report.report import render
 from slipstream.bench.statistics import Interval
 from slipstream.metrics.step import StepReport
 

@@ -22,7 +22,7 @@ from slipstream.bench.server import remote
 from slipstream.bench.server.remote import RemotePlan
 from slipstream.bench.settings import BenchSettings
 from slipstream.cli.main import app
-from slipstream.client import Server
+from slipstream.client import ServerAddress
 from slipstream.errors import RemoteError
 from slipstream.sampling.params import SamplingParams
 from slipstream.workload.reading import Question, Workload
@@ -64,7 +64,7 @@ def plan(
             repeats=repeats,
             **asked,
         ),
-        Server(server.url, MODEL, f"{root}/metrics", api_key=server.key, timeout_s=20),
+        ServerAddress(server.url, MODEL, f"{root}/metrics", api_key=server.key, timeout_s=20),
         {"top_p": 0.9},
     )
 
@@ -179,14 +179,14 @@ def test_without_metrics_the_figures_of_the_clients_stay() -> None:
         result = remote.run(plan(fake))
     assert whole(result).server is None
     assert whole(result).num_output_tokens == 3 * TOKENS
-    assert any(line.endswith("/metrics has none") for line in server_remarks(result))
+    assert any(line.endswith("/metrics has no metrics") for line in server_remarks(result))
 
 
 def test_unknown_metrics_are_said_to_be_unknown() -> None:
     with serve(metrics="sglang:") as fake:
         result = remote.run(plan(fake))
     assert whole(result).server is None
-    assert "no counters that are known" in result.metrics
+    assert "no supported counters" in result.metrics
 
 
 def test_slipstreams_own_prefix_is_known() -> None:
@@ -204,21 +204,21 @@ def test_without_usage_there_are_no_tokens() -> None:
         None,
         None,
     )
-    assert any("without usage" in line for line in server_remarks(result))
+    assert any("lack usage" in line for line in server_remarks(result))
     assert "–" in render_server(result)
 
 
 def test_a_server_that_counts_more_than_it_sends() -> None:
     with serve(count_factor=1.25) as fake:
         [found] = whole(remote.run(plan(fake))).disagreements
-    assert "the clients saw 24 output tokens, the server counted 30 (+25.0%)" in found
+    assert "the clients counted 24 output tokens, the server 30 (+25.0%)" in found
     assert "other traffic" in found
 
 
 def test_a_server_that_counts_less_than_it_sends() -> None:
     with serve(count_factor=0.5) as fake:
         found = whole(remote.run(plan(fake))).disagreements
-    assert "the server counted 12 (-50.0%)" in found[0]
+    assert "the server 12 (-50.0%)" in found[0]
     assert "miss" in found[0]
     assert "past the end of answers" in found[1]  # 9 drafts and 15 accepted cannot be 12 tokens
 
@@ -238,7 +238,7 @@ def test_other_traffic_is_noticed(fake: FakeServer, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(remote, "ask", with_company)
     found = whole(remote.run(plan(fake))).disagreements
-    assert any("3 finished requests, the server counted 6 (+100.0%)" in line for line in found)
+    assert any("3 finished requests, the server 6 (+100.0%)" in line for line in found)
 
 
 def test_a_restarted_server_has_no_deltas(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_restarted_server_has_no_deltas(fake: FakeServer, monkeypatch: pytest.
     monkeypatch.setattr(remote, "ask", restarting)
     result = remote.run(plan(fake))
     assert whole(result).server is None
-    assert "went back" in result.metrics
+    assert "decreased" in result.metrics
 
 
 # --- servers that fail -----------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_the_verb(fake: FakeServer, tmp_path: Any) -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/bench.md").read_text()
     assert [name for name in key_names(saved) if f"`{name}`" not in guide] == []
     page = (tmp_path / "new" / "bench.html").read_text()
-    assert f"{MODEL} as its clients see it" in page
+    assert f"{MODEL} measured by its clients" in page
     assert len(re.findall("<svg", page)) == 4  # throughput, two latencies, acceptance
 
 

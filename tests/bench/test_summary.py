@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from bench_cases import NAMES, PROMPTS, answer, result_of, run, two_tasks
 
-from slipstream.bench.report.tables import remarks, tables
-from slipstream.bench.result import Figures
-from slipstream.bench.summary import summarise, timings
+from slipstream.bench.engine.summary import summarise, timings
+from slipstream.bench.report.engine_tables import remarks, tables
+from slipstream.bench.result import EngineFigures
 from slipstream.metrics.step import StepReport
 
 
-def cell(figures: list[Figures], name: str, task: str | None = None) -> Figures:
+def cell(figures: list[EngineFigures], name: str, task: str | None = None) -> EngineFigures:
     [found] = [f for f in figures if (f.configuration, f.task) == (name, task)]
     return found
 

@@ -8,10 +8,10 @@ import pytest
 from bench_cases import NAMES, answer, result_of, run
 
 from slipstream.bench.engine.measure import BenchRun
-from slipstream.bench.report.tables import tables
+from slipstream.bench.engine.summary import comparisons, summarise
+from slipstream.bench.report.engine_tables import tables
 from slipstream.bench.report.verdict import verdicts
 from slipstream.bench.result import BenchResult
-from slipstream.bench.summary import comparisons, summarise
 from slipstream.workload.prompts import Prompt
 
 THREE = [*NAMES, "suffix", "ngram"]

@@ -112,7 +112,7 @@ BROKEN = {
     "reference": ([{"prompt": "a", "reference": 3}], "line 1: reference must be a text"),
     "task": ([{"prompt": "a", "task": 3}], "line 1: task must be a text"),
     "conversation": ([{"conversations": [{"role": "user"}]}], "line 1: a message is"),
-    "nothing at all": ([""], "holds nothing to ask"),
+    "nothing at all": ([""], "has no prompts"),
 }
 
 

@@ -24,7 +24,7 @@ from slipstream.control.report import ControlReport, MethodReport, Speedup, Task
 from slipstream.core import Proposal, Sequence, StepItem, Verdict
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
-from slipstream.monitor.alarms import Kind
+from slipstream.monitor.alarms import AlarmKind
 from slipstream.monitor.shift import Value
 from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.logs import JsonFormatter
@@ -254,7 +254,7 @@ def test_the_controls_report_is_shown(make_app: MakeApp, monkeypatch: pytest.Mon
     assert told["tasks"][0]["realised"]["num_pairs"] == 4
     assert told["tasks"][0]["method"] == "eagle3"
     assert [method["name"] for method in told["methods"]] == ["eagle3", "suffix"]
-    assert {alarm["kind"] for alarm in told["alarms"]} == {Kind.DRAFTER_FAILED}
+    assert {alarm["kind"] for alarm in told["alarms"]} == {AlarmKind.DRAFTER_FAILED}
     assert not [
         name for name in gone if name.startswith(("slipstream_realised", "slipstream_task_break_even"))
     ]

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.core import RequestOptions
-from slipstream.monitor.alarms import Kind
+from slipstream.monitor.alarms import AlarmKind
 from slipstream.serve.app import create_app
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
@@ -118,8 +118,8 @@ def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogC
     watching = app.state.service.watching
     name = f"{digest('key-a')}/merger"
     with TestClient(app) as client:
-        watching.alarms._set(Kind.TRUNCATION, name, None, "many were cut off", 0.9, "")
-        watching.alarms._set(Kind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
+        watching.alarms._set(AlarmKind.TRUNCATION, name, None, "many were cut off", 0.9, "")
+        watching.alarms._set(AlarmKind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
         which = {"kind": "truncation", "task": "merger", "drafter": None}
 
         def alarms(name: str, of: str = "alarms") -> list[tuple[str, str | None]]:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.models import load_tokenizer
-from slipstream.train.batches import Document, read_documents
+from slipstream.train.batches import TrainingDocument, read_documents
 from slipstream.train.target import FrozenTarget
 
 ROW_LENGTH = 48
@@ -68,5 +68,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def documents(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+def documents(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[TrainingDocument]:
     return read_documents([data], tokenizer, ROW_LENGTH)

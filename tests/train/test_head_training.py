@@ -17,7 +17,7 @@ from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_model
-from slipstream.train.batches import Cursor, Document, make_batch, row_batches
+from slipstream.train.batches import Cursor, TrainingDocument, make_batch, row_batches
 from slipstream.train.eagle import EagleStudent, most_used
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.heads import HeadStudent, JointStudent
@@ -29,7 +29,7 @@ LENGTH = 48
 KINDS = ("eagle3", "eagle3-pruned", "eagle", "medusa", "medusa-shared", "hydra", "hydra-shared")
 
 
-def student(kind: str, target: FrozenTarget, documents: list[Document]) -> Student:
+def student(kind: str, target: FrozenTarget, documents: list[TrainingDocument]) -> Student:
     method, _, variant = kind.partition("-")
     if method.startswith("eagle"):
         pruned = {"draft_vocab_size": 40, "layout": "speculators"} if variant else {}
@@ -39,14 +39,16 @@ def student(kind: str, target: FrozenTarget, documents: list[Document]) -> Stude
 
 
 def trainer(
-    kind: str, target: FrozenTarget, documents: list[Document], output: Path, **options: Any
+    kind: str, target: FrozenTarget, documents: list[TrainingDocument], output: Path, **options: Any
 ) -> Trainer:
     asked = TrainOptions(**{"max_tokens": 4000, "batch_rows": 4, "row_length": LENGTH, **options})
     return Trainer(student(kind, target, documents), target, documents, 0, asked, output, {"method": kind})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns(kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path) -> None:
+def test_a_head_learns(
+    kind: str, target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
+) -> None:
     trainer(kind, target, documents, tmp_path, max_tokens=12_000, learning_rate=5e-3, log_every_s=0.0).run()
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
@@ -56,7 +58,7 @@ def test_a_head_learns(kind: str, target: FrozenTarget, documents: list[Document
 
 @pytest.mark.parametrize("kind", ["eagle3", "hydra"])
 def test_a_resumed_run_ends_bit_identical(
-    kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
+    kind: str, target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
 ) -> None:
     whole = trainer(kind, target, documents, tmp_path / "whole", max_tokens=1500)
     whole.run()
@@ -71,7 +73,7 @@ def test_a_resumed_run_ends_bit_identical(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_loads_and_drafts_with_what_was_saved(
-    kind: str, tiny: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
+    kind: str, tiny: str, target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
 ) -> None:
     made = student(kind, target, documents)
     made.save(tmp_path)
@@ -81,7 +83,9 @@ def test_the_engine_loads_and_drafts_with_what_was_saved(
     assert len(figures.greedy.conditional) >= 1
 
 
-def again(kind: str, path: Path, target: FrozenTarget, documents: list[Document], **options: Any) -> Student:
+def again(
+    kind: str, path: Path, target: FrozenTarget, documents: list[TrainingDocument], **options: Any
+) -> Student:
     """A student of the same kind that goes on from the head in `path`."""
     method = kind.partition("-")[0]
     if method.startswith("eagle"):
@@ -92,7 +96,7 @@ def again(kind: str, path: Path, target: FrozenTarget, documents: list[Document]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_a_head(
-    kind: str, target: FrozenTarget, documents: list[Document], tmp_path: Path
+    kind: str, target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
 ) -> None:
     first = trainer(kind, target, documents, tmp_path / "run", max_tokens=1500)
     first.run()
@@ -112,7 +116,7 @@ def test_training_goes_on_from_a_head(
 
 
 def test_a_head_to_go_on_from_must_be_of_its_kind(
-    target: FrozenTarget, documents: list[Document], tmp_path: Path
+    target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
 ) -> None:
     student("eagle", target, documents).save(tmp_path / "eagle")
     with pytest.raises(ConfigError, match="EAGLE-1 head, not an EAGLE-3 one"):
@@ -133,7 +137,7 @@ def test_a_head_to_go_on_from_must_be_of_its_kind(
 def test_medusa_2_trains_a_target_of_its_own(
     tiny: str,
     target: FrozenTarget,
-    documents: list[Document],
+    documents: list[TrainingDocument],
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
 ) -> None:
@@ -153,9 +157,9 @@ def test_medusa_2_trains_a_target_of_its_own(
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra-shared"])
 def test_heads_are_trained_on_what_they_are_asked(
-    kind: str, target: FrozenTarget, documents: list[Document]
+    kind: str, target: FrozenTarget, documents: list[TrainingDocument]
 ) -> None:
-    """The loss's guesses are teacher forcing's over whole rows, at the rows that count."""
+    """The loss's draft logits are teacher forcing's over whole rows, at the rows that count."""
     made = student(kind, target, documents)
     assert isinstance(made, HeadStudent)
     with torch.no_grad():
@@ -184,7 +188,7 @@ def test_heads_are_trained_on_what_they_are_asked(
 def test_the_draft_vocabulary_is_what_answers_use_most() -> None:
     tokens = np.array([5, 5, 7, 9, 9, 9, 3])
     said = np.array([True, True, True, True, True, True, False])
-    assert most_used([Document("a", tokens, said)], 12, 2).tolist() == [5, 9]
+    assert most_used([TrainingDocument("a", tokens, said)], 12, 2).tolist() == [5, 9]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_the_draft_vocabulary_is_what_answers_use_most() -> None:
     ],
 )
 def test_a_head_that_cannot_be_is_refused(
-    options: dict[str, Any], message: str, target: FrozenTarget, documents: list[Document]
+    options: dict[str, Any], message: str, target: FrozenTarget, documents: list[TrainingDocument]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         EagleStudent(EagleTrainOptions(**options), target, documents, 3, 0)

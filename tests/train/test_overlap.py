@@ -118,8 +118,8 @@ def test_either_side_may_be_dropped(
     seen: dict[str, Any] = {}
 
     class Measures:
-        def __init__(self, *args: Any, left_out: set[str]) -> None:
-            seen["left_out"] = left_out
+        def __init__(self, *args: Any, excluded: set[str]) -> None:
+            seen["excluded"] = excluded
 
         def evaluate(self) -> None:
             raise AssertionError
@@ -144,13 +144,13 @@ def test_either_side_may_be_dropped(
     assert asked == (350 if overlap == "drop_evaluation" else 7)
     assert f"{number} of {asked} evaluation prompts are in the training data" in done.stderr
     assert (seen["num_documents"] == 40) == (overlap == "drop_training")
-    assert len(seen["left_out"]) == (number if overlap == "drop_evaluation" else 0)
+    assert len(seen["excluded"]) == (number if overlap == "drop_evaluation" else 0)
 
 
 def test_the_evaluator_asks_others_for_what_is_left_out(shared_engines: None) -> None:
     questions = [q for q in read_workload("sample").questions if q.task == "chat"]
     plain = Evaluator(None, prompts_per_task=1, max_tokens=4)
-    other = Evaluator(None, prompts_per_task=1, max_tokens=4, left_out={questions[0].where})
+    other = Evaluator(None, prompts_per_task=1, max_tokens=4, excluded={questions[0].where})
     first, second = ({tuple(job.token_ids) for job in each._jobs} for each in (plain, other))
     assert len(first - second) == len(second - first) == 1
 

@@ -20,7 +20,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.train.batches import (
     Cursor,
-    Document,
+    TrainingDocument,
     document_positions,
     make_batch,
     next_tokens,
@@ -39,7 +39,7 @@ LENGTH = 48
 
 
 def test_a_templates_answers_are_found(
-    data: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase
+    data: Path, documents: list[TrainingDocument], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     first = json.loads(data.read_text().splitlines()[0])["messages"]
     [document] = documents[:1]
@@ -74,7 +74,7 @@ def test_bad_data(
         read_documents([file], tokenizer, LENGTH)
 
 
-def test_packed_rows_are_the_documents_alone(target: FrozenTarget, documents: list[Document]) -> None:
+def test_packed_rows_are_the_documents_alone(target: FrozenTarget, documents: list[TrainingDocument]) -> None:
     rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
     batch = make_batch(rows, target, [0, 2])
     assert sorted(batch.hidden_states) == [0, 2, 3]
@@ -104,7 +104,7 @@ def test_positions_and_labels() -> None:
     assert next_tokens(tokens, documents)[0].tolist() == [1, -100, 3, 4, -100, -100, -100]
 
 
-def test_batches_go_on_where_the_cursor_stands(documents: list[Document]) -> None:
+def test_batches_go_on_where_the_cursor_stands(documents: list[TrainingDocument]) -> None:
     whole = row_batches(documents, 2, LENGTH, 0, 3, Cursor())
     expected = [next(whole) for _ in range(40)]
     cursor = Cursor()
@@ -120,7 +120,7 @@ def test_batches_go_on_where_the_cursor_stands(documents: list[Document]) -> Non
 
 
 def test_the_cache_holds_what_the_target_computes(
-    tiny: str, documents: list[Document], tmp_path: Path
+    tiny: str, documents: list[TrainingDocument], tmp_path: Path
 ) -> None:
     target = FrozenTarget(tiny, CPU, torch.float32)
     rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
@@ -172,7 +172,7 @@ def test_hard_labels_are_the_texts() -> None:
 def trainer(
     tokenizer: PreTrainedTokenizerBase,
     target: FrozenTarget,
-    documents: list[Document],
+    documents: list[TrainingDocument],
     output: Path,
     draft: DistillOptions | None = None,
     **options: Any,
@@ -197,7 +197,7 @@ def test_a_resumed_run_ends_bit_identical(
     draft: DistillOptions,
     optimizer: str,
     target: FrozenTarget,
-    documents: list[Document],
+    documents: list[TrainingDocument],
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
 ) -> None:
@@ -221,7 +221,10 @@ def test_a_resumed_run_ends_bit_identical(
 
 
 def test_training_brings_the_draft_nearer_and_leaves_provenance(
-    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget,
+    documents: list[TrainingDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     run = trainer(tokenizer, target, documents, tmp_path, max_tokens=30_000, log_every_s=0.0)
     run.run()
@@ -247,7 +250,10 @@ def test_a_target_pruned_of_nothing_is_the_target(target: FrozenTarget) -> None:
 
 
 def test_another_run_needs_another_output(
-    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget,
+    documents: list[TrainingDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     trainer(tokenizer, target, documents, tmp_path, max_tokens=300).run()
     trainer(tokenizer, target, documents, tmp_path, max_tokens=600).run()  # more of the same is welcome
@@ -259,7 +265,10 @@ def test_another_run_needs_another_output(
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(
-    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget,
+    documents: list[TrainingDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     run = trainer(tokenizer, target, documents, tmp_path)
     with torch.no_grad():
@@ -269,7 +278,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 
 
 def test_early_stop_keeps_the_best(
-    target: FrozenTarget, documents: list[Document], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    target: FrozenTarget,
+    documents: list[TrainingDocument],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     taus = iter([1.0, 1.5, 2.0, 1.9, 1.8, 1.7, 1.6])
 

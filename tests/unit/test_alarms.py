@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.control.report import ControlReport, MethodReport, TaskReport
-from slipstream.monitor.alarms import FAILURE_MEMORY_S, MAX_TASKS, Alarm, Alarms, Kind, RequestFacts
+from slipstream.monitor.alarms import FAILURE_MEMORY_S, MAX_TASKS, Alarm, AlarmKind, Alarms, FinishedRequest
 from slipstream.monitor.causes import Traits, suspected_causes
 
 TRAITS = Traits(
@@ -33,7 +33,7 @@ class Heard:
         reached = int(self._rng.integers(20, 80))
         first = reached // 2
         rate = float(np.clip(self._rng.normal(level, 0.12), 0, 1))
-        facts = RequestFacts(
+        facts = FinishedRequest(
             task=task,
             traits=replace(
                 traits, num_prompt_tokens=max(1, int(traits.num_prompt_tokens * self._rng.lognormal(0, 0.5)))
@@ -67,7 +67,12 @@ def test_drift_names_what_moved_too(heard: Heard) -> None:
     for _ in range(150):
         heard.request(0.4, traits=replace(TRAITS, num_prompt_tokens=700, structured=True))
     [alarm] = heard.raised
-    assert (alarm.kind, alarm.task, alarm.method, alarm.since) == (Kind.ACCEPTANCE_DRIFT, "sql", None, 1000.0)
+    assert (alarm.kind, alarm.task, alarm.method, alarm.since) == (
+        AlarmKind.ACCEPTANCE_DRIFT,
+        "sql",
+        None,
+        1000.0,
+    )
     assert alarm.value == pytest.approx(0.4, abs=0.1)
     assert "acceptance of task 'sql' fell from 0.6" in alarm.message
     assert "prompt length went from" in alarm.message
@@ -82,7 +87,7 @@ def test_drift_without_a_cause_says_so(heard: Heard) -> None:
         heard.request(level)
     [alarm] = heard.raised
     assert "rose" in alarm.message
-    assert "nothing else that is watched moved" in alarm.message
+    assert "no other watched figure moved" in alarm.message
 
 
 def test_drift_of_one_task_is_not_anothers(heard: Heard) -> None:
@@ -97,15 +102,15 @@ def test_an_alarm_clears_once_with_its_reason(heard: Heard) -> None:
         heard.request(level)
     [(alarm, why)] = heard.cleared
     assert heard.raised == [alarm]
-    assert "back at the usual level" in why
+    assert "back at the reference level" in why
     assert heard.alarms.raised == []
 
 
 def test_an_acknowledged_level_is_usual(heard: Heard) -> None:
     for level in [0.6] * 200 + [0.4] * 150:
         heard.request(level)
-    assert heard.alarms.acknowledge(Kind.ACCEPTANCE_DRIFT, "sql", None)
-    assert not heard.alarms.acknowledge(Kind.ACCEPTANCE_DRIFT, "sql", None)
+    assert heard.alarms.acknowledge(AlarmKind.ACCEPTANCE_DRIFT, "sql", None)
+    assert not heard.alarms.acknowledge(AlarmKind.ACCEPTANCE_DRIFT, "sql", None)
     assert [why for _, why in heard.cleared] == ["acknowledged"]
     for _ in range(1500):
         heard.request(0.4)
@@ -122,9 +127,9 @@ def test_what_lasts_is_usual_for_the_traffic_too(heard: Heard) -> None:
         heard.request(0.6)
     for level in [0.4] * 1000 + [0.7] * 200:
         heard.request(level, traits=longer)
-    assert [alarm.kind for alarm in heard.raised] == [Kind.ACCEPTANCE_DRIFT] * 2
+    assert [alarm.kind for alarm in heard.raised] == [AlarmKind.ACCEPTANCE_DRIFT] * 2
     assert "prompt length" in heard.raised[0].message
-    assert "nothing else that is watched moved" in heard.raised[1].message
+    assert "no other watched figure moved" in heard.raised[1].message
 
 
 def test_truncation_tells_the_context_from_the_limit(heard: Heard) -> None:
@@ -132,10 +137,10 @@ def test_truncation_tells_the_context_from_the_limit(heard: Heard) -> None:
         cut = number > 200 and number % 3 == 0
         heard.request(share_truncated=float(cut), share_out_of_context=float(cut and number % 2 == 0))
     [alarm] = heard.raised
-    assert alarm.kind == Kind.TRUNCATION
+    assert alarm.kind == AlarmKind.TRUNCATION
     assert "37% of the last 19 requests of task 'sql' were cut off by length, 0% before" in alarm.message
     assert "43% of them by the model's context" in alarm.message  # 3 of 7
-    assert heard.alarms.acknowledge(Kind.TRUNCATION, "sql", None)
+    assert heard.alarms.acknowledge(AlarmKind.TRUNCATION, "sql", None)
 
 
 def test_tokens_that_do_not_add_up_are_told_until_noted(heard: Heard) -> None:
@@ -143,10 +148,10 @@ def test_tokens_that_do_not_add_up_are_told_until_noted(heard: Heard) -> None:
     for _ in range(50):
         heard.request()
     [alarm] = heard.raised
-    assert (alarm.kind, alarm.value) == (Kind.TOKEN_MISMATCH, 1)
-    assert "gave out 61 tokens where the engine counted 60" in alarm.message
+    assert (alarm.kind, alarm.value) == (AlarmKind.TOKEN_MISMATCH, 1)
+    assert "sent 61 tokens, but the engine counted 60" in alarm.message
     assert heard.alarms.raised == [alarm]
-    assert heard.alarms.acknowledge(Kind.TOKEN_MISMATCH, None, None)
+    assert heard.alarms.acknowledge(AlarmKind.TOKEN_MISMATCH, None, None)
     heard.request(num_streamed=59)
     assert len(heard.raised) == 2
 
@@ -164,12 +169,12 @@ def test_under_break_even_is_told_when_it_lasts(heard: Heard) -> None:
     for _ in range(500):
         heard.request(0.45)
     [alarm] = heard.raised
-    assert (alarm.kind, alarm.task) == (Kind.UNDER_BREAK_EVEN, "sql")
-    assert "under the 0.60 from which on drafting pays" in alarm.message
+    assert (alarm.kind, alarm.task) == (AlarmKind.UNDER_BREAK_EVEN, "sql")
+    assert "below its break-even of 0.60" in alarm.message
     heard.report(break_even=0.3)
     for _ in range(300):
         heard.request(0.45)
-    assert [alarm.kind for alarm, _ in heard.cleared] == [Kind.UNDER_BREAK_EVEN]
+    assert [alarm.kind for alarm, _ in heard.cleared] == [AlarmKind.UNDER_BREAK_EVEN]
 
 
 @pytest.mark.parametrize("change", [{"method": None}, {"break_even": None}])
@@ -178,14 +183,14 @@ def test_without_drafts_nothing_can_fail_to_pay(heard: Heard, change: dict[str, 
     heard.report(break_even=0.6)
     for _ in range(500):
         heard.request(0.3)
-    assert [alarm.kind for alarm in heard.alarms.raised] == [Kind.UNDER_BREAK_EVEN]
+    assert [alarm.kind for alarm in heard.alarms.raised] == [AlarmKind.UNDER_BREAK_EVEN]
     heard.report(**change)
     heard.request(0.3)
     assert heard.alarms.raised == []
     heard.report(break_even=0.6)
     for _ in range(500):
         heard.request(0.3)
-    assert heard.alarms.acknowledge(Kind.UNDER_BREAK_EVEN, "sql", None)
+    assert heard.alarms.acknowledge(AlarmKind.UNDER_BREAK_EVEN, "sql", None)
 
 
 def method(num_failures: int, retired: bool = False) -> MethodReport:
@@ -199,15 +204,20 @@ def test_a_drafter_that_fails(heard: Heard) -> None:
     heard.now += FAILURE_MEMORY_S / 2
     heard.report((method(2),))
     [alarm] = heard.raised
-    assert (alarm.kind, alarm.task, alarm.method, alarm.value) == (Kind.DRAFTER_FAILED, None, "suffix", 2)
+    assert (alarm.kind, alarm.task, alarm.method, alarm.value) == (
+        AlarmKind.DRAFTER_FAILED,
+        None,
+        "suffix",
+        2,
+    )
     heard.now += FAILURE_MEMORY_S
     heard.report((method(2),))
     assert len(heard.cleared) == 1
     heard.report((method(3, retired=True),))
     heard.now += 10 * FAILURE_MEMORY_S
     heard.report((method(3, retired=True),))
-    assert "no longer asked" in heard.alarms.raised[0].message
-    assert heard.alarms.acknowledge(Kind.DRAFTER_FAILED, None, "suffix")
+    assert "is retired" in heard.alarms.raised[0].message
+    assert heard.alarms.acknowledge(AlarmKind.DRAFTER_FAILED, None, "suffix")
     heard.report((method(3, retired=True),))
     assert heard.alarms.raised == []
     heard.report((method(4, retired=True),))

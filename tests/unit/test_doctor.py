@@ -98,7 +98,7 @@ def edit(head: Path, **changes: Any) -> None:
 def poor_canary(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is heard at once: what it hears of a head without training is tested above."""
     monkeypatch.setattr(
-        "slipstream.doctor.examination.sing", lambda target, speculative: Canary(0.01, 1.01, 0)
+        "slipstream.doctor.examination.run_canary", lambda target, speculative: Canary(0.01, 1.01, 0)
     )
 
 
@@ -113,7 +113,7 @@ def test_what_engines_read_otherwise_is_pointed_out(head: Path) -> None:
 def test_a_convention_that_does_better_is_named(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A canary that sings best where hidden states are numbered one higher than the configuration says."""
 
-    def sing(target: Any, speculative: Any) -> Canary:
+    def run_canary(target: Any, speculative: Any) -> Canary:
         config = json.loads((Path(speculative.options["model"]) / "config.json").read_text())
         moved = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
         return Canary(0.6 if moved else 0.2, 2.0, 0)
@@ -123,7 +123,7 @@ def test_a_convention_that_does_better_is_named(head: Path, monkeypatch: pytest.
     def as_if_deeper(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return real(folder, num_layers + 1)
 
-    monkeypatch.setattr("slipstream.doctor.examination.sing", sing)
+    monkeypatch.setattr("slipstream.doctor.examination.run_canary", run_canary)
     monkeypatch.setattr("slipstream.doctor.examination.variations", as_if_deeper)
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["conventions"]

@@ -72,7 +72,7 @@ def test_keys_that_mean_the_same_are_mapped() -> None:
         "generation_config": "vllm",
     }
     assert own_engine_keys({"dtype": "half"}) == {"dtype": "float16"}
-    with pytest.raises(ConfigError, match="say different things"):
+    with pytest.raises(ConfigError, match="differ; omit one"):
         own_engine_keys({"kv_cache_memory_bytes": 5, "kv_cache_bytes": 6})
 
 
@@ -179,7 +179,7 @@ def test_the_method_is_told_by_the_folder(tmp_path: Path, config: Any, method: s
 
 def test_without_a_method_there_must_be_a_model() -> None:
     for given in ({}, {"num_speculative_tokens": 3}, {"method": None, "model": None}):
-        with pytest.raises(ConfigError, match='needs "method", or a "model" that shows it'):
+        with pytest.raises(ConfigError, match='needs "method", or a "model" that implies it'):
             SpeculativeConfig.from_mapping(given)
 
 
@@ -218,7 +218,7 @@ def test_speculation_as_vllms_examples_write_it() -> None:
     [
         ({"draft_tensor_parallel_size": 2}, "one process on one device"),
         ({"rejection_sample_method": "synthetic"}, "only accepted where"),
-        ({"rejection_sample_method": "block", "verifier": "rejection"}, "say different things"),
+        ({"rejection_sample_method": "block", "verifier": "rejection"}, "differ; omit one"),
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, '"method": "auto"'),
         ({"disable_by_batch_size": 4}, '"method": "auto"'),
         ({"model": "some/draft"}, "this drafter has no model"),

@@ -14,6 +14,6 @@ EMBEDDED_EAGLE3 = str(_PAIR / "eagle3")
 
 
 def sample_prompts() -> list[dict[str, Any]]:
-    """350 held-out prompts, 50 a task, tasks in turn: `{"task", "source", "split", "messages"}`."""
+    """350 held-out prompts, 50 a task, tasks interleaved: `{"task", "source", "split", "messages"}`."""
     with (Path(__file__).parent / "prompts.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

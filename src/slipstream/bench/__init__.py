@@ -1,1 +1,1 @@
-"""The paired benchmark: speculative configurations against speculation off, and servers from the client's side."""
+"""Benchmarks: speculative configurations paired with speculation off, and servers measured by their clients."""

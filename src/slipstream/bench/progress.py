@@ -1,4 +1,4 @@
-"""How far a run is: answers done, tokens a second so far, time left. On standard error."""
+"""Progress on standard error: answers so far, tokens a second, time left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Drawn between the timed runs only: a bar that refreshes by itself would slow them down."""
+    """A progress bar, drawn between the timed runs only, so that it does not slow them down."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -26,7 +26,7 @@ class Meter:
         self._started_s = time.perf_counter()
 
     def advance(self, num_answers: int, num_tokens: int, note: str) -> None:
-        """Count what was answered; `note` says what runs."""
+        """Count answers and tokens; `note` describes the current run."""
         self._num_tokens += num_tokens
         speed = self._num_tokens / (time.perf_counter() - self._started_s)
         self._progress.update(
@@ -36,7 +36,8 @@ class Meter:
 
 @contextmanager
 def meter(total: int, auto_refresh: bool = False) -> Iterator[Meter]:
-    """A bar over `total` answers; it vanishes at the end. `auto_refresh` where what is timed runs elsewhere."""
+    """A bar over `total` answers, removed at the end. Set `auto_refresh` where the timed work runs in another
+    process."""
     progress = Progress(
         TextColumn("benchmark"),
         BarColumn(),
@@ -54,10 +55,10 @@ def meter(total: int, auto_refresh: bool = False) -> Iterator[Meter]:
 
 
 class LoadMeter:
-    """A load while it runs: a bar on a terminal, elsewhere a line now and then; standard error in both cases."""
+    """Progress of a load on standard error: a bar on a terminal, otherwise a line every 10 seconds."""
 
     EVERY_S = 0.25
-    """How often `show` is to be called."""
+    """Interval at which to call `show`."""
     _LINE_EVERY_S = 10.0
 
     def __init__(self, num_requests: int | None, duration_s: float | None) -> None:
@@ -78,7 +79,7 @@ class LoadMeter:
             self._bar.start()
 
     def show(self, exchanges: Seq[Exchange], num_sent: int) -> None:
-        """What has ended so far, and how many were sent."""
+        """Draw the finished exchanges and the number sent."""
         now_s = time.perf_counter()
         if self._bar is not None:
             share = self._share(now_s - self._started_s, num_sent)
@@ -89,12 +90,12 @@ class LoadMeter:
             print(self._note(exchanges, num_sent, now_s), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def _share(self, elapsed_s: float, num_sent: int) -> float:
-        """Of whichever bound is nearer."""
+        """Share done of the nearer bound, time or number."""
         in_time = elapsed_s / self._duration_s if self._duration_s else 0.0
         return min(1.0, max(in_time, num_sent / self._num_requests if self._num_requests else 0.0))
 
@@ -106,7 +107,7 @@ class LoadMeter:
         parts = [
             f"{elapsed_s:.0f} s",
             f"{len(exchanges):,} answered",
-            f"{num_sent - len(exchanges)} under way",
+            f"{num_sent - len(exchanges)} running",
             f"{tokens / elapsed_s if elapsed_s else 0:.0f} tokens/s",
         ]
         if firsts:

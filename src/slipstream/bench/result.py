@@ -1,4 +1,4 @@
-"""What a benchmark reports. Names end in their units; a figure for which there is no data is None, never 0."""
+"""Results of benchmarks. Names end in their units; a figure without data is None, never 0."""
 
 from __future__ import annotations
 
@@ -6,37 +6,54 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.bench.statistics import Interval, Percentiles
+from slipstream.metrics.request import RequestMetrics
 
 EMBEDDED = "embedded pair"
-"""The model's name where none was given."""
+"""Name of the default model."""
 SCHEMA = 1
-"""Raised when a field of the JSON changes its meaning."""
+"""Version of the JSON; incremented when a field changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledAcceptance:
-    """What became of the draft tokens, pooled over all requests."""
+    """Acceptance, pooled over all requests."""
 
     num_steps: int
-    """Target passes that yielded tokens, a sequence at a time."""
+    """Target passes that committed tokens, counted per sequence."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_wasted_tokens: int
-    """Drafted and checked, but not accepted."""
+    """Draft tokens that were rejected."""
     rate: float | None
     """α, pooled: accepted over drafted."""
     conditional: list[float]
-    """α by position: entry i is accepted at i + 1 over the steps that reached and proposed it."""
+    """Conditional α: entry i is accepted at position i + 1 over the steps that reached and proposed it."""
     length: float | None
     """τ: tokens a target pass."""
     reached_per_position: list[int]
     """Entry i: steps that proposed position i + 1 below an accepted path."""
     accepted_per_position: list[int]
 
+    @classmethod
+    def of(cls, counts: RequestMetrics) -> PooledAcceptance:
+        """The rates of `counts`, as `slipstream.metrics.request` defines them; None for a rate without data."""
+        drafted = counts.num_draft_tokens
+        return cls(
+            num_steps=counts.num_steps,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=counts.num_accepted_tokens,
+            num_wasted_tokens=drafted - counts.num_accepted_tokens,
+            rate=counts.acceptance_rate if drafted else None,
+            conditional=counts.conditional_acceptance,
+            length=counts.acceptance_length if counts.num_steps else None,
+            reached_per_position=counts.reached_per_position,
+            accepted_per_position=counts.accepted_per_position,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Of the wall-clock time of the runs; they add up to 1."""
+    """Shares of the runs' wall-clock time; they add up to 1."""
 
     draft: float
     verify: float
@@ -46,7 +63,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The terms of τ/(γ·c + v), measured in the same runs as `bench.engine.steps` says, and what they predict."""
+    """The terms of τ/(γ·c + v), measured in the same runs (see `bench.engine.steps`), and the predicted speedup."""
 
     target_step_s: float
     gamma: float
@@ -54,7 +71,7 @@ class Prediction:
     v: float
     predicted_speedup: float
     efficiency: float | None
-    """Measured speedup, prompts and all else included, over the predicted one."""
+    """Measured speedup of whole requests, prompts included, over the predicted one."""
     decode_efficiency: float | None
     """The same for the time after the first token alone."""
     num_steps: int
@@ -63,7 +80,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A prompt whose text was not the one without speculation."""
+    """A prompt whose text differed from the text without speculation."""
 
     where: str
     task: str
@@ -75,17 +92,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Texts against the texts without speculation, of the same repeat, token by token."""
+    """Texts compared with those without speculation, of the same repeat, token by token."""
 
     num_compared: int
     num_identical: int
     first_differing_token: int | None
-    """The earliest of all."""
+    """The smallest position over all texts."""
     differences: list[Difference]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EngineFigures:
     """One configuration at one concurrency on one task, or on all of them."""
 
     configuration: str
@@ -96,16 +113,16 @@ class Figures:
     num_prompt_tokens: int
     num_output_tokens: int
     tokens_per_s: float | None
-    """All output tokens over all time, each batch at the median of its repeats."""
+    """Output tokens over wall-clock time, each batch at the median of its repeats."""
     speedup: float | None
-    """`tokens_per_s` over that of speculation off, on the same batches; over all tasks the geometric mean of theirs."""
+    """`tokens_per_s` over that of speculation off, on the same batches; for all tasks the geometric mean over tasks."""
     speedup_interval: Interval | None
     num_pairs: int | None
-    """What was compared with speculation off: prompts, or batches where several requests run at once."""
+    """Number of pairs with speculation off: prompts, or batches where several requests run at once."""
     pooled_speedup: float | None
-    """As `speedup`, but over all tasks pooled: long answers weigh more."""
+    """As `speedup`, but pooled over all tasks: long answers weigh more."""
     decode_speedup: float | None
-    """Seconds a token after the first one: off's over the configuration's."""
+    """Speedup of decoding: seconds a token after the first, off's over the configuration's."""
     acceptance: PooledAcceptance
     time_to_first_token_s: Percentiles | None
     time_per_output_token_s: Percentiles | None
@@ -116,25 +133,25 @@ class Figures:
     identity: Identity | None
     """None for speculation off."""
     num_in_flight: float | None
-    """Mean number of requests under way."""
+    """Mean number of running requests."""
     num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The configuration with the highest speedup against another one, at one concurrency, over all tasks."""
+    """The fastest configuration compared with another one, at one concurrency, over all tasks."""
 
     configuration: str
     other: str
     concurrency: int
     speedup: float
-    """As `Figures.speedup`, with `other` in the place of speculation off."""
+    """As `EngineFigures.speedup`, with `other` in the place of speculation off."""
     speedup_interval: Interval | None
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigurationFacts:
-    """What a configuration is, the defaults included, and what it planned to hold in memory."""
+class ConfigurationSummary:
+    """A configuration with its options, defaults included, and its planned memory."""
 
     name: str
     method: str
@@ -147,21 +164,21 @@ class ConfigurationFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadFacts:
-    """What was asked."""
+class WorkloadSummary:
+    """The workload of a benchmark."""
 
     source: str
     num_prompts: dict[str, int]
     """By task."""
     max_tokens: int | None
-    """None: lengths came from the data."""
+    """None: the lengths in the data."""
     num_unusable: int
     num_too_long: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One timed batch, for those who want other statistics than ours."""
+    """One timed batch: the raw data for other statistics."""
 
     configuration: str
     concurrency: int
@@ -176,7 +193,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """A benchmark of configurations on engines of our own."""
+    """A benchmark of configurations on engines in this process."""
 
     schema: int
     kind: str
@@ -185,31 +202,31 @@ class BenchResult:
     provenance: dict[str, Any]
     model: str
     labels: list[str]
-    """What must be said beside these results."""
-    workload: WorkloadFacts
+    """Notes that must accompany these results."""
+    workload: WorkloadSummary
     sampling: dict[str, Any]
     repeats: int
     interleaved_by: str
-    """`batch`, or `round` where memory holds one engine at a time."""
+    """`batch`, or `round` where memory has room for one engine at a time."""
     target_bytes: int | None
-    """Weights of the target, which side by side all configurations share."""
+    """Weights of the target, which configurations share when their engines are in memory together."""
     peak_rss_bytes: int | None
-    """The most main memory that this process ever held: Python and libraries, weights, keys and values of all engines
-    that were held at once, activations."""
+    """Peak resident memory of this process: Python and libraries, weights, keys and values of all engines in memory,
+    activations."""
     peak_device_bytes: int | None
-    """The most GPU memory that PyTorch held; None on a CPU."""
-    configurations: list[ConfigurationFacts]
-    figures: list[Figures]
+    """Peak GPU memory of PyTorch; None on a CPU."""
+    configurations: list[ConfigurationSummary]
+    figures: list[EngineFigures]
     comparisons: list[Comparison]
-    """At each concurrency, the fastest configuration against the others, in the order of their speed."""
+    """At each concurrency, the fastest configuration against the others, fastest first."""
     timings: list[Timing]
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists, mappings, texts and numbers."""
         return asdict(self)
 
-    def of(self, configuration: str, concurrency: int, task: str | None = None) -> Figures | None:
-        """The figures of one cell of the benchmark; None where nothing was measured."""
+    def of(self, configuration: str, concurrency: int, task: str | None = None) -> EngineFigures | None:
+        """The figures of one cell of the benchmark; None where it was not measured."""
         key = (configuration, concurrency, task)
         found = (f for f in self.figures if (f.configuration, f.concurrency, f.task) == key)
         return next(found, None)
@@ -225,29 +242,29 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """What the server's own counters grew by, and what follows; None for what it does not expose."""
+    """Growth of the server's own counters, and rates from it; None for what it does not expose."""
 
     num_drafts: int | None
     num_output_tokens: int | None
     num_prompt_tokens: int | None
     num_requests: int | None
     acceptance: PooledAcceptance | None
-    """Here a step is one that drafted; `slipstream.bench.server.counters` says what the rates then mean."""
+    """Of steps with drafts only; see `slipstream.bench.server.counters` for the meaning of the rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """A server at one concurrency, seen by its clients. Tokens and times are of answers that came to their end."""
+    """A server at one concurrency, measured by its clients. Tokens and times are of complete answers."""
 
     concurrency: int
     task: str | None
     num_requests: int
-    """Answered to the end."""
+    """Number of complete answers."""
     num_failed: int
     errors: dict[str, int]
-    """Message to how often it came."""
+    """Message to its number of occurrences."""
     num_prompt_tokens: int | None
-    """As `usage` says; None where some answer came without."""
+    """From `usage`; None where some answer lacks it."""
     num_output_tokens: int | None
     num_chunks: int
     tokens_per_s: float | None
@@ -256,12 +273,12 @@ class ServerFigures:
     time_per_output_token_s: Percentiles | None
     """(latency − time to first token) / (tokens − 1), a request."""
     inter_token_latency_s: Percentiles | None
-    """Between one streamed piece and the next; a step of speculation streams several tokens as one piece."""
+    """Times between streamed pieces; a step with accepted draft tokens streams several tokens as one piece."""
     latency_s: Percentiles | None
     server: ServerCounts | None
-    """None by task, and where the server's metrics could not be had."""
+    """None for single tasks, and where the server's metrics could not be read."""
     disagreements: list[str]
-    """Where client and server count differently."""
+    """Differences between the client's and the server's counts, as messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +293,7 @@ class ServerResult:
     model: str
     metrics: str
     """Where the server's counters came from, or why there are none."""
-    workload: WorkloadFacts
+    workload: WorkloadSummary
     sampling: dict[str, Any]
     repeats: int
     figures: list[ServerFigures]

@@ -1,4 +1,4 @@
-"""What a benchmark asks, of an engine or of a server."""
+"""What a benchmark runs: prompts, sampling, concurrencies, repeats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.bench.result import WorkloadFacts
+from slipstream.bench.result import WorkloadSummary
 from slipstream.sampling.params import SamplingParams
 from slipstream.workload.prompts import Chosen
 from slipstream.workload.reading import Workload
@@ -14,15 +14,15 @@ from slipstream.workload.reading import Workload
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The workload, how it is sampled and how often."""
+    """The workload of a benchmark, its sampling parameters, concurrencies and repeats."""
 
     workload: Workload
     params: SamplingParams
-    """For every answer; its seed is where the prompts' own seeds come from."""
+    """For every answer; the prompts' own seeds are derived from its seed."""
     prompts_per_task: int | None = None
     """None: all."""
     max_tokens: int | None = None
-    """None takes the lengths of answers from the data; then they are exact."""
+    """None uses the lengths in the data, exactly."""
     concurrencies: Seq[int] = (1,)
     repeats: int = 1
     raw: bool = False
@@ -32,9 +32,9 @@ class BenchSettings:
     def ignore_eos(self) -> bool:
         return self.params.ignore_eos or self.max_tokens is None
 
-    def facts(self, chosen: Chosen) -> WorkloadFacts:
-        """What was asked, for the report."""
-        return WorkloadFacts(
+    def summary(self, chosen: Chosen) -> WorkloadSummary:
+        """The workload's entry in the report."""
+        return WorkloadSummary(
             source=self.workload.source,
             num_prompts=dict(Counter(prompt.task for prompt in chosen.prompts)),
             max_tokens=self.max_tokens,

@@ -1,4 +1,4 @@
-"""The arithmetic of a report, without clocks or models."""
+"""Statistics of timed runs: percentiles, paired speedups, bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 2000
 FEW = 10
-"""Fewer prompts (or batches) are called few: a bootstrap of so few is too narrow, and another handful may differ."""
+"""Fewer prompts (or batches) are marked as few: their bootstrap interval is too narrow."""
 BOOTSTRAP_SEED = 20260101
-"""The same measurements give the same interval."""
+"""Fixed, so that the same measurements give the same interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of `num` values, linearly interpolated; p99 of fewer than a hundred values is close to their maximum."""
+    """Percentiles of `num` values, linearly interpolated; p99 of fewer than 100 values is close to their maximum."""
 
     p50: float
     p90: float
@@ -28,7 +28,7 @@ class Percentiles:
 
 
 def percentiles(values: Seq[float]) -> Percentiles | None:
-    """None of nothing."""
+    """Percentiles of `values`; None without values."""
     if not len(values):
         return None
     p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
@@ -43,17 +43,17 @@ class Interval:
     high: float
     confidence: float
     num_pairs: int
-    """What was resampled: prompts, or batches where several requests run at once."""
+    """Number of resampled pairs: prompts, or batches where several requests run at once."""
 
     @property
     def holds_one(self) -> bool:
-        """True where it leaves open which of the two is the faster."""
+        """True where the interval does not decide which of the two is faster."""
         return self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class PairedTimes:
-    """Work and time of the same batches with a configuration (`on`) and with speculation off, entry by entry."""
+    """Tokens and seconds of the same batches with a configuration (`on`) and with speculation off."""
 
     tokens_on: Seq[float]
     seconds_on: Seq[float]
@@ -69,7 +69,7 @@ class PairedTimes:
         return float(self._speedups(np.arange(len(self))))
 
     def _speedups(self, chosen: Any) -> Any:
-        """`chosen`: indices, [..., n]; returns [...]."""
+        """Speedups of resampled batches: indices [..., n] -> [...]."""
 
         def total(values: Seq[float]) -> Any:
             return np.asarray(values, dtype=float)[chosen].sum(axis=-1)
@@ -79,7 +79,7 @@ class PairedTimes:
 
 
 def joined(groups: Seq[PairedTimes]) -> PairedTimes:
-    """All pairs of all groups in one."""
+    """The pairs of all groups together."""
     return PairedTimes(
         tokens_on=[value for group in groups for value in group.tokens_on],
         seconds_on=[value for group in groups for value in group.seconds_on],
@@ -89,7 +89,7 @@ def joined(groups: Seq[PairedTimes]) -> PairedTimes:
 
 
 def geometric_mean_speedup(groups: Seq[PairedTimes]) -> float | None:
-    """Over tasks, each of the same weight; None of nothing."""
+    """Geometric mean of the groups' speedups; None without data."""
     if not groups or not all(map(len, groups)):
         return None
     return math.exp(sum(math.log(group.speedup) for group in groups) / len(groups))
@@ -99,7 +99,7 @@ def speedup_interval(groups: Seq[PairedTimes]) -> Interval | None:
     """Percentile bootstrap of the geometric mean of the groups' speedups (of one group: of its speedup).
 
     Pairs are resampled within each group, a pair's two measurements together. None where some group has fewer
-    than two pairs: nothing could be said about how it varies.
+    than two pairs.
     """
     from scipy.stats import bootstrap
 
@@ -127,7 +127,7 @@ def speedup_interval(groups: Seq[PairedTimes]) -> Interval | None:
 
 
 def first_difference(first: Seq[int], second: Seq[int]) -> int | None:
-    """Position, from 0, of the first token that is not the same; None where the texts are identical."""
+    """Position, from 0, of the first differing token; None where the texts are identical."""
     if list(first) == list(second):
         return None
     shorter = min(len(first), len(second))
@@ -135,5 +135,5 @@ def first_difference(first: Seq[int], second: Seq[int]) -> int | None:
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """None over nothing: a figure for which there is no data is not 0."""
+    """`numerator / denominator`; None where the denominator is 0."""
     return numerator / denominator if denominator else None

@@ -220,10 +220,10 @@ def _bench_server(
     tokenizer: Values,
 ) -> ServerResult:
     from slipstream.bench.server.remote import RemotePlan, run
-    from slipstream.client import Server, find_model
+    from slipstream.client import ServerAddress, find_model
 
     name = model or find_model(url, api_key, timeout_s)
-    server = Server(url, name, metrics_url or metrics_url_of(url), api_key, timeout_s)
+    server = ServerAddress(url, name, metrics_url or metrics_url_of(url), api_key, timeout_s)
     return run(RemotePlan(asked, server, sampling, _counter(tokenizer)))
 
 
@@ -282,7 +282,7 @@ def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Pa
 
 
 def _page(result: BenchResult | ServerResult) -> str:
-    from slipstream.bench.report.report import render
+    from slipstream.bench.report.engine_report import render
     from slipstream.bench.report.server_report import render_server
     from slipstream.bench.result import BenchResult
 
@@ -290,8 +290,8 @@ def _page(result: BenchResult | ServerResult) -> str:
 
 
 def _print(result: BenchResult | ServerResult) -> None:
+    from slipstream.bench.report.engine_tables import remarks, tables
     from slipstream.bench.report.server_tables import server_remarks, server_tables
-    from slipstream.bench.report.tables import remarks, tables
     from slipstream.bench.report.verdict import verdicts
     from slipstream.bench.result import BenchResult
 

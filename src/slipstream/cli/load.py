@@ -101,7 +101,7 @@ def load(
     """
     from slipstream.bench.server.load import LoadPlan, first_turns, run
     from slipstream.bench.server.load_result import Arrivals
-    from slipstream.client import Server, find_model, find_url
+    from slipstream.client import ServerAddress, find_model, find_url
     from slipstream.workload.reading import read_workload
 
     if concurrency is not None and rate is not None:
@@ -121,7 +121,7 @@ def load(
     name = served_model or find_model(found_url, key, timeout_s)
     result = run(
         LoadPlan(
-            server=Server(found_url, name, metrics_url or metrics_url_of(found_url), key, timeout_s),
+            server=ServerAddress(found_url, name, metrics_url or metrics_url_of(found_url), key, timeout_s),
             workload=questions.source,
             prompts=prompts,
             arrivals=Arrivals(None if rate else concurrency or DEFAULT_CONCURRENCY, rate, seed),

@@ -40,7 +40,7 @@ from slipstream.train.options import (
 
 if TYPE_CHECKING:
     from slipstream.train.answerers import Answerer
-    from slipstream.train.batches import Document
+    from slipstream.train.batches import TrainingDocument
     from slipstream.train.regenerate import Tally
     from slipstream.train.target import FrozenTarget
     from slipstream.train.trainer import Student
@@ -147,7 +147,7 @@ def regenerate(
     notes().print(f"written: {output}", markup=False)
 
 
-Maker = Callable[[Any, int, "FrozenTarget", Any, "Seq[Document]"], "Student"]
+Maker = Callable[[Any, int, "FrozenTarget", Any, "Seq[TrainingDocument]"], "Student"]
 """Options of the method, seed, target, its tokenizer and the documents -> what learns."""
 
 
@@ -214,7 +214,9 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
 
 
 @_method(_DRAFT)
-def draft(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
+def draft(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
     """Distil a small draft model from the target: OUTPUT/draft is what --draft takes.
 
     Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command goes on.
@@ -225,7 +227,9 @@ def draft(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, document
 
 
 @_method(_EAGLE)
-def eagle3(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
+def eagle3(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
     """Train an EAGLE-3 head for the target: OUTPUT/eagle3 is what --spec eagle3:PATH takes, and vLLM and SGLang load.
 
     Ctrl-C saves; the same command goes on.
@@ -236,7 +240,9 @@ def eagle3(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documen
 
 
 @_method(_EAGLE)
-def eagle(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
+def eagle(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
     """Train an EAGLE-1 head, which EAGLE-2's trees use too: OUTPUT/eagle is what --spec eagle:PATH takes.
 
     Ctrl-C saves; the same command goes on.
@@ -247,7 +253,9 @@ def eagle(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, document
 
 
 @_method(_MEDUSA)
-def medusa(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
+def medusa(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
     """Train Medusa heads: OUTPUT/medusa is what --spec medusa:PATH takes.
 
     Medusa-1 leaves the target as it is. With --joint (Medusa-2) a copy of the target changes with the heads, and
@@ -261,7 +269,9 @@ def medusa(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documen
 
 
 @_method(_HYDRA)
-def hydra(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[Document]) -> Student:
+def hydra(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
     """Train Hydra heads: OUTPUT/hydra is what --spec hydra:PATH takes.
 
     Ctrl-C saves; the same command goes on.
@@ -273,15 +283,15 @@ def hydra(wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, document
 
 def _train(
     method: str,
-    make: Callable[[int, FrozenTarget, Any, Seq[Document]], Student],
+    make: Callable[[int, FrozenTarget, Any, Seq[TrainingDocument]], Student],
     method_options: dict[str, Any],
     asked: tuple[str | None, list[Path], Path, TrainOptions, EvaluationOptions],
     machine: tuple[str | None, int | None],
 ) -> None:
-    """Run it, and say how it ended."""
-    from slipstream.train.runs import Run, run
+    """Run it, and report how it ended."""
+    from slipstream.train.runs import TrainingRun, run
 
-    console, wanted = notes(), Run(*asked, *machine)
+    console, wanted = notes(), TrainingRun(*asked, *machine)
     with interruptible() as asked_to_stop:
         progress = run(
             wanted,
@@ -313,7 +323,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def _server(
     url: str, model: str | None, api_key_env: str | None, timeout_s: float, engine: Values
 ) -> tuple[Answerer, dict[str, Any]]:
-    from slipstream.client import Server, find_model
+    from slipstream.client import ServerAddress, find_model
     from slipstream.train.answerers import ServerAnswerer
 
     for name in engine:
@@ -325,7 +335,7 @@ def _server(
         if not key:
             raise ConfigError(f"the environment variable {api_key_env} of --api-key-env is not set")
     name = model or find_model(url, key, timeout_s)
-    server = Server(url, name, "", key, timeout_s)
+    server = ServerAddress(url, name, "", key, timeout_s)
     return ServerAnswerer(server, engine.get("max_num_seqs", 32)), {"model": name, "server": url}
 
 

@@ -1,4 +1,4 @@
-"""Does this draft fit this target? Checks that name the fault before a deployment meets it."""
+"""Checks whether a draft matches a target before it is deployed."""
 
 from slipstream.doctor.examination import examine
 from slipstream.doctor.findings import CheckOutcome, Finding

@@ -1,7 +1,7 @@
-"""A few real prompts through the real engine: how often is the draft right?
+"""Measures a draft's acceptance on a few prompts.
 
-A head that reads the wrong layers, or norms at the wrong place, loads without complaint and is quietly poor. So the
-canary is also run with what such a checkpoint may have meant, and the difference tells.
+A head with wrong layer numbers or norm flags loads without an error and has a low acceptance. So the canary is also run
+with variations of the configuration, and a much better variation indicates the error.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slipstream.text.prompts import encode_chat
 
 NUM_PROMPTS, MAX_TOKENS = 14, 32
 POOR = 0.15
-"""Conditional acceptance at the first position under which a draft is hardly worth its name."""
+"""Conditional acceptance at the first position below which a draft is reported as a fault."""
 BETTER = 1.1
-"""How many times better a variation must do to be believed."""
+"""Ratio by which a variation's acceptance must be higher to be reported."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """How a draft did."""
+    """A draft's acceptance."""
 
     first: float
     """Conditional acceptance at the first position."""
@@ -41,7 +41,7 @@ class Canary:
     num_failures: int
 
 
-def sing(target: Engine, speculative: SpeculativeConfig) -> Canary:
+def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
     """Greedy answers to a few bundled prompts with this draft, on the target's weights."""
     engine = Engine(target.config, speculative, like=target)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -63,7 +63,7 @@ def sing(target: Engine, speculative: SpeculativeConfig) -> Canary:
 
 
 def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What an EAGLE-3 checkpoint's configuration may have meant instead: a sentence, and the changed entries."""
+    """Variations of an EAGLE-3 checkpoint's configuration: (description, changed configuration)."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     before = bool(config.get("norm_before_residual", False))
     yield (
@@ -84,7 +84,7 @@ def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, A
 
 @contextlib.contextmanager
 def with_config(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """A folder with the same weights and another configuration."""
+    """A temporary folder with the same weights and another configuration."""
     with tempfile.TemporaryDirectory() as other:
         for file in folder.iterdir():
             if file.name != "config.json":

@@ -1,4 +1,4 @@
-"""The examination of a draft: from its files to a canary."""
+"""Examines a draft: files, vocabulary, conventions, acceptance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
-from slipstream.doctor.canary import BETTER, POOR, Canary, sing, variations, with_config
+from slipstream.doctor.canary import BETTER, POOR, Canary, run_canary, variations, with_config
 from slipstream.doctor.findings import Finding, fault, ok, warning
 from slipstream.engine.engine import Engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
@@ -21,10 +21,10 @@ KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
 def examine(
     target: str, draft: str, kind: str | None = None, engine: Mapping[str, Any] | None = None
 ) -> Iterator[Finding]:
-    """Check after check, as they are made; what a fault makes pointless is left out.
+    """Yield the finding of each check; checks that depend on a failed one are skipped.
 
-    `kind` is one of `KINDS`, found out when None. `engine` are fields of `EngineConfig`. Raises `ModelError` when the
-    *target* cannot be loaded: there is nothing to compare with.
+    `kind` is one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. Raises `ModelError` when the
+    *target* cannot be loaded.
     """
     if kind is not None:
         reject_unknown([kind], KINDS, "kind of draft")
@@ -34,7 +34,7 @@ def examine(
     except ModelError as error:
         yield fault("files", str(error))
         return
-    yield ok("kind", f"{draft!r} is of the kind {kind}")
+    yield ok("kind", f"{draft!r} is a draft of kind {kind}")
     if kind == "draft_model":
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:
@@ -45,18 +45,18 @@ def examine(
     except SlipstreamError as error:
         yield fault("checkpoint", str(error))
         return
-    yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes are those of a draft for this target")
+    yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
     yield _context(loaded, drafter.context_length)
     if kind != "draft_model":
         yield from _conventions(loaded, draft, kind)
-    canary = sing(loaded, speculative)
+    canary = run_canary(loaded, speculative)
     yield _canary(canary)
     if kind == "eagle3" and Path(draft).is_dir():
         yield from _variations(loaded, draft, canary)
 
 
 def kind_of(draft: str) -> str:
-    """What a checkpoint's configuration and file names say it is; raises `ModelError` when it says nothing."""
+    """The kind of a checkpoint, by its configuration; raises `ModelError` where that cannot be read."""
     folder = Path(draft)
     if not folder.is_dir():
         load_config(draft)
@@ -80,7 +80,7 @@ def kind_of(draft: str) -> str:
 
 
 def _vocabulary(target: Engine, draft: str) -> Generator[Finding, None, bool]:
-    """Returns whether there was a fault."""
+    """Yields a finding; returns True for a fault."""
     try:
         check_same_vocabulary(target.tokenizer, load_tokenizer(draft), draft)
     except VocabularyMismatchError as error:
@@ -89,21 +89,21 @@ def _vocabulary(target: Engine, draft: str) -> Generator[Finding, None, bool]:
     except SlipstreamError as error:
         yield fault("tokenizer", str(error))
         return True
-    yield ok("tokenizer", "every token id means the same in both")
+    yield ok("tokenizer", "both vocabularies are the same")
     return False
 
 
 def _context(target: Engine, length: int | None) -> Finding:
     if length is None or length >= target.max_model_len:
-        return ok("context", "the draft reaches as far as the target")
+        return ok("context", "the draft's context is as long as the target's")
     return warning(
         "context",
-        f"the draft holds {length:,} tokens, the target {target.max_model_len:,}: longer texts get no drafts",
+        f"the draft's context is {length:,} tokens, the target's {target.max_model_len:,}: longer texts get no drafts",
     )
 
 
 def _conventions(target: Engine, draft: str, kind: str) -> Iterator[Finding]:
-    """What a configuration leaves unsaid, and other engines read otherwise."""
+    """Warnings about settings that are missing in a configuration and that engines interpret differently."""
     if not Path(draft).is_dir():
         return
     config = json.loads((Path(draft) / "config.json").read_text(encoding="utf-8"))
@@ -113,20 +113,20 @@ def _conventions(target: Engine, draft: str, kind: str) -> Iterator[Finding]:
     if theta is not None and own is not None and theta != own:
         yield warning(
             "rope",
-            f"the draft's rope_theta is {theta:g}, the target's {own:g}; it should be what it was trained with",
+            f"the draft's rope_theta is {theta:g}, the target's {own:g}; set the value that it was trained with",
         )
     if kind != "eagle3":
         return
     if "norm_before_residual" not in config:
         yield warning(
             "norm flags",
-            "norm_before_residual is not said: vLLM reads it as true, others as false; write it down",
+            "norm_before_residual is missing: its default is true in vLLM, false elsewhere; set it explicitly",
         )
     nested = config.get("eagle_config") or {}
     if not (nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")):
         yield warning(
             "layers",
-            "eagle_aux_hidden_state_layer_ids is not said; engines differ by one layer; write it down",
+            "eagle_aux_hidden_state_layer_ids is missing, and engines' defaults differ; set it explicitly",
         )
 
 
@@ -137,18 +137,18 @@ def _canary(canary: Canary) -> Finding:
     if canary.first < POOR:
         return fault(
             "canary",
-            f"{text}; such a draft costs more than it gains: it was trained too little, or for another target",
+            f"{text}; such a draft costs more than it gains: train it longer, or use one for this target",
         )
     return ok("canary", text)
 
 
 def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]:
-    """Would the head do better if its configuration meant something else?"""
+    """Compare the acceptance with variations of the configuration."""
     better: list[tuple[float, str]] = []
     tried: list[str] = []
     for sentence, config in variations(Path(draft), target.model.num_layers):
         with with_config(Path(draft), config) as folder:
-            other = sing(target, SpeculativeConfig("eagle3", options={"model": folder}))
+            other = run_canary(target, SpeculativeConfig("eagle3", options={"model": folder}))
         tried.append(sentence)
         if other.first > max(BETTER * canary.first, canary.first + 0.05):
             better.append((other.first, sentence))
@@ -157,7 +157,7 @@ def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]
         yield fault(
             "conventions",
             f"with {sentence} {first:.2f} of the first draft tokens are accepted instead of {canary.first:.2f}: the "
-            "configuration says what the head was not trained with; correct it",
+            "configuration is not the one that the head was trained with; correct it",
         )
     else:
-        yield ok("conventions", f"tried {'; '.join(tried)}: none does better")
+        yield ok("conventions", f"tested {'; '.join(tried)}: none is better")

@@ -1,4 +1,4 @@
-"""What an examination says."""
+"""Findings of an examination."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from enum import StrEnum
 
 
 class CheckOutcome(StrEnum):
-    """How a check went."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, but something is probably not as meant."""
+    """Usable, but probably misconfigured."""
     FAULT = "fault"
-    """It cannot be used as it is."""
+    """Not usable as it is."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check and its outcome."""
+    """A check with its outcome and explanation."""
 
     check: str
     verdict: CheckOutcome
@@ -26,15 +26,15 @@ class Finding:
 
 
 def ok(check: str, text: str) -> Finding:
-    """The check found nothing wrong."""
+    """A passed check."""
     return Finding(check, CheckOutcome.OK, text)
 
 
 def warning(check: str, text: str) -> Finding:
-    """The check found something odd."""
+    """A check with a probable problem."""
     return Finding(check, CheckOutcome.WARNING, text)
 
 
 def fault(check: str, text: str) -> Finding:
-    """The check found what is wrong."""
+    """A failed check."""
     return Finding(check, CheckOutcome.FAULT, text)

@@ -1,1 +1,1 @@
-"""Alarms: what changed in acceptance, and why."""
+"""Alarms: changes of acceptance and their suspected causes."""

@@ -1,4 +1,4 @@
-"""What an operator should know of: raised by evidence, not by noise, and cleared when it is over."""
+"""Alarms for operators: raised on statistical evidence, cleared when their cause is over."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from slipstream.monitor.drift import REFERENCE_SIZES, Shift, ShiftWatch
 from slipstream.monitor.shift import FALSE_ALARM_RATE, Bets, Reference, Value, mean
 
 MAX_TASKS = 64
-"""Tasks that are watched; the one that was asked for longest ago gives way."""
+"""Tasks that are watched; the least recently requested one is dropped."""
 FULL_WEIGHT_TOKENS = 32
-"""A request with fewer checked tokens says less of acceptance: requests differ, so more tokens add little."""
+"""Verified positions from which on a request has full weight: requests differ, so more positions add little."""
 FAILURE_MEMORY_S = 600.0
-"""How long a drafter's failure is shown after the last one."""
+"""How long the alarm lasts after a drafter's last failure."""
 
 _SIZING_REQUESTS = 30
-"""Requests that say how far requests differ, before bets are made on whether drafting pays."""
+"""Requests that estimate the variance before the break-even test starts."""
 _PAYS_AGAIN = 100.0
-"""Evidence that drafting pays after all."""
+"""Evidence that clears an alarm under the break-even."""
 
 
-class Kind(StrEnum):
-    """What an alarm is about."""
+class AlarmKind(StrEnum):
+    """The kind of an alarm."""
 
     ACCEPTANCE_DRIFT = "acceptance_drift"
     UNDER_BREAK_EVEN = "under_break_even"
@@ -37,57 +37,57 @@ class Kind(StrEnum):
     DRAFTER_FAILED = "drafter_failed"
 
 
-TASK_KINDS = (Kind.ACCEPTANCE_DRIFT, Kind.UNDER_BREAK_EVEN, Kind.TRUNCATION)
-"""Those that are about a task."""
+TASK_KINDS = (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.UNDER_BREAK_EVEN, AlarmKind.TRUNCATION)
+"""The kinds that concern one task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One alarm while it is raised."""
+    """A raised alarm."""
 
-    kind: Kind
+    kind: AlarmKind
     task: str | None
-    """'' is requests without a task; None where it is not about one."""
+    """'' for requests without a task; None where it concerns no task."""
     method: str | None
-    """The drafter; None where it is not about one."""
+    """The drafter; None where it concerns no drafter."""
     since: float
     """Unix time."""
     message: str
     value: float
-    """The figure that it is about, when it was raised."""
+    """The watched figure when the alarm was raised."""
 
     @property
-    def key(self) -> tuple[Kind, str | None, str | None]:
+    def key(self) -> tuple[AlarmKind, str | None, str | None]:
         return self.kind, self.task, self.method
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What a finished request tells; its answers count together, since they are about one prompt."""
+class FinishedRequest:
+    """A finished request's figures; its answers count together, since they share one prompt."""
 
     task: str
     traits: Traits
     num_reached: int
-    """Positions at which a draft was checked below an accepted path. Accepted over reached is the *conditional* α,
-    which does not change with the depth that is chosen, as accepted over drafted does."""
+    """Draft positions that were verified below an accepted path. Accepted over reached is the *conditional* α, which,
+    unlike accepted over drafted, does not depend on the chosen depth."""
     num_accepted: int
     num_reached_first: int
-    """Of them, those at the first position."""
+    """Reached positions that are the first of a draft."""
     num_accepted_first: int
     num_streamed: int
-    """Tokens that the streams gave out."""
+    """Tokens sent to the client."""
     num_counted: int
     """Output tokens by the engine's counters."""
     share_truncated: float
-    """Answers that were ended by length."""
+    """Share of answers that ended by length."""
     share_out_of_context: float
-    """Answers that were ended by the model's context."""
+    """Share of answers that ended at the model's context length."""
 
 
 class Alarms:
-    """All alarms of one engine, from its finished requests and its control's reports. Not thread-safe.
+    """All alarms of one engine, from its finished requests and its controller's reports. Not thread-safe.
 
-    `on_raise` and `on_clear` are called once for each alarm; `on_clear` with the reason.
+    `on_raise` and `on_clear` are called once for each alarm; `on_clear` gets the reason.
     """
 
     def __init__(
@@ -95,47 +95,47 @@ class Alarms:
         on_raise: Callable[[Alarm], None] = lambda alarm: None,
         on_clear: Callable[[Alarm, str], None] = lambda alarm, why: None,
         clock: Callable[[], float] = time.time,
-        told: Callable[[str], str] = str,
+        task_name: Callable[[str], str] = str,
     ) -> None:
-        """`told` is what messages call a task."""
-        self._told = told
+        """`task_name` maps a task to its name in messages."""
+        self._task_name = task_name
         self._on_raise, self._on_clear, self._clock = on_raise, on_clear, clock
-        self._raised: dict[tuple[Kind, str | None, str | None], Alarm] = {}
+        self._raised: dict[tuple[AlarmKind, str | None, str | None], Alarm] = {}
         self._tasks: BoundedDict[str, _Task] = BoundedDict(MAX_TASKS, on_drop=self._forget)
         self._failures = _Failures()
         self._num_mismatched = 0
 
     @property
     def raised(self) -> list[Alarm]:
-        """The oldest first."""
+        """Raised alarms, the oldest first."""
         return list(self._raised.values())
 
     def acceptance(self, task: str) -> ShiftWatch | None:
-        """What is known of the conditional α of a task; None where it is not watched."""
+        """The watch over a task's conditional α; None where the task is not watched."""
         watched = self._tasks.get(task)
         return None if watched is None else watched.acceptance
 
-    def on_request(self, facts: RequestFacts) -> None:
-        """Take in a request that has finished."""
+    def on_request(self, facts: FinishedRequest) -> None:
+        """Count a finished request."""
         watched = self._task(facts.task)
         watched.add(facts)
         self._sync(
-            Kind.ACCEPTANCE_DRIFT,
+            AlarmKind.ACCEPTANCE_DRIFT,
             facts.task,
             watched.acceptance.shift,
-            lambda shift: _drift_message(self._told(facts.task), shift, watched),
+            lambda shift: _drift_message(self._task_name(facts.task), shift, watched),
         )
         self._sync(
-            Kind.TRUNCATION,
+            AlarmKind.TRUNCATION,
             facts.task,
             watched.truncation.shift,
-            lambda shift: _truncation_message(self._told(facts.task), shift, watched),
+            lambda shift: _truncation_message(self._task_name(facts.task), shift, watched),
         )
         self._check_pay(facts.task, watched.pay)
         self._check_count(facts)
 
     def on_report(self, report: ControlReport) -> None:
-        """Take in what the control has found out."""
+        """Update from the controller's report."""
         for task in report.tasks:
             if task.task in self._tasks:
                 watched = self._tasks[task.task]
@@ -144,23 +144,23 @@ class Alarms:
         for method in report.methods:
             message = self._failures.judge(method, self._clock())
             self._set(
-                Kind.DRAFTER_FAILED, None, method.name, message, method.num_failures, "no more failures"
+                AlarmKind.DRAFTER_FAILED, None, method.name, message, method.num_failures, "no more failures"
             )
 
-    def acknowledge(self, kind: Kind, task: str | None, method: str | None) -> bool:
-        """Somebody has taken note: what is now is taken for usual. False where there is no such alarm."""
+    def acknowledge(self, kind: AlarmKind, task: str | None, method: str | None) -> bool:
+        """Make the present level the reference; the alarm is cleared. False where there is no such alarm."""
         alarm = self._raised.get((kind, task, method))
         if alarm is None:
             return False
         watched = self._tasks.get(task) if task is not None else None
-        if kind == Kind.DRAFTER_FAILED and method is not None:
+        if kind == AlarmKind.DRAFTER_FAILED and method is not None:
             self._failures.forgive(method)
-        elif kind == Kind.TOKEN_MISMATCH:
+        elif kind == AlarmKind.TOKEN_MISMATCH:
             self._num_mismatched = 0
-        elif watched is not None and kind == Kind.ACCEPTANCE_DRIFT:
+        elif watched is not None and kind == AlarmKind.ACCEPTANCE_DRIFT:
             watched.acceptance.settle()
             watched.renew_usual()
-        elif watched is not None and kind == Kind.TRUNCATION:
+        elif watched is not None and kind == AlarmKind.TRUNCATION:
             watched.truncation.settle()
         elif watched is not None:
             watched.pay.begin()
@@ -170,21 +170,21 @@ class Alarms:
     # --- rules --------------------------------------------------------------------------------------------------
 
     def _task(self, task: str) -> _Task:
-        """What is known of a task, which is the last to make room now."""
+        """The watched figures of a task, which becomes the most recently used one."""
         return self._tasks.touch(task, _Task)
 
     def _forget(self, task: str, _: _Task) -> None:
         for alarm in [alarm for alarm in self.raised if alarm.task == task]:
-            self._clear(alarm, "the task was not asked for lately and is no longer watched")
+            self._clear(alarm, "the task had no recent requests and is no longer watched")
 
-    def _sync(self, kind: Kind, task: str, shift: Shift | None, message: Callable[[Shift], str]) -> None:
+    def _sync(self, kind: AlarmKind, task: str, shift: Shift | None, message: Callable[[Shift], str]) -> None:
         key = (kind, task, None)
         if shift is None:
             self._set(
                 *key,
                 None,
                 0.0,
-                "back at the usual level, or the new level has lasted and is the usual one now",
+                "back at the reference level, or the new level has lasted and is the new reference",
             )
         elif key not in self._raised:
             self._set(*key, message(shift), shift.after, "")
@@ -194,22 +194,28 @@ class Alarms:
         if pay.is_under and pay.break_even is not None:
             level = pay.level
             message = (
-                f"α of the first draft token of {_named(self._told(task))} is {level:.2f}, "
-                f"under the {pay.break_even:.2f} from which on drafting pays"
+                f"α of the first draft token of {_named(self._task_name(task))} is {level:.2f}, "
+                f"below its break-even of {pay.break_even:.2f}"
             )
-        self._set(Kind.UNDER_BREAK_EVEN, task, None, message, level, "drafting pays again, or is off")
+        self._set(AlarmKind.UNDER_BREAK_EVEN, task, None, message, level, "above break-even again, or off")
 
-    def _check_count(self, facts: RequestFacts) -> None:
+    def _check_count(self, facts: FinishedRequest) -> None:
         if facts.num_streamed != facts.num_counted:
             self._num_mismatched += 1
             message = (
-                f"a request's streams gave out {facts.num_streamed} tokens where the engine counted "
+                f"a request's streams sent {facts.num_streamed} tokens, but the engine counted "
                 f"{facts.num_counted}"
             )
-            self._set(Kind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
+            self._set(AlarmKind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
 
     def _set(
-        self, kind: Kind, task: str | None, method: str | None, message: str | None, value: float, why: str
+        self,
+        kind: AlarmKind,
+        task: str | None,
+        method: str | None,
+        message: str | None,
+        value: float,
+        why: str,
     ) -> None:
         """Raise the alarm where there is a message and it is not raised yet; clear it where there is none."""
         alarm = self._raised.get((kind, task, method))
@@ -226,20 +232,20 @@ class Alarms:
 
 
 class _Task:
-    """What is remembered of one task."""
+    """The watched figures of one task."""
 
     def __init__(self) -> None:
         self.acceptance = ShiftWatch()
         self.truncation = ShiftWatch(falls=False)
         self.pay = _Pay()
         self.usual: list[Traits] = []
-        """Of the requests that the reference of the acceptance was learned from."""
+        """Traits of the requests behind the acceptance's reference."""
         self.recent: deque[Traits] = deque(maxlen=REFERENCE_SIZES[-1])
-        """Of drafted requests, as the acceptance counts them."""
+        """Traits of the recent requests with drafts."""
         self.out_of_context: deque[tuple[float, float]] = deque(maxlen=REFERENCE_SIZES[-1])
-        """Shares of answers ended by length, and by the context."""
+        """(share of answers ended by length, share ended at the context length) of recent requests."""
 
-    def add(self, facts: RequestFacts) -> None:
+    def add(self, facts: FinishedRequest) -> None:
         self.out_of_context.append((facts.share_truncated, facts.share_out_of_context))
         self.truncation.add(Value(facts.share_truncated))
         if not facts.num_reached:
@@ -254,23 +260,23 @@ class _Task:
         self.pay.add(_rate(facts.num_accepted_first, facts.num_reached_first))
 
     def renew_usual(self) -> None:
-        """The reference is another one: so are the requests that it stands for."""
+        """Take the recent requests as those behind the new reference."""
         self.usual = list(self.recent)[-REFERENCE_SIZES[0] :]
 
 
 class _Pay:
-    """Whether the first draft token's α is under what drafting costs, which moves: the bound is that of the moment."""
+    """A sequential test of whether the first draft token's α is below the break-even, which changes over time."""
 
     def __init__(self) -> None:
         self.break_even: float | None = None
-        """None where nothing is drafted, or the costs are not known."""
+        """None where nothing is drafted, or the costs are unknown."""
         self._recent: deque[Value] = deque(maxlen=REFERENCE_SIZES[0])
         self._bets: Bets | None = None
         self.is_under = False
 
     @property
     def level(self) -> float:
-        """α of late; NaN before anything was checked."""
+        """Recent α; NaN before the first verified draft."""
         return mean(self._recent)
 
     def add(self, item: Value) -> None:
@@ -289,13 +295,13 @@ class _Pay:
                 self._bets = None
 
     def begin(self) -> None:
-        """Forget the evidence."""
+        """Restart the test."""
         self.is_under = False
         self._bets = None
 
 
 class _Failures:
-    """Which drafters' failures are shown."""
+    """Drafters' failures, each shown for a limited time."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
@@ -303,7 +309,7 @@ class _Failures:
         self._forgiven: set[str] = set()
 
     def judge(self, method: MethodReport, now_s: float) -> str | None:
-        """The alarm's message; None where there is nothing to tell."""
+        """The alarm's message; None where no alarm is due."""
         name = method.name
         if method.num_failures > self._known.get(name, 0):
             self._last_s[name] = now_s
@@ -312,13 +318,15 @@ class _Failures:
         if name in self._forgiven:
             return None
         if method.retired:
-            return f"the drafter {name} is no longer asked: it hung, or failed too often ({method.num_failures} times)"
+            return (
+                f"the drafter {name} is retired: it hung, or failed too often ({method.num_failures} times)"
+            )
         if now_s - self._last_s.get(name, -FAILURE_MEMORY_S) < FAILURE_MEMORY_S:
-            return f"the drafter {name} failed; answers went on without its drafts"
+            return f"the drafter {name} failed; affected requests continued without its drafts"
         return None
 
     def forgive(self, name: str) -> None:
-        """Say no more until it fails again."""
+        """Show no alarm until it fails again."""
         self._forgiven.add(name)
 
 
@@ -336,7 +344,7 @@ def _drift_message(task: str, shift: Shift, watched: _Task) -> str:
     also = (
         "; ".join(map(str, causes))
         if causes
-        else "nothing else that is watched moved: have prompts or models changed?"
+        else "no other watched figure moved; check whether prompts or models have changed"
     )
     return (
         f"acceptance of {_named(task)} {verb} from {shift.before:.2f} to {shift.after:.2f} over its last "

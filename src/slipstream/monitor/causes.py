@@ -1,4 +1,4 @@
-"""What else changed when something did: the traffic of a task before and after, compared."""
+"""Suspected causes of a shift: a task's traffic before and after it, compared."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 _MIN_Z = 4.0
-"""Standard errors by which a figure must have moved: one in 16,000 by chance, for each of a handful of figures."""
+"""Standard errors by which a figure must have moved; by chance that happens once in 16,000 for each figure."""
 _MIN_EFFECT = 0.5
-"""Standard deviations by which lengths and temperatures must have moved to matter."""
+"""Standard deviations by which a length or temperature must have moved."""
 _MIN_SHARE = 0.2
-"""By how much a share must have moved to matter."""
+"""Difference by which a share must have moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a request was like, apart from how its drafts fared."""
+    """Properties of a request other than its acceptance."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     temperature: float
     structured: bool
-    """Whether its answer had to keep to a grammar."""
+    """Whether its answer was constrained by a grammar."""
     method: str
-    """What drafted for its task when it ended."""
+    """The task's drafter when the request ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A figure of the traffic that moved too."""
+    """A figure of the traffic that moved at the same time."""
 
     name: str
     before: str
@@ -41,9 +41,9 @@ class Cause:
 
 
 def suspected_causes(before: Seq[Traits], after: Seq[Traits]) -> list[Cause]:
-    """What moved between two stretches of traffic, the strongest first; empty where nothing that is known did.
+    """Figures that differ between two stretches of traffic, the most significant first.
 
-    It moved at the same time; that it is the cause is likely, not certain.
+    They changed at the same time, which does not prove that they are the cause.
     """
     if min(len(before), len(after)) < 10:
         return []
@@ -88,7 +88,7 @@ def _mean_and_variance(values: Seq[float]) -> tuple[float, float]:
 def _moved(
     name: str, before: Seq[float], after: Seq[float], write: Callable[[float], str]
 ) -> tuple[float, Cause] | None:
-    """Welch's statistic and the cause, where it is large and the means lie apart."""
+    """Welch's statistic and the cause; None unless the statistic and the difference of means are large."""
     (mean_0, variance_0), (mean_1, variance_1) = _mean_and_variance(before), _mean_and_variance(after)
     distance = abs(mean_1 - mean_0)
     spread = math.sqrt((variance_0 + variance_1) / 2)
@@ -109,7 +109,7 @@ def _share_moved(name: str, before: Seq[bool], after: Seq[bool]) -> tuple[float,
 
 
 def _method_moved(before: Seq[Traits], after: Seq[Traits]) -> tuple[float, Cause] | None:
-    """The drafter of most requests, where that is another one now."""
+    """The change of the most frequent drafter; None where there is none."""
     usual, now = _most([t.method for t in before]), _most([t.method for t in after])
     if usual == now:
         return None

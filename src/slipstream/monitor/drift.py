@@ -1,4 +1,4 @@
-"""One figure of one kind of request over time: what is usual is learned, a shift is noticed, a new level accepted."""
+"""Watches one figure over requests: learns its reference level, detects a shift, adopts a lasting new level."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from slipstream.monitor.shift import Reference, ShiftTest, Value, mean
 
 REFERENCE_SIZES = (100, 200, 400)
-"""After so many requests the reference is learned, and learned again while nothing speaks for a shift: the more, the
-less of a shift has to be put down to not knowing better."""
+"""Numbers of requests after which the reference is estimated, and estimated again while there is no evidence of a
+shift: more requests give a smaller tolerance."""
 SETTLE_REQUESTS = 500
-"""After so many requests at a new level, that level is the reference."""
+"""After this many requests at a new level, that level becomes the reference."""
 
 _CALM = 3.0
-"""Evidence under which the reference may still be improved."""
+"""The reference is re-estimated only while the evidence of a shift is below this."""
 _BLOCK = 50
-"""Requests that together tell whether the mean is back."""
+"""Requests over which the mean is taken to tell whether it is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Shift:
     after: float
     """The mean since."""
     num_requests: int
-    """Since the mean moved, by estimate; at most as many as are remembered."""
+    """Estimated number of requests since the mean moved; at most as many as are stored."""
 
 
 class ShiftWatch:
-    """Learns, watches, and says while a shift lasts. Memory is bounded: some hundred numbers.
+    """Learns a reference, watches for a shift from it, and reports the shift while it lasts. Memory is bounded.
 
-    A shift ends when the mean is nearer to the reference again than to the new level, when somebody has taken note
-    (`settle`), or when the new level has lasted for `SETTLE_REQUESTS`. In the last two cases it becomes the reference.
-    The reference is otherwise kept as it was: a mean that creeps away is noticed as well as one that jumps.
+    A shift ends when the mean is nearer to the reference again than to the new level, when an operator acknowledges it
+    (`settle`), or when it has lasted for `SETTLE_REQUESTS`. In the last two cases the new level becomes the reference.
+    Otherwise the reference does not move, so that a slow drift is detected as well as a jump.
     """
 
     def __init__(self, *, rises: bool = True, falls: bool = True) -> None:
@@ -45,34 +45,34 @@ class ShiftWatch:
         self._recent: deque[Value] = deque(maxlen=REFERENCE_SIZES[-1])
         self._test: ShiftTest | None = None
         self._size = 0
-        """Of the requests behind the reference."""
+        """Number of requests behind the reference."""
         self._num_since = 0
-        """Requests since the shift was noticed."""
+        """Requests since the shift was detected."""
         self.shift: Shift | None = None
-        """While it lasts."""
+        """The current shift; None without one."""
 
     @property
     def reference(self) -> Reference | None:
-        """What is usual; None while it is being learned."""
+        """The reference; None while it is being learned."""
         return self._test.reference if self._test else None
 
     @property
     def evidence(self) -> float:
-        """For a shift, as `ShiftTest` has it; 0 while the reference is being learned."""
+        """Evidence of a shift, as `ShiftTest.evidence`; 0 while the reference is being learned."""
         return self._test.evidence if self._test else 0.0
 
     @property
     def level(self) -> float | None:
-        """The mean of the last few requests; None before there were any."""
+        """Mean of the last few requests; None without any."""
         return mean(list(self._recent)[-_BLOCK:]) if self._recent else None
 
     @property
     def num_learned(self) -> int:
-        """Requests seen of those that the first reference needs."""
+        """Number of requests behind the reference, or collected for the first one."""
         return self._size or len(self._learning)
 
     def add(self, item: Value) -> None:
-        """Take in a request."""
+        """Count a request."""
         self._recent.append(item)
         if self.shift is None:
             self._watch(item)
@@ -80,7 +80,7 @@ class ShiftWatch:
             self._wait()
 
     def settle(self) -> None:
-        """Take the level since the shift for the reference."""
+        """Make the level since the shift the reference."""
         if self.shift is None:
             return
         values = list(self._recent)[-max(self.shift.num_requests + self._num_since, 1) :]
@@ -99,7 +99,7 @@ class ShiftWatch:
             self._improve()
 
     def _improve(self) -> None:
-        """Learn the reference (again) where enough requests are there and nothing speaks for a shift."""
+        """Estimate the reference (again) once there are enough requests and no evidence of a shift."""
         sizes = [size for size in REFERENCE_SIZES if self._size < size <= len(self._learning)]
         if sizes and self.evidence < _CALM:
             self._size = sizes[-1]
@@ -109,7 +109,7 @@ class ShiftWatch:
                 self._learning = []
 
     def _wait(self) -> None:
-        """After a shift: is the mean back, or has it stayed?"""
+        """Count a request during a shift; end the shift if the mean is back, or has stayed long enough."""
         assert self.shift is not None
         assert self._test is not None
         self._num_since += 1
@@ -124,7 +124,7 @@ class ShiftWatch:
             self.settle()
 
     def _begin(self, values: list[Value]) -> None:
-        """Learn anew from `values`, and from what comes."""
+        """Start again, with `values` as the first requests."""
         self.shift = None
         self._test = None
         self._size = 0

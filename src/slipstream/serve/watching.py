@@ -18,7 +18,7 @@ from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import TASK_KINDS, Alarm, Alarms, Kind, RequestFacts
+from slipstream.monitor.alarms import TASK_KINDS, Alarm, AlarmKind, Alarms, FinishedRequest
 from slipstream.monitor.causes import Traits
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.dashboard.history import History, Snapshot
@@ -52,7 +52,7 @@ class Watching:
         """When the engine was last read."""
         self._read_s = time.monotonic()
         self.recent = Recent(with_texts)
-        self.alarms = Alarms(self._on_raise, self._on_clear, told=accounts.task)
+        self.alarms = Alarms(self._on_raise, self._on_clear, task_name=accounts.task)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
         """Alarms that are over, the latest first: when they were cleared, and why."""
         self._control = ControlMetrics(self.history, lambda name: metrics.task_label(accounts.task(name)))
@@ -89,7 +89,7 @@ class Watching:
         self._control.report = report
         self._control.batches = self.snapshot.batches()
         for method in report.methods:
-            self.metrics.expect_alarm(Kind.DRAFTER_FAILED, None, method.name)
+            self.metrics.expect_alarm(AlarmKind.DRAFTER_FAILED, None, method.name)
         self.alarms.on_report(report)
 
     def follow(self, job: Job) -> Follower:
@@ -103,7 +103,7 @@ class Watching:
             self.metrics.expect_alarm(kind, job.options.task, None)
         self.alarms.on_request(self._facts(job, output, num_streamed))
 
-    def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> RequestFacts:
+    def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> FinishedRequest:
         metrics = output.metrics
         num = len(output.outputs)
         truncated = [answer for answer in output.outputs if answer.finish_reason == FinishReason.LENGTH]
@@ -112,7 +112,7 @@ class Watching:
             for answer in truncated
             if len(output.prompt_token_ids) + len(answer.token_ids) >= self._max_model_len
         ]
-        return RequestFacts(
+        return FinishedRequest(
             task=self.accounts.name_of(job.options),
             traits=Traits(
                 num_prompt_tokens=len(output.prompt_token_ids),

@@ -1,1 +1,1 @@
-"""Making drafts: data, losses, the loop and what is measured while it runs."""
+"""Training of draft models and heads: data, losses, the training loop, evaluation."""

@@ -1,4 +1,4 @@
-"""Who answers: an engine of our own, or an OpenAI-compatible server."""
+"""Generate answers to conversations, with an engine in this process or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from slipstream.client import Server, error_of
+from slipstream.client import ServerAddress, error_of
 from slipstream.engine.engine import Engine
 from slipstream.errors import RemoteError, RequestError
 from slipstream.jsonl import Message
@@ -20,30 +20,30 @@ from slipstream.text.prompts import encode_chat, encode_prompt
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """What was said to one conversation so far."""
+    """The answer to one conversation."""
 
     text: str
     finish_reason: str
     num_tokens: int
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
-    """With the end token where there is one; None, as for the prompt, from a server."""
+    """Token ids of the answer, including an end token; None from a server, like the prompt's."""
 
 
 class Answerer(Protocol):
-    """Takes conversations while it has room and gives their answers in any order."""
+    """Answers several conversations at once, in any order."""
 
     room: int
-    """Conversations that it works on at once."""
+    """The most conversations at once."""
 
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
-        """Begin an answer; raises `RequestError` when the conversation cannot be answered."""
+        """Start an answer; raises `RequestError` for an invalid conversation."""
 
     def answers(self) -> list[tuple[str, TargetAnswer]]:
-        """Work on, and return what is done; it may be nothing yet."""
+        """Continue generating; returns (key, answer) of the finished ones, perhaps none."""
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abort the running conversations."""
 
 
 class EngineAnswerer:
@@ -52,7 +52,7 @@ class EngineAnswerer:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.room = engine.config.max_num_seqs
-        self._under_way: set[str] = set()
+        self._running: set[str] = set()
 
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         engine = self.engine
@@ -60,14 +60,14 @@ class EngineAnswerer:
         encode_prompt(engine.tokenizer, token_ids, engine.model.vocab_size, engine.max_model_len)
         room = engine.max_model_len - len(token_ids)
         engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens or room, room)))
-        self._under_way.add(key)
+        self._running.add(key)
 
     def answers(self) -> list[tuple[str, TargetAnswer]]:
         done: list[tuple[str, TargetAnswer]] = []
         for update in self.engine.step():
             if update.output is None:
                 continue
-            self._under_way.remove(update.request_id)
+            self._running.remove(update.request_id)
             [only] = update.output.outputs
             reason, prompt = only.finish_reason.value, update.output.prompt_token_ids
             done.append(
@@ -79,19 +79,19 @@ class EngineAnswerer:
         return done
 
     def close(self) -> None:
-        for key in self._under_way:
+        for key in self._running:
             self.engine.abort(key)
 
 
 class ServerAnswerer:
-    """A server, asked over `room` connections."""
+    """An OpenAI-compatible server, over `room` connections."""
 
-    def __init__(self, server: Server, room: int) -> None:
+    def __init__(self, server: ServerAddress, room: int) -> None:
         self.room = room
         self._server = server
         self._client = httpx2.Client(headers=server.headers, timeout=server.timeout_s)
         self._pool = ThreadPoolExecutor(room)
-        self._under_way: dict[Future[TargetAnswer], str] = {}
+        self._running: dict[Future[TargetAnswer], str] = {}
 
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         body = {
@@ -102,11 +102,11 @@ class ServerAnswerer:
             "top_p": params.top_p,
             "seed": params.seed,
         }
-        self._under_way[self._pool.submit(self._post, body)] = key
+        self._running[self._pool.submit(self._post, body)] = key
 
     def answers(self) -> list[tuple[str, TargetAnswer]]:
-        done, _ = wait(self._under_way, timeout=1.0, return_when=FIRST_COMPLETED)
-        return [(self._under_way.pop(future), future.result()) for future in done]
+        done, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
+        return [(self._running.pop(future), future.result()) for future in done]
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -131,4 +131,4 @@ class ServerAnswerer:
                 text, str(reason), int((payload.get("usage") or {}).get("completion_tokens", 0))
             )
         except (ValueError, LookupError, TypeError):
-            raise RemoteError(f"{url} answers something other than a chat completion") from None
+            raise RemoteError(f"the response of {url} is not a chat completion") from None

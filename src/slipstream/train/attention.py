@@ -1,4 +1,4 @@
-"""Attention over packed rows: each token looks at what stands before it in its own document."""
+"""Attention over packed rows: each token attends to the earlier tokens of its own document."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 ATTENTION = "matmul"
-"""The name under which Transformers' models find the function below."""
+"""Name of the function below in Transformers' registry."""
 
 PADDING = -1
 """Document number of padding."""
@@ -23,7 +23,7 @@ def _matmul_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention as two plain products: on a CPU, and rows this short, 27 % faster than the fused kernel."""
+    """Attention as two matrix products: for short rows on a CPU 27 % faster than the fused kernel."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -36,8 +36,9 @@ AttentionMaskInterface.register(ATTENTION, eager_mask)
 
 
 def block_diagonal_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """`documents` [B, T] to an additive mask [B, 1, T, T]: 0 where a token may look, large and negative elsewhere."""
+    """`documents` [B, T] to an additive mask [B, 1, T, T]: 0 where a token may attend, a large negative number
+    elsewhere."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
-    # Finite, so that no row of padding turns into NaN.
+    # Finite, so that rows of padding do not become NaN.
     mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
     return mask.masked_fill_(~same.tril(), -3e4)

@@ -1,4 +1,4 @@
-"""Documents to packed rows, and rows to what a student learns from. All of it is a function of the seed."""
+"""Packs documents into rows and makes training batches; deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from slipstream.train.attention import PADDING, block_diagonal_mask
 from slipstream.train.target import FrozenTarget
 
 
-class Document(NamedTuple):
-    """A conversation, or as much of one as fits a row."""
+class TrainingDocument(NamedTuple):
+    """A conversation, or a part of one that fits a row."""
 
     task: str
     tokens: NDArray[np.int64]
     """[L]"""
     is_answer: NDArray[np.bool_]
-    """[L]: the assistant's own tokens, its end token included."""
+    """[L]: True for the assistant's tokens, including its end token."""
 
 
 class Rows(NamedTuple):
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     is_answer: NDArray[np.bool_]
     """[N, T]"""
     sources: NDArray[np.int64]
-    """[N, T]: where the token stands in the documents laid end to end, -1 on padding."""
+    """[N, T]: index of the token in the concatenated documents, -1 on padding."""
 
     def take(self, which: slice) -> Rows:
         """Some of the rows."""
@@ -52,56 +52,56 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Packed rows and what the target makes of them. Nothing here has a gradient."""
+    """Packed rows and the target's hidden states for them, without gradients."""
 
     token_ids: Tensor
     """int64 [B, T]"""
     positions: Tensor
-    """int64 [B, T]: of each token in its own document."""
+    """int64 [B, T]: position of each token in its own document."""
     documents: Tensor
     """int64 [B, T]: number within the row, -1 on padding."""
     labels: Tensor
     """int64 [B, T]: the next token of the same document, -100 where there is none."""
     loss_mask: Tensor
-    """bool [B, T]: whether the label is the assistant's own token."""
+    """bool [B, T]: True where the label is the assistant's token."""
     attention_mask: Tensor
     """[B, 1, T, T] additive, block-diagonal and causal."""
     hidden_states: dict[int, Tensor]
-    """Layer to [B, T, hidden]: 0 is the embedding, the number of layers what the final norm puts out. Those that the
-    student asked for, and the last."""
+    """Layer to [B, T, hidden], for the student's feature layers and the last: 0 is the embedding, the number of layers
+    the output of the final norm."""
     target: FrozenTarget
 
     @cached_property
     def target_logits(self) -> Tensor:
-        """float32 [B, T, vocab]: what the target says after each token."""
+        """float32 [B, T, vocab]: the target's logits after each token."""
         return self.target.project(self.hidden_states[self.target.num_layers])
 
     def target_logits_at(self, where: Tensor) -> Tensor:
-        """float32 [n, vocab]: the same where the bool [B, T] `where` is True only."""
+        """float32 [n, vocab]: the target's logits where `where`, bool [B, T], is True."""
         return self.target.project(self.hidden_states[self.target.num_layers][where])
 
 
 def read_documents(
-    files: Seq[Path], tokenizer: Any, length: int, left_out: Set[str] = frozenset()
-) -> list[Document]:
-    """The conversations of JSONL files, cut to `length` tokens, but those of `left_out`, named as `read_rows` does.
+    files: Seq[Path], tokenizer: Any, length: int, excluded: Set[str] = frozenset()
+) -> list[TrainingDocument]:
+    """The conversations of JSONL files, cut to `length` tokens, without the lines in `excluded` (`FILE, line N`).
 
-    A line has `token_ids` and `answer_spans`, as `slipstream train regenerate` writes them, or else `messages`, which
-    the tokenizer's chat template joins. Lines without an answer are left out. Raises `RequestError` for a line that is
-    neither, and when nothing is left.
+    A line has `token_ids` and `answer_spans`, as written by `slipstream train regenerate`, or `messages`, which are
+    encoded with the chat template. Lines without an answer are skipped. Raises `RequestError` for an invalid line, and
+    when no line is left.
     """
-    documents: list[Document] = []
+    documents: list[TrainingDocument] = []
     vocab_size = len(tokenizer)
     for file in files:
         for where, row in read_rows(file):
-            if where in left_out:
+            if where in excluded:
                 continue
             tokens, is_answer = _tokens(row, where, tokenizer, vocab_size)
             task = row.get("task", "all")
             for start in range(0, len(tokens), length):
                 cut = slice(start, start + length)
                 if is_answer[cut][1:].any():
-                    documents.append(Document(str(task), tokens[cut], is_answer[cut]))
+                    documents.append(TrainingDocument(str(task), tokens[cut], is_answer[cut]))
     if not documents:
         raise RequestError(
             f"{', '.join(str(file) for file in files)}: no conversation has an answer to learn"
@@ -109,7 +109,7 @@ def read_documents(
     return documents
 
 
-def pack(documents: Seq[Document], length: int, pad: int, rng: np.random.Generator) -> Rows:
+def pack(documents: Seq[TrainingDocument], length: int, pad: int, rng: np.random.Generator) -> Rows:
     """Fill rows of `length` tokens by best fit, longest document first, then shuffle the rows.
 
     Padding comes to well under 1 % on a few thousand conversations.
@@ -149,17 +149,17 @@ def pack(documents: Seq[Document], length: int, pad: int, rng: np.random.Generat
 
 @dataclass
 class Cursor:
-    """Where the data stand: with the seed, all that a checkpoint needs to go on with the next batch."""
+    """Position in the data; with the seed it determines the next batch."""
 
     epoch: int = 0
     row: int = 0
-    """First row of the epoch that was not yet learned from."""
+    """First row of the epoch that has not been used."""
 
 
 def row_batches(
-    documents: Seq[Document], batch_rows: int, length: int, pad: int, seed: int, cursor: Cursor
+    documents: Seq[TrainingDocument], batch_rows: int, length: int, pad: int, seed: int, cursor: Cursor
 ) -> Iterator[Rows]:
-    """Batches from where `cursor` stands, epoch after epoch; moves it past each batch that it yields."""
+    """Batches from `cursor` on, epoch after epoch; advances it past each yielded batch. Raises `ConfigError`."""
     while True:
         rows = pack(documents, length, pad, np.random.default_rng([seed, cursor.epoch]))
         while cursor.row + batch_rows <= len(rows.tokens):
@@ -175,7 +175,7 @@ def row_batches(
 
 
 def make_batch(rows: Rows, target: FrozenTarget, layers: Seq[int]) -> TrainingBatch:
-    """Move `rows` to the target's device and ask it for the hidden states of `layers` and its last."""
+    """Move `rows` to the target's device and compute its hidden states of `layers` and the last layer."""
     device = target.device
     token_ids = torch.from_numpy(rows.tokens).to(device)
     documents = torch.from_numpy(rows.documents).to(device).long()
@@ -190,8 +190,8 @@ def make_batch(rows: Rows, target: FrozenTarget, layers: Seq[int]) -> TrainingBa
 
 def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:
     """[B, T]: the next token of the same document, -100 where there is none."""
-    goes_on = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] != PADDING)
-    return F.pad(token_ids[:, 1:].masked_fill(~goes_on, -100), (0, 1), value=-100)
+    continues = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] != PADDING)
+    return F.pad(token_ids[:, 1:].masked_fill(~continues, -100), (0, 1), value=-100)
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def document_positions(documents: Tensor) -> Tensor:
 def _tokens(
     row: dict[str, Any], where: str, tokenizer: Any, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Token ids of a line, and which are the assistant's."""
+    """(token ids [L], is_answer [L]) of a line; raises `RequestError`."""
     if "token_ids" in row:
         token_ids, spans = row["token_ids"], row.get("answer_spans")
         if not isinstance(spans, list) or not all(
@@ -223,7 +223,7 @@ def _tokens(
         raise RequestError(f"{where}: token_ids must be a list of whole numbers") from None
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise RequestError(
-            f"{where} has a token id outside the vocabulary of {vocab_size}; was it made by another target?"
+            f"{where} has a token id outside the vocabulary of {vocab_size}; use data of this target"
         )
     is_answer = np.zeros(len(tokens), dtype=bool)
     for start, end in spans:
@@ -232,10 +232,7 @@ def _tokens(
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a whole conversation, and where its answers stand: each begins where its prompt ends.
-
-    An answer is as long as the text that the template makes of it, the end token included.
-    """
+    """Token ids of a whole conversation, and the [start, end] spans of its answers, end tokens included."""
     whole = list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
     spans: list[list[int]] = []
     for number, message in enumerate(messages):

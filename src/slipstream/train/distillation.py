@@ -1,4 +1,4 @@
-"""A small draft model learns to say what the target says."""
+"""Distillation of the target into a draft model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.train.attention import ATTENTION
-from slipstream.train.batches import Document, Rows, TrainingBatch, pack
+from slipstream.train.batches import Rows, TrainingBatch, TrainingDocument, pack
 from slipstream.train.options import DistillOptions
 from slipstream.train.target import FrozenTarget, check_plain_head, load_model
 
@@ -39,7 +39,7 @@ class DraftStudent:
         self._seed = seed
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
-        """The weighted losses' mean over the answers' tokens; logs `alpha`, one minus the total variation, and
+        """The weighted losses, averaged over the answers' tokens; logs `alpha`, one minus the total variation, and
         `agreement` of the two models' first choices.
         """
         where = batch.loss_mask
@@ -54,9 +54,9 @@ class DraftStudent:
         return distillation_loss(draft, target, batch.labels[where], self._losses)
 
     def own_text(self, rows: Rows, step: int) -> Rows:
-        """`rows`, or on a fraction of the steps the draft's own answers to their prompts, drawn at temperature 1.
+        """`rows`, or on a fraction of the steps the draft's own answers to their prompts, sampled at temperature 1.
 
-        Which steps, and what is drawn, follows from the seed, the step and the weights.
+        Deterministic for the seed, the step and the weights.
         """
         rng = np.random.default_rng([self._seed, step])
         if rng.random() >= self._options.on_policy:
@@ -70,13 +70,13 @@ class DraftStudent:
         for prompt, answer in zip(prompts, answers, strict=True):
             tokens = np.array([*prompt, *answer][:length], dtype=np.int64)
             is_answer = np.arange(len(tokens)) >= len(prompt)
-            documents.append(Document("own", tokens, is_answer))
+            documents.append(TrainingDocument("own", tokens, is_answer))
         own = pack(documents, length, self._pad, rng)
-        own.sources[:] = -1  # nobody has seen these texts before
+        own.sources[:] = -1  # new texts are not in the feature cache
         return own
 
     def target_path(self, folder: Path) -> None:
-        """The target stays as it is."""
+        """None: the target does not change."""
 
     def save(self, folder: Path) -> None:
         """A float16 checkpoint with the target's tokenizer."""
@@ -125,7 +125,7 @@ class DraftStudent:
 def distillation_loss(
     draft: Tensor, target: Tensor, labels: Tensor, weights: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Logits of both, [n, vocab], and the text's tokens [n], to the weighted mean loss in nats and what to log."""
+    """(weighted mean loss in nats, metrics to log) for logits [n, vocab] of both and the text's tokens `labels` [n]."""
     log_q = F.log_softmax(draft, dim=-1)
     log_p = F.log_softmax(target, dim=-1)
     p = log_p.exp()
@@ -141,14 +141,14 @@ def distillation_loss(
             one = F.nll_loss(log_q, labels, reduction="none")
         loss = loss + weight * one.mean()
     with torch.no_grad():
-        some = slice(None, None, 8)  # to log, a sample will do
+        some = slice(None, None, 8)  # a sample is enough for the log
         alpha = torch.minimum(p[some], log_q[some].exp()).sum(-1).mean()
         agreement = (draft[some].argmax(-1) == target[some].argmax(-1)).float().mean()
     return loss, {"alpha": float(alpha), "agreement": float(agreement)}
 
 
 def make_draft(options: DistillOptions, target: FrozenTarget, seed: int) -> Any:
-    """The model that `options` begin with; raises `ConfigError` or `ModelError` where it cannot be had."""
+    """The initial draft model that `options` describe; raises `ConfigError` or `ModelError`."""
     if options.init is not None:
         model = load_model(options.init, target.device)
         if model.config.vocab_size != target.vocab_size:
@@ -169,7 +169,7 @@ def _pruned(target: FrozenTarget, keep: str) -> Any:
         raise ConfigError(f"--keep-layers takes layer numbers separated by commas, got {keep!r}") from None
     if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < target.num_layers:
         raise ConfigError(
-            f"--keep-layers takes rising layer numbers from 0 to {target.num_layers - 1}, got {keep!r}"
+            f"--keep-layers takes ascending layer numbers from 0 to {target.num_layers - 1}, got {keep!r}"
         )
     config = copy.deepcopy(target.model.config)
     config.num_hidden_layers = len(layers)
@@ -188,7 +188,7 @@ def _pruned(target: FrozenTarget, keep: str) -> Any:
         model.load_state_dict(weights)
     except RuntimeError:
         raise ConfigError(
-            f"--keep-layers cannot take {config.model_type} apart; begin with --init or --shape"
+            f"--keep-layers does not support {config.model_type}; use --init or --shape"
         ) from None
     model.tie_weights()
     return model.to(target.device)
@@ -223,13 +223,13 @@ def _empty(config: Any) -> Any:
 
 
 def _prompts(rows: Rows) -> list[list[int]]:
-    """Of each document in the rows what stands before its last answer."""
+    """For each document in the rows: the tokens before its last answer."""
     prompts: list[list[int]] = []
     for tokens, documents, is_answer in zip(rows.tokens, rows.documents, rows.is_answer, strict=True):
         for number in range(int(documents.max()) + 1):
             mine = documents == number
-            text, said = tokens[mine], is_answer[mine]
-            begins = np.flatnonzero(said[1:] & ~said[:-1]) + 1
+            text, answered = tokens[mine], is_answer[mine]
+            begins = np.flatnonzero(answered[1:] & ~answered[:-1]) + 1
             if len(begins):
                 prompts.append(text[: begins[-1]].tolist())
     return prompts

@@ -14,7 +14,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError
-from slipstream.train.batches import Document, Rows, TrainingBatch
+from slipstream.train.batches import Rows, TrainingBatch, TrainingDocument
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions
 from slipstream.train.target import FrozenTarget
@@ -27,11 +27,11 @@ class EagleStudent:
         self,
         options: EagleTrainOptions,
         target: FrozenTarget,
-        documents: Seq[Document],
+        documents: Seq[TrainingDocument],
         version: int,
         seed: int,
     ) -> None:
-        """`version` is 1 or 3; a head of version 2 is one of version 1. Raises `ConfigError` for what cannot be."""
+        """`version` is 1 or 3 (EAGLE-2's heads are version 1). Raises `ConfigError` for invalid options."""
         self.options, self.target, self.version = options, target, version
         self.name = "eagle3" if version == 3 else "eagle"
         torch.manual_seed(seed)
@@ -43,7 +43,7 @@ class EagleStudent:
         self.feature_layers: Seq[int] = self.head.config.feature_layers
 
     def own_text(self, rows: Rows, step: int) -> Rows:
-        """As it is: the head's own guesses are made inside the loss."""
+        """`rows` unchanged: the head's own drafts are made inside the loss."""
         return rows
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
@@ -68,7 +68,7 @@ class EagleStudent:
         return steps.loss, {f"agrees_{i + 1}": value for i, value in enumerate(steps.agreement)}
 
     def save(self, folder: Path) -> None:
-        """In the layout that was asked for."""
+        """Write the head in the chosen layout."""
         save_eagle(
             self.head,
             folder,
@@ -78,10 +78,10 @@ class EagleStudent:
         )
 
     def target_path(self, folder: Path) -> None:
-        """The target stays as it is."""
+        """None: the target does not change."""
 
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
-        """A chain: what its positions accept is what there is to see while training."""
+        """A chain, so that evaluations report acceptance by position."""
         options: dict[str, Any] = {
             "model": str(folder),
             "num_speculative_tokens": self.options.num_speculative_tokens,
@@ -92,16 +92,16 @@ class EagleStudent:
 
 
 def _given(path: str, target: FrozenTarget, version: int) -> EagleHead:
-    """The head to go on from; raises `ModelError` for one of another target, `ConfigError` for one of another kind."""
+    """The head to continue from; raises `ModelError` for another target's head, `ConfigError` for another kind."""
     head = read_eagle(path, target)
     if head.config.version != version:
         raise ConfigError(f"{path!r} is an EAGLE-{head.config.version} head, not an EAGLE-{version} one")
     if head.embedding is not None:
-        raise ConfigError(f"{path!r} embeds tokens with a table of its own; training uses the target's")
+        raise ConfigError(f"{path!r} has an embedding of its own; training supports only the target's")
     return head
 
 
-def _fresh(config: EagleConfig, target: FrozenTarget, documents: Seq[Document]) -> EagleHead:
+def _fresh(config: EagleConfig, target: FrozenTarget, documents: Seq[TrainingDocument]) -> EagleHead:
     head = EagleHead(config)
     _initialise(head, target)
     if config.draft_vocab_size < config.vocab_size:
@@ -110,8 +110,8 @@ def _fresh(config: EagleConfig, target: FrozenTarget, documents: Seq[Document]) 
     return head
 
 
-def most_used(documents: Seq[Document], vocab_size: int, size: int) -> Tensor:
-    """int64 [size], ascending: the tokens that answers use most; of equals the lower ids."""
+def most_used(documents: Seq[TrainingDocument], vocab_size: int, size: int) -> Tensor:
+    """int64 [size], ascending: the most frequent tokens of answers; ties go to the lower ids."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for document in documents:
         counts += np.bincount(document.tokens[document.is_answer], minlength=vocab_size)
@@ -161,7 +161,7 @@ def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
 
 
 def _rope(model: Any) -> dict[str, Any]:
-    """The target's own rotary settings where they hold for any length, else plain ones of the same base."""
+    """The target's rotary settings if they apply to any length, else default ones with the same base."""
     rope = dict(getattr(model, "rope_parameters", None) or {})
     if rope.get("rope_type") in ("default", "linear", "llama3", "yarn"):
         return rope
@@ -169,7 +169,7 @@ def _rope(model: Any) -> dict[str, Any]:
 
 
 def _initialise(head: EagleHead, target: FrozenTarget) -> None:
-    """Small weights; the output layer and its norm begin as the target's."""
+    """Initialise with small weights; the output layer and its norm are copied from the target."""
     for name, weight in head.named_parameters():
         if weight.ndim > 1:
             nn.init.normal_(weight, std=0.02)

@@ -1,8 +1,8 @@
-"""What an EAGLE head learns from: the training-time test.
+"""The loss of EAGLE heads: the training-time test.
 
-A head that drafts feeds on its own guesses, so it is trained on them: step 0 reads the target's true features, each
-later step the head's own state of the step before, one token further on (Li et al., "EAGLE-3", NeurIPS 2025). The
-attention of a later step sees the true rows up to the root of its draft, and behind them that draft's own rows.
+When drafting, a head reads its own output, so it is trained on that too: step 0 reads the target's true features, each
+later step the head's state of the step before, one token further on (Li et al., "EAGLE-3", NeurIPS 2025). The attention
+of a later step sees the true rows up to the root of its draft, and after them that draft's own rows.
 
 EAGLE-1 is step 0 alone, with a loss on the features beside the one on the tokens (Li et al., ICML 2024).
 """
@@ -21,31 +21,29 @@ from slipstream.draft.heads.eagle_head import EagleHead
 
 @dataclass(frozen=True)
 class TargetText:
-    """Packed rows of whole documents and what the target made of them; nothing here has a gradient."""
+    """Packed rows and the target's features and logits for them, without gradients."""
 
     embeds: Tensor
     """[B, L, hidden]: the embedding of each token."""
     features: Tensor
-    """[B, L, taps * target hidden]"""
+    """[B, L, feature layers * target hidden]"""
     positions: Tensor
-    """[B, L]: of each token in its own document."""
+    """[B, L]: position of each token in its own document."""
     documents: Tensor
-    """[B, L]: which document a token belongs to; -1 is padding."""
+    """[B, L]: document number of each token; -1 is padding."""
     learns: Tensor
-    """bool [B, L]: whether what follows this token is to be learned."""
+    """bool [B, L]: True where the token after this one is learned."""
     logits: Tensor
-    """[n, vocab]: what the target says after each of the n tokens where `learns` is True, in order."""
+    """[n, vocab]: the target's logits after each of the n tokens where `learns` is True, in order."""
 
 
 @dataclass
-class TestSteps:
-    """How a training-time test went."""
-
-    __test__ = False  # not a test for pytest
+class TrainingTimeTest:
+    """The result of a training-time test."""
 
     loss: Tensor
     agreement: list[float] = field(default_factory=list)
-    """By step: how often the head's first guess is the target's own."""
+    """By step: share of rows in which the head's and the target's most probable tokens agree."""
 
 
 def training_time_test(
@@ -56,30 +54,28 @@ def training_time_test(
     num_steps: int = 5,
     decay: float = 0.8,
     feature_weight: float = 10.0,
-) -> TestSteps:
+) -> TrainingTimeTest:
     """Cross-entropy with the target's distribution over the draft vocabulary, step `s` weighted by `decay ** s`.
 
     EAGLE-1 needs the target's output layer, `project`; its loss on the features is weighted by `feature_weight`.
     """
     length = text.documents.shape[1]
     documents, learns = text.documents.flatten(), text.learns.flatten()
-    embeds, place = text.embeds.flatten(0, 1), learns.cumsum(0) - 1  # where a token's logits stand
+    embeds, place = text.embeds.flatten(0, 1), learns.cumsum(0) - 1  # index of a token's logits
     state = head.encode(text.features).flatten(0, 1)
     roots = torch.arange(
         len(documents), device=state.device
     )  # flat indices of the tokens that drafts start from
     entries: list[_Entries] = []
-    result = TestSteps(state.new_zeros(()))
+    result = TrainingTimeTest(state.new_zeros(()))
     for step in range(num_steps if head.config.version == 3 else 1):
         later = roots + 1 + step
-        goes_on = roots % length + 1 + step < length
+        continues = roots % length + 1 + step < length
         later = later.clamp(max=len(documents) - 1)
-        goes_on &= (documents[later] == documents[roots]) & (documents[roots] >= 0)
-        if (
-            step > 0
-        ):  # step 0's rows are context for the others; drafts begin where there is something to learn
-            goes_on &= learns[roots.clamp(max=len(learns) - 2) + 1] & learns[later]
-        roots, later, state = roots[goes_on], later[goes_on], state[goes_on]
+        continues &= (documents[later] == documents[roots]) & (documents[roots] >= 0)
+        if step > 0:  # step 0's rows are context for the others; drafts begin only where a token is learned
+            continues &= learns[roots.clamp(max=len(learns) - 2) + 1] & learns[later]
+        roots, later, state = roots[continues], later[continues], state[continues]
         attention = _DraftAttention(documents, length, entries, roots)
         positions = text.positions.flatten()[roots] + step
         state = head(embeds[later][None], state[None], positions[None], attention)[0]
@@ -87,30 +83,31 @@ def training_time_test(
         if not learned.any():
             break
         if head.config.version == 1:
-            assert project is not None, "EAGLE-1 guesses with the target's own output layer"
+            assert project is not None, "EAGLE-1 drafts with the target's own output layer"
             features = text.features.flatten(0, 1)[later[learned]]
             result.loss = result.loss + feature_weight * F.smooth_l1_loss(state[learned], features)
-            guesses = project(state[learned])
+            draft_logits = project(state[learned])
         else:
-            guesses = head.logits(state[learned])
-        loss, agreement = _token_loss(guesses, text.logits[place[later[learned]]], head.draft_token_ids)
+            draft_logits = head.logits(state[learned])
+        loss, agreement = _token_loss(draft_logits, text.logits[place[later[learned]]], head.draft_token_ids)
         result.loss = result.loss + decay**step * loss
         result.agreement.append(agreement)
     return result
 
 
-def _token_loss(guesses: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:
-    """`guesses` [n, draft vocab] against the target's `logits` [n, vocab], and how often the first choices agree.
+def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:
+    """(mean cross-entropy, agreement of the most probable tokens); `draft_logits` [n, draft vocab], `logits` [n,
+    vocab].
 
-    Where the target's first choice is not in the draft vocabulary there is nothing to learn.
+    Rows whose most probable target token is not in the draft vocabulary are not learned.
     """
     best = logits.argmax(dim=-1)
-    agreement = float((draft_token_ids[guesses.argmax(dim=-1)] == best).float().mean())
-    if guesses.shape[1] != logits.shape[1]:
+    agreement = float((draft_token_ids[draft_logits.argmax(dim=-1)] == best).float().mean())
+    if draft_logits.shape[1] != logits.shape[1]:
         possible = torch.isin(best, draft_token_ids)
-        guesses, logits = guesses[possible], logits[possible][:, draft_token_ids]
+        draft_logits, logits = draft_logits[possible], logits[possible][:, draft_token_ids]
     target = torch.softmax(logits.float(), dim=-1)
-    losses = -(target * torch.log_softmax(guesses.float(), dim=-1)).sum(dim=-1)
+    losses = -(target * torch.log_softmax(draft_logits.float(), dim=-1)).sum(dim=-1)
     return losses.sum() / max(len(losses), 1), agreement
 
 
@@ -131,7 +128,7 @@ class _DraftAttention:
         self.documents, self.length, self.entries, self.roots = documents, length, entries, roots
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `heads.eagle.Attend`; B is 1."""
+        """See `eagle_head.Attend`; B is 1."""
         self.entries.append(_Entries(self.roots, key[0].transpose(0, 1), value[0].transpose(0, 1)))
         queries = query[0].transpose(0, 1)  # [n, heads, dim]
         repeats = queries.shape[1] // self.entries[0].keys.shape[1]

@@ -1,4 +1,4 @@
-"""What training is for, measured: how many draft tokens the real engine accepts on prompts that were held out."""
+"""Evaluation of a trained drafter: acceptance in the engine on held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from slipstream.workload.reading import read_workload
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """Of one temperature."""
+    """Acceptance at one temperature."""
 
     tau: float
-    """Tokens a target pass, the target's own included."""
+    """Tokens committed per target pass, the target's own included."""
     alpha: float
     """Accepted over proposed draft tokens."""
     conditional: list[float]
@@ -52,7 +52,7 @@ class EvaluationFigures:
 
 
 class Evaluator:
-    """Held-out prompts and a target; the target is loaded once for all drafters that are measured on it."""
+    """Held-out prompts and a target, which is loaded once for all evaluated drafters."""
 
     def __init__(
         self,
@@ -61,27 +61,27 @@ class Evaluator:
         prompts_per_task: int = 4,
         max_tokens: int = 64,
         engine_options: Mapping[str, Any] | None = None,
-        left_out: Set[str] = frozenset(),
+        excluded: Set[str] = frozenset(),
     ) -> None:
-        """`model` None is the embedded target; `workload` is one of `slipstream bench`'s, its first turns are asked,
-        those of the questions that stand where `left_out` says excepted.
+        """`model` None is the embedded target. `workload` is as in `slipstream bench`; the first turns of its questions
+        are used, without those whose `where` is in `excluded`.
 
-        Raises what loading raises, and `RequestError` for a workload that cannot be read.
+        Raises what loading raises, and `RequestError` for an invalid workload.
         """
         self._model = model
         self._options = {"max_num_seqs": 8, **(engine_options or {})}
         self._engine = make_engine(model, None, self._options)
         self._jobs: list[BenchJob] = []
         self._tasks: list[str] = []
-        asked: dict[str, int] = {}
+        num_of_task: dict[str, int] = {}
         for question in read_workload(workload).questions:
-            if question.where in left_out or asked.setdefault(question.task, 0) >= prompts_per_task:
+            if question.where in excluded or num_of_task.setdefault(question.task, 0) >= prompts_per_task:
                 continue
             messages = list(question.messages) or [{"role": "user", "content": question.text}]
             prompt = encode_chat(self._engine.tokenizer, messages)
             if len(prompt) >= self._engine.max_model_len:
-                continue  # longer than the target can read
-            asked[question.task] += 1
+                continue  # longer than the target's context
+            num_of_task[question.task] += 1
             number = len(self._jobs)
             params = SamplingParams(max_tokens=max_tokens, seed=derive_seed(0, number + 1))
             self._jobs.append(BenchJob(number, prompt, params))
@@ -92,7 +92,7 @@ class Evaluator:
             )
 
     def evaluate(self, speculative: SpeculativeConfig, model: str | None = None) -> EvaluationFigures:
-        """Answer all prompts with this drafter, greedily and at temperature 1; the same seeds every time.
+        """Answer all prompts with this drafter, greedily and at temperature 1, with fixed seeds.
 
         `model` is another target, with the same tokenizer.
         """
@@ -134,5 +134,5 @@ def evaluate(
     prompts_per_task: int = 4,
     max_tokens: int = 64,
 ) -> EvaluationFigures:
-    """Measure one drafter; see `Evaluator`, which spares loading the target again for the next."""
+    """Evaluate one drafter; `Evaluator` loads the target once for several."""
     return Evaluator(model, workload, prompts_per_task, max_tokens).evaluate(speculative_config)

@@ -1,7 +1,7 @@
 """Medusa and Hydra heads as students of the trainer.
 
-Medusa-1 and Hydra leave the target as it is. `JointStudent` trains a copy of it with the heads (Medusa-2): what comes
-out is *another target*, whose own text speculation with these heads keeps.
+Medusa-1 and Hydra do not change the target. `JointStudent` trains a copy of it with the heads (Medusa-2). The result is
+*another target*, and speculation with these heads gives that target's text.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class HeadStudent:
         self.feature_layers: Seq[int] = (target.num_layers,)
 
     def own_text(self, rows: Rows, step: int) -> Rows:
-        """As it is."""
+        """`rows` unchanged."""
         return rows
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """Sum over the heads of the cross-entropy with the target's distribution, head k's times `step_decay ** k`.
 
-        A head learns where a draft may begin and its guess still belongs to the same answer.
+        A head learns where a draft can begin and its token still belongs to the same answer.
         """
         return self._loss_of_heads(batch, batch.hidden_states[self.target.num_layers])
 
@@ -57,23 +57,23 @@ class HeadStudent:
         total = hidden.new_zeros(())
         metrics: dict[str, float] = {}
         for head in range(self.heads.config.num_heads):
-            before = roots + 1 + head  # the token that stands before the guessed one
+            before = roots + 1 + head  # the token before the head's prediction
             inside = before < len(documents)
             roots, before = roots[inside], before[inside]
             same = (documents[roots] == documents[before]) & learns[before]
             roots, before = roots[same], before[same]
             if not len(roots):
                 break
-            guesses = self._guesses(head, roots, hidden, embeds)
+            draft_logits = self._draft_logits(head, roots, hidden, embeds)
             wanted = logits[place[before]]
-            losses = -(wanted.softmax(dim=-1) * guesses.float().log_softmax(dim=-1)).sum(dim=-1)
+            losses = -(wanted.softmax(dim=-1) * draft_logits.float().log_softmax(dim=-1)).sum(dim=-1)
             total = total + self.options.step_decay**head * losses.mean()
-            agrees = (guesses.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean()
+            agrees = (draft_logits.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean()
             metrics[f"agrees_{head + 1}"] = float(agrees)
         return total, metrics
 
     def save(self, folder: Path) -> None:
-        """As the authors' code and vLLM read them."""
+        """Write the heads in the layout of the authors' code and of vLLM."""
         if isinstance(self.heads, MedusaHeads):
             shared = self.target.model.get_output_embeddings().weight.detach()
             save_medusa(self.heads, folder, lm_head=shared if self.heads.config.shares_lm_head else None)
@@ -81,11 +81,11 @@ class HeadStudent:
             save_hydra(self.heads, folder)
 
     def target_path(self, folder: Path) -> str | None:
-        """The target stays as it is."""
+        """None: the target does not change."""
         return None
 
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
-        """A chain of one guess a head."""
+        """A chain with one draft token a head."""
         options: dict[str, Any] = {
             "model": str(folder),
             "num_speculative_tokens": self.heads.config.num_heads,
@@ -93,8 +93,8 @@ class HeadStudent:
         }
         return SpeculativeConfig(self.name, options=options)
 
-    def _guesses(self, head: int, roots: Tensor, hidden: Tensor, embeds: Tensor) -> Tensor:
-        """[n, vocab]: what `head` says behind each root."""
+    def _draft_logits(self, head: int, roots: Tensor, hidden: Tensor, embeds: Tensor) -> Tensor:
+        """[n, vocab]: the logits of `head` for each root."""
         if isinstance(self.heads, HydraHeads):
             following = [embeds[roots + 1 + i] for i in range(head + 1)]
             return self.heads.step(head, torch.cat([hidden[roots], *following], dim=-1))
@@ -120,7 +120,7 @@ class HeadStudent:
         return heads
 
     def _given(self, method: str, path: str) -> MedusaHeads | HydraHeads:
-        """The heads to go on from; raises `ModelError` for those of another target."""
+        """The heads to continue from; raises `ModelError` for another target's heads."""
         load = load_medusa if method == "medusa" else load_hydra
         heads = load(path, self.target.model.get_output_embeddings())
         check_fits(path, heads.config.hidden_size, heads.config.vocab_size, self.target)
@@ -130,7 +130,7 @@ class HeadStudent:
 
 
 class JointStudent(HeadStudent):
-    """Medusa-2: a copy of the target learns with the heads, and stays near what it said before.
+    """Medusa-2: trains a copy of the target with the heads, regularised towards the frozen target.
 
     The copy's loss is the cross-entropy with the frozen target's distributions (the paper's self-distillation), the
     heads' loss is weighted by `joint_weight`, and its gradient reaches the copy too.
@@ -158,7 +158,7 @@ class JointStudent(HeadStudent):
         return own_loss + self.options.joint_weight * heads_loss, {"target_drift": float(drift), **metrics}
 
     def save(self, folder: Path) -> None:
-        """The heads, and in `target` the model that they belong to."""
+        """Write the heads, and their target in the folder `target`."""
         super().save(folder)
         model = copy.deepcopy(self.model).half()
         model.save_pretrained(folder / "target")

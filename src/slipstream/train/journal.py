@@ -1,4 +1,4 @@
-"""A file of JSON lines that a run appends to, and that survives the run's being killed."""
+"""An append-only file of JSON lines that survives a killed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Journal:
             _lock(self._stream, file)
             self._size = _cut_unfinished(file)
             self.rows = [row for _, row in read_rows(file)] if self._size else []
-            """What the file held when it was opened."""
+            """The rows in the file when it was opened."""
         except OSError as error:
             raise ConfigError(f"cannot write {str(file)!r}: {error.strerror}") from None
 
@@ -45,18 +45,18 @@ class Journal:
         self._size += len(line)
 
     def close(self) -> None:
-        """Nothing is appended any more."""
+        """Close the file; no row may be appended after."""
         self._stream.close()
 
     def _abandon(self) -> None:
-        """Close without a second try at what could not be written, and cut off the part that was."""
+        """Close without another attempt to write, and cut off a partly written row."""
         raw = self._stream.detach()
         raw.truncate(self._size)
         raw.close()
 
 
 def _lock(stream: BinaryIO, file: Path) -> None:
-    """Keep a second run out until `stream` is closed."""
+    """Lock the file against a second run until `stream` is closed."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -67,7 +67,7 @@ def _lock(stream: BinaryIO, file: Path) -> None:
 
 
 def _cut_unfinished(file: Path) -> int:
-    """Cut what follows the last line end; returns the bytes that are left."""
+    """Cut the file after its last complete line; returns its size in bytes."""
     with file.open("rb+") as stream:
         size = stream.seek(0, 2)
         block, end = 1 << 16, size
@@ -84,7 +84,7 @@ def _cut_unfinished(file: Path) -> int:
 
 
 def check_complete(journal: Journal, keys: set[str], what: str) -> None:
-    """Raise `RequestError` unless every row that the journal held has `keys`: another file was named by mistake."""
+    """Raise `RequestError` unless every row of the journal has `keys`: guards against a wrong file name."""
     for row in journal.rows:
         if not keys <= row.keys():
             raise RequestError(f"{journal.file} is not a file of {what}; choose another --output")

@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
                     assert weight.grad is not None
                     velocity.lerp_(weight.grad, 1 - group["momentum"])
                     updates.append(weight.grad.lerp(velocity, group["momentum"]))
-                # Unit singular values spread thinner over a tall matrix: scale up to the same RMS.
+                # The entries of a tall matrix with unit singular values are smaller: scale them to the same RMS.
                 scale = max(1.0, rows / cols) ** 0.5
                 for weight, update in zip(
                     weights, orthogonalise(torch.stack(updates), self.dtype), strict=True

@@ -1,4 +1,4 @@
-"""What a training run is asked for. No tensors here: the command line reads these classes for its flags."""
+"""Options of training runs. The command line makes its flags of these classes, so no torch is imported here."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LOSSES = ("forward_kl", "reverse_kl", "total_variation", "hard")
 
 @dataclass(frozen=True)
 class RegenerateOptions:
-    """Which prompts are answered, and how."""
+    """Which prompts are answered, and with which sampling parameters."""
 
     num_prompts: int | None = None
-    """The most conversations to answer; all unless given."""
+    """The most conversations to answer; all by default."""
     mix: str = ""
-    """Weights of the tasks, as in code=2,chat=1; tasks that are not named are left out. All weigh the same unless
-    given. Conversations are drawn without replacement; a task that runs short leaves its share to the others."""
+    """Weights of the tasks, as in code=2,chat=1; tasks that are not named are excluded. By default all weigh the same.
+    Conversations are drawn without replacement; the share of an exhausted task goes to the others."""
     temperature: str = "0"
-    """0 is greedy. Several, as in 0,0.8, take turns from conversation to conversation."""
+    """0 is greedy. Several, as in 0,0.8, alternate from conversation to conversation."""
     top_p: float = 1.0
-    """Draw from the most probable tokens whose mass reaches it."""
+    """Sample from the most probable tokens whose total probability reaches it."""
     max_tokens: int = 256
     """The most tokens in an answer."""
     seed: int = 0
-    """Of the choice and order of prompts, and of each conversation's own seed."""
+    """Seed of the choice and order of prompts, and of each conversation's own seed."""
 
     def __post_init__(self) -> None:
         check_types(self, "regenerate")
@@ -45,56 +45,56 @@ class RegenerateOptions:
 
     @property
     def temperatures(self) -> list[float]:
-        """As numbers; `ConfigError` where they are none."""
+        """The temperatures as numbers; raises `ConfigError`."""
         return parse_numbers(self.temperature, "--temperature")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A run's budget, data, optimizer and measurements. Of two budgets the nearer to spent sets the schedule."""
+    """A run's budget, data, optimizer and evaluations. With two budgets the one that is closer to its end applies."""
 
     max_tokens: int | None = None
-    """Budget in tokens, prompts included and padding not."""
+    """Budget in tokens, including prompts but not padding."""
     time_limit_minutes: float | None = None
-    """Budget in minutes of training, over all runs into the same output. Evaluations and the making of a feature cache
-    come on top."""
+    """Budget in minutes of training, over all runs into the same output. Evaluations and the computation of a feature
+    cache are not counted."""
     batch_rows: int = 8
     """Rows in a forward pass of each process."""
     row_length: int = 512
-    """Tokens in a row; conversations share rows, and longer ones are cut."""
+    """Tokens in a row. Conversations share rows; longer ones are split."""
     accumulation: int = 1
-    """Forward passes a step."""
+    """Forward passes per optimizer step."""
     optimizer: str = "adamw"
     """adamw, or muon for the matrices of the layers beside adamw for the rest."""
     learning_rate: float = 1e-3
-    """AdamW's, at its highest."""
+    """AdamW's peak learning rate."""
     muon_learning_rate: float = 0.01
-    """Muon's, at its highest."""
+    """Muon's peak learning rate."""
     weight_decay: float = 0.0
-    """AdamW's."""
+    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
-    """Longer gradients are shortened to it."""
+    """Gradients are clipped to this norm."""
     warmup_fraction: float = 0.02
-    """Of the budget; the learning rate rises over it."""
+    """Fraction of the budget over which the learning rate rises."""
     hold_fraction: float = 0.1
-    """Of the budget; behind it the learning rate falls linearly to zero."""
+    """Fraction of the budget after which the learning rate falls linearly to zero."""
     dtype: str = "float32"
-    """Of matrix products, the target's too: float32 or bfloat16. Weights and losses stay float32."""
+    """Type of matrix products, the target's included: float32 or bfloat16. Weights and losses are float32."""
     cache_features: bool = False
-    """Compute the target's hidden states once and keep them in the output folder, in float16: faster from the second
-    epoch on, two bytes a token, layer and unit of width."""
+    """Compute the target's hidden states once and store them in the output folder, in float16: faster from the second
+    epoch on, for two bytes a token, layer and unit of width."""
     seed: int = 0
-    """Of fresh weights, the order of the data and what the draft samples."""
+    """Seed of fresh weights, the order of the data and the draft's samples."""
     log_every_s: float = 15.0
     """Seconds between two lines of the log."""
     checkpoint_every_s: float = 180.0
     """Seconds between two checkpoints."""
     evaluate_every_minutes: float | None = None
-    """Measure with the engine this often, beside the beginning and the end; in minutes of training."""
+    """Evaluate with the engine this often, besides at the start and the end; in minutes of training."""
     evaluate_every_steps: int | None = None
-    """The same, by steps."""
+    """The same in steps."""
     patience: int = 0
-    """Stop after so many evaluations without a better greedy τ; 0 goes on."""
+    """Stop after this many evaluations without a better greedy τ; 0 does not stop early."""
 
     def __post_init__(self) -> None:
         check_types(self, "train")
@@ -122,17 +122,17 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """The held-out prompts on which the engine measures what is trained."""
+    """The held-out prompts of evaluations."""
 
     eval_workload: str = "sample"
-    """What is asked, as in `slipstream bench`: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."""
+    """Prompts of evaluations, as in `slipstream bench`: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."""
     eval_prompts_per_task: int = 4
-    """The first so many prompts of each task."""
+    """Number of prompts of each task, the first ones."""
     eval_max_tokens: int = 64
     """The most tokens in an answer."""
     overlap: str = "refuse"
-    """Where evaluation prompts are in the training data, word for word or nearly so: refuse, drop_training
-    (conversations that hold them are left out), drop_evaluation (others of the workload are asked) or report."""
+    """What to do when evaluation prompts, or near copies, are in the training data: refuse, drop_training (exclude the
+    conversations that contain them), drop_evaluation (use other prompts of the workload) or report."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluation")
@@ -147,21 +147,21 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Which draft model learns, and from what."""
+    """The draft model to train, and its loss."""
 
     init: str | None = None
-    """Checkpoint folder or hub id to begin with; `embedded` is the embedded draft."""
+    """Initial checkpoint, a folder or hub id; `embedded` is the embedded draft."""
     shape: str | None = None
-    """Begin with fresh weights of so many layers and so much width, as in 2x128; the family is the target's."""
+    """Fresh weights in the target's family, LAYERSxWIDTH, as in 2x128."""
     keep_layers: str | None = None
-    """Begin with these layers of the target, as in 0,3,5, and its embedding and output layer."""
+    """Initialise with these layers of the target, as in 0,3,5, and with its embedding and output layer."""
     loss: str = "forward_kl"
     """forward_kl, reverse_kl, total_variation (one minus the acceptance rate of rejection sampling), hard
     (cross-entropy on the text), or a weighted sum as in forward_kl=1,total_variation=0.5."""
     on_policy: float = 0.0
-    """Fraction of steps on texts that the draft writes itself, scored by the target (GKD, Agarwal et al. 2024)."""
+    """Fraction of steps on the draft's own texts, scored by the target (GKD, Agarwal et al. 2024)."""
     on_policy_tokens: int = 128
-    """The most tokens that the draft writes for a prompt."""
+    """The most tokens that the draft generates for a prompt in these steps."""
 
     def __post_init__(self) -> None:
         check_types(self, "draft")
@@ -169,11 +169,11 @@ class DistillOptions:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             raise ConfigError(
-                f"a draft begins with one of {', '.join(ways)}; got {' and '.join(given) or 'none'}"
+                f"a draft needs exactly one of {', '.join(ways)}; got {' and '.join(given) or 'none'}"
             )
         reject_unknown(self.losses, LOSSES, "loss")
         if self.on_policy and "hard" in self.losses:
-            raise ConfigError("--loss hard learns from the target's text; it cannot go with --on-policy")
+            raise ConfigError("--loss hard learns from the target's text; it cannot be used with --on-policy")
         check_at_least("draft", 1, on_policy_tokens=self.on_policy_tokens)
         if not 0 <= self.on_policy <= 1:
             raise ConfigError(f"--on-policy is a fraction, 0 to 1, got {self.on_policy}")
@@ -188,28 +188,28 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class EagleTrainOptions:
-    """What the head looks like, and how it learns."""
+    """The head's shape and its training."""
 
     init: str | None = None
-    """Folder or hub id of a head of this kind for this target to go on from; its shape is then that head's.
-    `embedded` is the embedded target's own."""
+    """Folder or hub id of a head of this kind and target to continue from; the shape is that head's. `embedded` is the
+    embedded target's head."""
     num_steps: int = 4
-    """EAGLE-3: steps of the training-time test, each on the head's own output of the step before."""
+    """EAGLE-3: steps of the training-time test, each of which reads the head's output of the step before."""
     step_decay: float = 0.8
-    """EAGLE-3: weight of each step's loss over that of the step before."""
+    """EAGLE-3: ratio of each step's loss weight to the step's before."""
     feature_weight: float = 10.0
-    """EAGLE-1: weight of the loss on the features beside that on the tokens."""
+    """EAGLE-1: weight of the loss on features relative to that on tokens."""
     feature_layers: str | None = None
-    """EAGLE-3: the three hidden states that the head reads, as in 2,16,29 (0 is the embedding, i what layer i puts
-    out). A low, a middle and a high one unless given."""
+    """EAGLE-3: the three hidden states that the head reads, as in 2,16,29 (0 is the embedding, i the output of layer
+    i). By default a low, a middle and a high one."""
     intermediate_size: int | None = None
-    """Width of the head's MLP; the target's unless given."""
+    """Width of the head's MLP; the target's by default."""
     draft_vocab_size: int | None = None
-    """EAGLE-3: draft only this many tokens, those that the data's answers use most. All unless given."""
+    """EAGLE-3: size of the draft vocabulary, the most frequent tokens of the data's answers. All by default."""
     layout: str | None = None
     """eagle3 or speculators for EAGLE-3; eagle for EAGLE-1."""
     num_speculative_tokens: int = 4
-    """Depth at which drafts are measured, and the depth that the checkpoint recommends."""
+    """Draft depth in evaluations, and the depth that the checkpoint recommends."""
 
     def __post_init__(self) -> None:
         check_types(self, "eagle")
@@ -223,7 +223,7 @@ class EagleTrainOptions:
             for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
                 if getattr(self, name) is not None:
                     flag = "--" + name.replace("_", "-")
-                    raise ConfigError(f"a head that goes on from --init keeps its shape; omit {flag}")
+                    raise ConfigError(f"with --init the head keeps its shape; omit {flag}")
         if self.layout is not None:
             reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
         if not 0 < self.step_decay <= 1:
@@ -232,28 +232,28 @@ class EagleTrainOptions:
 
 @dataclass(frozen=True)
 class HeadTrainOptions:
-    """How many heads, of what form, and how they learn."""
+    """The heads' number and shape, and their training."""
 
     init: str | None = None
-    """Folder or hub id of heads of this kind for this target to go on from; their number and form are then those."""
+    """Folder or hub id of heads of this kind and target to continue from; they determine number and shape."""
     num_heads: int = 4
-    """Draft tokens beyond the target's own next token."""
+    """Number of heads: draft tokens after the target's own next token."""
     num_layers: int = 1
-    """Residual blocks a head."""
+    """Residual blocks in each head."""
     shares_lm_head: bool = False
-    """Draft with the target's own output layer, frozen, instead of one a head: far fewer weights."""
+    """Use the target's frozen output layer instead of one for each head: far fewer weights."""
     step_decay: float = 0.8
-    """Weight of each head's loss over that of the head before."""
+    """Ratio of each head's loss weight to the head's before."""
     joint: bool = False
-    """Medusa-2: fine-tune a copy of the target with the heads. The result is another target, OUTPUT/medusa/target;
-    texts are its own, not the first one's."""
+    """Medusa-2: fine-tune a copy of the target with the heads. The result is another target, OUTPUT/medusa/target, with
+    texts of its own."""
     joint_weight: float = 0.2
-    """With --joint: weight of the heads' loss beside the copy's own."""
+    """With --joint: weight of the heads' loss relative to the copy's own."""
 
     def __post_init__(self) -> None:
         check_types(self, "heads")
         if self.joint and self.shares_lm_head:
-            raise ConfigError("--joint trains the output layer; it cannot go with --shares-lm-head")
+            raise ConfigError("--joint trains the output layer; it cannot be used with --shares-lm-head")
         if self.joint_weight <= 0:
             raise ConfigError(f"--joint-weight must be above 0, got {self.joint_weight}")
         check_at_least("heads", 1, num_heads=self.num_heads, num_layers=self.num_layers)
@@ -262,7 +262,7 @@ class HeadTrainOptions:
 
 
 def parse_weights(text: str, flag: str) -> dict[str, float]:
-    """`code=2,chat=1` to weights; raises `ConfigError` for anything else."""
+    """`code=2,chat=1` to a mapping; raises `ConfigError` for anything else."""
     weights: dict[str, float] = {}
     for part in text.split(",") if text else []:
         name, _, weight = part.partition("=")
@@ -273,7 +273,7 @@ def parse_weights(text: str, flag: str) -> dict[str, float]:
     if not all(0 <= weight < float("inf") for weight in weights.values()) or (
         weights and not any(weights.values())
     ):
-        raise ConfigError(f"{flag} needs weights of at least 0, and one above it, got {text!r}")
+        raise ConfigError(f"{flag} needs weights of at least 0, one of them above 0, got {text!r}")
     return weights
 
 

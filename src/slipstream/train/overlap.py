@@ -1,11 +1,11 @@
-"""Prompts that are both trained on and measured with: such a measurement says what was learned by heart.
+"""Detects evaluation prompts in the training data, on which an evaluation would measure memorisation.
 
-A training conversation holds an evaluation prompt where what its user says, in one message or up to one, is the
-same text, but for case, spaces and punctuation; or where all of it has nearly all of the prompt's runs of five words.
-The share is `NEAR`: the containment of Broder, "On the resemblance and containment of documents", 1997; runs of five
-words as in Lee et al., "Deduplicating training data makes language models better", 2022. In a short prompt one other
-word is another question, so there all runs are asked for. Evaluation prompts are few, so runs are counted exactly,
-without MinHash.
+A training conversation contains an evaluation prompt if one of its user messages, or all of them up to some message, is
+the same text except for case, spaces and punctuation; or if its user messages together contain a share of `NEAR` of the
+prompt's word 5-grams. This is the containment of Broder, "On the resemblance and containment of documents", 1997, with
+5-grams as in Lee et al., "Deduplicating training data makes language models better", 2022. A short prompt with one
+other word is another question, so all of its 5-grams are required. Evaluation prompts are few, so 5-grams are counted
+exactly, without MinHash.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from slipstream.jsonl import read_rows
 from slipstream.workload.reading import Question
 
 RUN = 5
-"""Words of a run."""
+"""Words in an n-gram."""
 NEAR = 0.8
-"""Of an evaluation prompt's runs, in what the user says in one conversation."""
+"""Share of an evaluation prompt's n-grams in one conversation from which on it is a near copy."""
 SHORT = 8
-"""Runs: a prompt of fewer is held only where all of them are."""
+"""A prompt with fewer n-grams needs all of them."""
 _WORD = re.compile(r"\w+")
 
 
 @dataclass
 class Overlap:
-    """Which evaluation prompts are in the training data, and which conversations hold them."""
+    """The evaluation prompts in the training data, and the conversations that contain them."""
 
     num_prompts: int
-    """That were looked for."""
+    """Number of evaluation prompts."""
     exact: set[str] = field(default_factory=set)
-    """Evaluation prompts that are there word for word, by where they stand."""
+    """`where` of evaluation prompts with exact copies."""
     near: set[str] = field(default_factory=set)
-    """Those that are there nearly so."""
+    """`where` of evaluation prompts with near copies only."""
     conversations: set[str] = field(default_factory=set)
-    """Training conversations that hold one, by where they stand."""
+    """`FILE, line N` of training conversations that contain one."""
 
     @property
     def prompts(self) -> set[str]:
-        """All evaluation prompts that were found."""
+        """`where` of all evaluation prompts with copies."""
         return self.exact | self.near
 
     def __bool__(self) -> bool:
@@ -56,7 +56,7 @@ class Overlap:
     def __str__(self) -> str:
         text = (
             f"{len(self.prompts)} of {self.num_prompts} evaluation prompts are in the training data "
-            f"({len(self.exact)} word for word, {len(self.near)} nearly so)"
+            f"({len(self.exact)} exact, {len(self.near)} near copies)"
         )
         return f"{text}, in {len(self.conversations):,} conversations" if self else text
 
@@ -71,14 +71,14 @@ class Overlap:
 
 
 def find_overlap(questions: Seq[Question], data: Seq[Path], tokenizer: Any) -> Overlap:
-    """Look for the first turns of `questions` in the user's messages of JSONL files, or in what the tokenizer makes of
-    `token_ids` that are no answer where a line has no messages. Raises `RequestError` for a file that cannot be read.
+    """Search the user messages of JSONL files for the first turns of `questions`; lines without messages are decoded
+    from their `token_ids`. Raises `RequestError` for a file that cannot be read.
     """
     whole: dict[tuple[str, ...], list[str]] = {}
     runs: dict[tuple[str, ...], list[str]] = {}
     num_runs: dict[str, int] = {}
     for question in questions:
-        said = [_words(text) for text in _asked(question)]
+        said = [_words(text) for text in _user_texts(question)]
         whole.setdefault(sum(said, ()), []).append(question.where)
         mine = {run for words in said for run in _runs(words)}
         num_runs[question.where] = len(mine)
@@ -87,7 +87,7 @@ def find_overlap(questions: Seq[Question], data: Seq[Path], tokenizer: Any) -> O
     overlap, longest = Overlap(len(questions)), max(map(len, whole), default=0)
     for file in data:
         for where, row in read_rows(file):
-            said = [_words(text) for text in _said(row, tokenizer)]
+            said = [_words(text) for text in _user_messages(row, tokenizer)]
             so_far = takewhile(lambda words: len(words) <= longest, accumulate(said))
             same = [prompt for words in (*said, *so_far) for prompt in whole.get(words, ())]
             mine = {run for words in said for run in _runs(words)}
@@ -105,15 +105,15 @@ def _needed(num_runs: int) -> float:
     return num_runs if num_runs < SHORT else NEAR * num_runs
 
 
-def _asked(question: Question) -> list[str]:
-    """What the user says before the first answer that is measured: small talk at its end is no prompt of its own."""
+def _user_texts(question: Question) -> list[str]:
+    """The user messages before the first answer of an evaluation prompt."""
     if question.text is not None:
         return [question.text]
     return [str(message["content"]) for message in question.messages if message["role"] == "user"]
 
 
-def _said(row: dict[str, Any], tokenizer: Any) -> Iterable[str]:
-    """The user's messages of a line, whatever else is wrong with it: who reads it says so."""
+def _user_messages(row: dict[str, Any], tokenizer: Any) -> Iterable[str]:
+    """The user messages of a line. Invalid lines are not reported here but when the data are read."""
     messages = row.get("messages")
     if isinstance(messages, list):
         for message in messages:

@@ -1,4 +1,4 @@
-"""Loss and τ over tokens, drawn from a run's log."""
+"""Plots of loss and τ over tokens, from a run's log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = ("training.svg", "training.png")
 
 
 def draw(folder: Path) -> None:
-    """Draw `log.jsonl` of `folder` to pictures beside it; a log without entries draws nothing."""
+    """Plot `log.jsonl` of `folder` into pictures beside it; does nothing for an empty log."""
     log = folder / "log.jsonl"
     rows = [row for _, row in read_rows(log)] if log.exists() else []
     training = [row for row in rows if row["event"] == "train"]
@@ -26,8 +26,8 @@ def draw(folder: Path) -> None:
     upper.set_ylabel("loss")
     for kind in ("greedy", "sampled"):
         lower.plot(_tokens(evaluations), [row[kind]["tau"] for row in evaluations], marker="o", label=kind)
-    lower.set_ylabel("τ, tokens a target pass")
-    lower.set_xlabel("tokens learned from, million")
+    lower.set_ylabel("τ, tokens per target pass")
+    lower.set_xlabel("training tokens, million")
     lower.legend(loc="lower right")  # "best" takes long over many points
     for axes in (upper, lower):
         axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Several training processes through Accelerate; one process needs nothing of it."""
+"""Training with several processes, through Accelerate; a single process does not need it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.errors import ConfigError
 
 
 class Processes:
-    """The processes that `accelerate launch` or `torchrun` began; alone without them.
+    """The processes started by `accelerate launch` or `torchrun`; a single one without them.
 
-    Each learns from its share of a batch's rows, and gradients are averaged, so all hold the same weights.
+    Each computes its share of a batch's rows. Gradients are averaged, so all have the same weights.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes and measures."""
+        """True for the process that writes files and evaluates."""
         return self.rank == 0
 
     def average(self, gradients: Seq[Tensor]) -> None:
@@ -44,7 +44,7 @@ class Processes:
                 gradient.copy_(self._accelerator.reduce(gradient, reduction="mean"))
 
     def largest(self, value: float) -> float:
-        """The largest of the processes' values: what one of them decides, all do."""
+        """The maximum of the processes' values, for decisions that all must share."""
         if self._accelerator is None:
             return value
         return float(self._gather(value).max())

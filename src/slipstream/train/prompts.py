@@ -1,4 +1,4 @@
-"""What the target is to answer: conversations without their answers, chosen by task."""
+"""Prompts for regenerating answers: conversations without their answers, selected by task."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ _KINDS = ("prompt", "messages", "turns")
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """What others than the assistant say in one conversation."""
+class PromptScript:
+    """A conversation without the assistant's messages."""
 
     number: int
-    """Of its line in the file, from 1: its name in the output."""
+    """Its line in the file, from 1; identifies it in the output."""
     task: str
     turns: tuple[tuple[Message, ...], ...]
-    """The messages before each answer that is to be made; none is empty."""
+    """The messages before each answer; never empty."""
     source: str | None = None
-    """Where the data says that it comes from."""
+    """The line's own `source`."""
 
 
-def read_scripts(file: Path) -> list[Script]:
-    """The conversations of a file of JSON lines with `prompt`, `messages` or `turns`, and perhaps `task` and `source`.
+def read_scripts(file: Path) -> list[PromptScript]:
+    """The conversations of JSON lines with `prompt`, `messages` or `turns`, and optionally `task` and `source`.
 
-    Recorded answers are left out. Raises `RequestError` that names the line that is not such an object.
+    Recorded answers are dropped. Raises `RequestError`, which names the line, for an invalid one.
     """
     scripts = [_script(row, where) for where, row in read_rows(file)]
     if not scripts:
-        raise RequestError(f"{file} holds no prompts; write one JSON object a line")
+        raise RequestError(f"{file} has no prompts; write one JSON object a line")
     return scripts
 
 
 def choose(
-    scripts: Seq[Script], num_prompts: int | None, mix: Mapping[str, float], seed: int
-) -> list[Script]:
+    scripts: Seq[PromptScript], num_prompts: int | None, mix: Mapping[str, float], seed: int
+) -> list[PromptScript]:
     """Draw scripts without replacement, in random order; the same for the same seed.
 
-    `mix` is task to weight, and tasks that it does not name are left out; empty, all tasks weigh the same. A task that
-    runs short leaves its share to the others. `num_prompts` None takes all of the tasks. Raises `ConfigError` for a
-    task that the file does not have.
+    `mix` maps task to weight and excludes tasks that it does not name; if empty, all tasks weigh the same. The share of
+    an exhausted task goes to the others. `num_prompts` None takes all. Raises `ConfigError` for an unknown task.
     """
     rng = np.random.default_rng(seed)
-    by_task: dict[str, list[Script]] = {}
+    by_task: dict[str, list[PromptScript]] = {}
     for script in scripts:
         by_task.setdefault(script.task, []).append(script)
     for task in mix:
@@ -69,7 +68,7 @@ def choose(
 
 
 def _shares(stock: Mapping[str, int], weights: Mapping[str, float], total: int) -> dict[str, int]:
-    """How many of each task: as the weights say, no more than there are, `total` in all where there are so many."""
+    """Task to its number of prompts, in proportion to the weights, at most its stock and `total` in all."""
     shares = Counter(dict.fromkeys(stock, 0))
     for _ in range(min(total, sum(stock.values()))):
         open_tasks = [task for task in stock if shares[task] < stock[task]]
@@ -77,7 +76,7 @@ def _shares(stock: Mapping[str, int], weights: Mapping[str, float], total: int) 
     return dict(shares)
 
 
-def _script(row: dict[str, Any], where: str) -> Script:
+def _script(row: dict[str, Any], where: str) -> PromptScript:
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         raise RequestError(f"{where} needs exactly one of {', '.join(_KINDS)}; it has {kinds or 'none'}")
@@ -94,15 +93,17 @@ def _script(row: dict[str, Any], where: str) -> Script:
     if not isinstance(task, str):
         raise RequestError(f"{where}: task must be a text, got {task!r}")
     number = int(where.rsplit(" ", 1)[1])
-    return Script(number, task, tuple(tuple(turn) for turn in turns), None if source is None else str(source))
+    return PromptScript(
+        number, task, tuple(tuple(turn) for turn in turns), None if source is None else str(source)
+    )
 
 
 def _turns(messages: Seq[Message]) -> list[list[Message]]:
-    """Runs of messages between the recorded answers; what only the system says waits for what follows."""
+    """The messages between recorded answers; a system message is joined with the next user message."""
     turns: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
             turns[-1].append(message)
-        elif any(said["role"] != "system" for said in turns[-1]):
+        elif any(earlier["role"] != "system" for earlier in turns[-1]):
             turns.append([])
-    return turns if any(said["role"] != "system" for said in turns[-1]) else turns[:-1]
+    return turns if any(message["role"] != "system" for message in turns[-1]) else turns[:-1]

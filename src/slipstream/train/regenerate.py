@@ -1,4 +1,4 @@
-"""The target answers prompts anew: what a draft must learn is what this target says, not what others wrote."""
+"""Regenerates answers with the target, because a draft must learn the target's own answers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.train.answerers import Answerer, TargetAnswer
 from slipstream.train.journal import Journal, check_complete
 from slipstream.train.options import RegenerateOptions, parse_weights
-from slipstream.train.prompts import Script, choose, read_scripts
+from slipstream.train.prompts import PromptScript, choose, read_scripts
 
 
 def check_data(data: Path, options: RegenerateOptions) -> None:
-    """Raise what `regenerate` would of the data, before any model is loaded for them."""
+    """Raise the errors of `regenerate` about the data before a model is loaded."""
     choose(read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed)
 
 
 @dataclass
 class Tally:
-    """How far a run is."""
+    """Progress of a run."""
 
     num_chosen: int
     num_done: int = 0
-    """Conversations in the file, those of earlier runs included."""
+    """Conversations in the output, including those of earlier runs."""
     num_skipped: int = 0
-    """Conversations whose first prompt cannot be answered, such as one longer than the context."""
+    """Conversations whose first prompt was refused, such as one longer than the context."""
     num_tokens: int = 0
     """Answer tokens of this run."""
     num_before: int = 0
     """Conversations that earlier runs had done."""
     why_skipped: str = ""
-    """What the first of the skipped was refused for."""
+    """Error of the first skipped conversation."""
     started_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -56,15 +56,15 @@ class Tally:
 
 @dataclass
 class _Conversation:
-    """One script on its way."""
+    """One conversation being regenerated."""
 
-    script: Script
+    script: PromptScript
     params: SamplingParams
     messages: list[Message] = field(default_factory=list)
     answers: list[TargetAnswer] = field(default_factory=list)
 
     def next_prompt(self) -> list[Message] | None:
-        """What is to be answered next; None when everything is."""
+        """The next messages to answer; None when the conversation is complete."""
         if len(self.answers) == len(self.script.turns):
             return None
         return [*self.messages, *self.script.turns[len(self.answers)]]
@@ -75,7 +75,7 @@ class _Conversation:
         self.answers.append(answer)
 
     def row(self) -> dict[str, Any]:
-        """As a line of the output."""
+        """The conversation's line of the output."""
         return {
             "task": self.script.task,
             "source": self.script.source,
@@ -94,30 +94,30 @@ def regenerate(
     output: Path,
     options: RegenerateOptions,
     answerer: Answerer,
-    who: Mapping[str, Any],
+    model_identity: Mapping[str, Any],
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
     """Answer the prompts of `data` and write a line a conversation to `output`, as each is done.
 
-    An `output` that is there is gone on with: lines that it holds are not made again. Beside it,
-    `output.provenance.json` says what it was made with; `who` names the model there. Raises `RequestError` for data
-    that cannot be used, `ConfigError` for an `output` that cannot be written or was made otherwise.
+    An existing `output` is continued: its conversations are not repeated. `output.provenance.json` beside it records
+    the settings, with the model as `model_identity`. Raises `RequestError` for invalid data, and `ConfigError` for an
+    `output` that cannot be written or was made with other settings.
     """
     scripts = choose(
         read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed
     )
-    _keep_provenance(data, output, options, who)
+    _keep_provenance(data, output, options, model_identity)
     journal = Journal(output)
     check_complete(journal, {"line", "messages"}, "regenerated conversations")
     done = {row["line"] for row in journal.rows}
     tally = Tally(len(scripts), len(done), num_before=len(done))
     waiting = [(number, script) for number, script in enumerate(scripts) if script.number not in done]
     temperatures = options.temperatures
-    under_way: dict[str, _Conversation] = {}
+    running: dict[str, _Conversation] = {}
     try:
         waiting.reverse()
-        while waiting or under_way:
-            while waiting and len(under_way) < answerer.room:
+        while waiting or running:
+            while waiting and len(running) < answerer.room:
                 number, script = waiting.pop()
                 params = SamplingParams(
                     temperature=temperatures[number % len(temperatures)],
@@ -125,12 +125,12 @@ def regenerate(
                     max_tokens=options.max_tokens,
                     seed=derive_seed(options.seed, script.number),
                 )
-                under_way[str(script.number)] = _Conversation(script, params)
-                _go_on(str(script.number), under_way, answerer, journal, tally)
+                running[str(script.number)] = _Conversation(script, params)
+                _advance(str(script.number), running, answerer, journal, tally)
             for key, answer in answerer.answers():
-                under_way[key].add(answer)
+                running[key].add(answer)
                 tally.num_tokens += answer.num_tokens
-                _go_on(key, under_way, answerer, journal, tally)
+                _advance(key, running, answerer, journal, tally)
             on_progress(tally)
     finally:
         answerer.close()
@@ -138,19 +138,19 @@ def regenerate(
     return tally
 
 
-def _go_on(
-    key: str, under_way: dict[str, _Conversation], answerer: Answerer, journal: Journal, tally: Tally
+def _advance(
+    key: str, running: dict[str, _Conversation], answerer: Answerer, journal: Journal, tally: Tally
 ) -> None:
-    """Ask the conversation's next prompt, or write it down when nothing more can be asked."""
-    conversation = under_way[key]
+    """Start the conversation's next answer, or write the conversation when it is complete or refused."""
+    conversation = running[key]
     prompt = conversation.next_prompt()
     if prompt is not None:
         try:
             answerer.ask(key, prompt, conversation.params)
             return
-        except RequestError as error:  # too long, or refused by the template: keep what there is
+        except RequestError as error:  # too long, or refused by the template: keep the earlier answers
             tally.why_skipped = tally.why_skipped or f"line {key}: {error}"
-    del under_way[key]
+    del running[key]
     if conversation.answers:
         journal.append(conversation.row())
         tally.num_done += 1
@@ -159,10 +159,9 @@ def _go_on(
 
 
 def _tokens(answers: Seq[TargetAnswer]) -> dict[str, Any]:
-    """The last prompt and answer as the model saw them, and where in them its own tokens stand.
+    """Token ids of the last prompt and answer, and the spans of all answers in them.
 
-    An earlier answer that the template or the tokenizer writes otherwise than the model did counts as far as both
-    agree.
+    The span of an earlier answer that is tokenised otherwise within the prompt ends at the first difference.
     """
     last = answers[-1]
     if last.prompt_token_ids is None or last.token_ids is None:
@@ -176,8 +175,8 @@ def _tokens(answers: Seq[TargetAnswer]) -> dict[str, Any]:
         if token_ids[:start] != answer.prompt_token_ids:
             continue
         length = 0
-        for said, seen in zip(answer.token_ids, token_ids[start:], strict=False):
-            if said != seen:
+        for generated, seen in zip(answer.token_ids, token_ids[start:], strict=False):
+            if generated != seen:
                 break
             length += 1
         if length:
@@ -185,14 +184,16 @@ def _tokens(answers: Seq[TargetAnswer]) -> dict[str, Any]:
     return {"token_ids": token_ids, "answer_spans": spans}
 
 
-def _keep_provenance(data: Path, output: Path, options: RegenerateOptions, who: Mapping[str, Any]) -> None:
-    """Write down what the output is made with; raise `ConfigError` when it was begun with something else."""
+def _keep_provenance(
+    data: Path, output: Path, options: RegenerateOptions, model_identity: Mapping[str, Any]
+) -> None:
+    """Write the provenance file; raises `ConfigError` when the output was begun with other settings."""
     file = output.with_name(output.name + ".provenance.json")
     identity = {
         "data": data.name,
         "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
         "options": asdict(options),
-        **who,
+        **model_identity,
     }
     try:
         if output.exists() and output.stat().st_size:

@@ -1,4 +1,4 @@
-"""A whole training run, whatever the method: load, train, measure, write."""
+"""A training run of any method: load, train, evaluate, write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.train.allocator import keep_freed_memory
-from slipstream.train.batches import Document, read_documents
+from slipstream.train.batches import TrainingDocument, read_documents
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.overlap import Overlap, find_overlap
@@ -28,8 +28,8 @@ from slipstream.workload.reading import Question, read_workload
 
 
 @dataclass(frozen=True)
-class Run:
-    """What every method is asked for."""
+class TrainingRun:
+    """Settings of a training run, common to all methods."""
 
     model: str | None
     """The target; None is the embedded one."""
@@ -42,32 +42,32 @@ class Run:
 
 
 def run(
-    asked: Run,
-    make_student: Callable[[FrozenTarget, Any, Seq[Document]], Student],
+    plan: TrainingRun,
+    make_student: Callable[[FrozenTarget, Any, Seq[TrainingDocument]], Student],
     method: str,
     method_options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train what `make_student` makes of the target, its tokenizer and the documents.
+    """Train the student that `make_student` makes from the target, its tokenizer and the documents.
 
-    The engine measures it at the beginning and the end, and in between where the options say so. Raises what loading
-    and `Trainer.run` raise, and `RequestError` for data that cannot be used.
+    The engine evaluates it at the start and the end, and in between as the options say. Raises what loading and
+    `Trainer.run` raise, and `RequestError` for invalid data.
     """
-    options = asked.options
+    options = plan.options
     keep_freed_memory()
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
     processes = Processes()
-    device = _device(asked.device)
-    path = asked.model or EMBEDDED_TARGET
+    device = _device(plan.device)
+    path = plan.model or EMBEDDED_TARGET
     tokenizer = load_tokenizer(path)
-    measured = asked.evaluation
-    overlap = _overlap(asked, tokenizer)
+    measured = plan.evaluation
+    overlap = _overlap(plan, tokenizer)
     say(str(overlap))
     drops = overlap.conversations if measured.overlap == "drop_training" else frozenset()
-    documents = read_documents(asked.data, tokenizer, options.row_length, drops)
+    documents = read_documents(plan.data, tokenizer, options.row_length, drops)
     if len(documents) < options.batch_rows:
         raise ConfigError(
             f"the data have {len(documents)} conversations, too few for a batch of {options.batch_rows} rows; "
@@ -82,18 +82,18 @@ def run(
     learning = sum(weight.numel() for weight in student.module.parameters() if weight.requires_grad)
     say(
         f"{len(documents):,} documents, {num_tokens:,} tokens, {num_answer:,} of them answers; "
-        f"{learning:,} weights learn"
+        f"{learning:,} trainable weights"
     )
     if options.cache_features:
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")
-        target.keep(_cache(asked.output, target, student, [d.tokens for d in documents], say))
+        target.keep(_cache(plan.output, target, student, [d.tokens for d in documents], say))
     evaluator = Evaluator(
-        asked.model,
+        plan.model,
         measured.eval_workload,
         measured.eval_prompts_per_task,
         measured.eval_max_tokens,
-        left_out=overlap.prompts if measured.overlap == "drop_evaluation" else frozenset(),
+        excluded=overlap.prompts if measured.overlap == "drop_evaluation" else frozenset(),
     )
     pad = tokenizer.pad_token_id
     trainer = Trainer(
@@ -102,12 +102,12 @@ def run(
         documents,
         int(tokenizer.eos_token_id if pad is None else pad),
         options,
-        asked.output,
+        plan.output,
         {
             "method": method,
             "method_options": dict(method_options),
-            "target": asked.model or "embedded pair",
-            "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in asked.data},
+            "target": plan.model or "embedded pair",
+            "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plan.data},
             "evaluation": asdict(measured),
             "overlap": overlap.as_json(),
         },
@@ -119,23 +119,23 @@ def run(
     return trainer.run()
 
 
-def _overlap(asked: Run, tokenizer: Any) -> Overlap:
-    """Evaluation prompts in the training data; raises `ConfigError` where that is not to be."""
-    measured = asked.evaluation
+def _overlap(plan: TrainingRun, tokenizer: Any) -> Overlap:
+    """Evaluation prompts in the training data; raises `ConfigError` where the options refuse them."""
+    measured = plan.evaluation
     questions = read_workload(measured.eval_workload).questions
     if measured.overlap != "drop_evaluation":
         questions = _first(questions, measured.eval_prompts_per_task)
-    overlap = find_overlap(questions, asked.data, tokenizer)
+    overlap = find_overlap(questions, plan.data, tokenizer)
     if overlap and measured.overlap == "refuse":
         raise ConfigError(
-            f"{overlap}: what is measured with them is memorised; give another --eval-workload, or "
-            "--overlap drop_training, drop_evaluation (other prompts of the workload are asked) or report"
+            f"{overlap}, so that evaluations would measure memorisation; give another --eval-workload, or "
+            "--overlap drop_training, drop_evaluation (use other prompts of the workload) or report"
         )
     return overlap
 
 
 def _first(questions: Seq[Question], per_task: int) -> list[Question]:
-    """The first of each task, those that are asked."""
+    """The first `per_task` questions of each task."""
     number: Counter[str] = Counter()
     chosen = []
     for question in questions:
@@ -163,6 +163,6 @@ def _cache(
         nonlocal said
         if done * 10 // total > said:
             said = done * 10 // total
-            say(f"the target has read {done:,} of {total:,} documents")
+            say(f"features of {done:,} of {total:,} documents computed")
 
     return FeatureCache(output / "features", target, documents, student.feature_layers, report)

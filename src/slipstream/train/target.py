@@ -1,4 +1,4 @@
-"""The target as a teacher: hidden states of packed rows, computed when they are needed or kept on disk."""
+"""The target in training: hidden states of packed rows, computed on demand or cached on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.models import load_plain
 from slipstream.train.attention import ATTENTION, block_diagonal_mask
 
 _LARGEST = 65504.0
-"""Of float16."""
+"""Largest float16 number."""
 
 
 def load_model(path: str, device: torch.device) -> Any:
@@ -28,7 +28,7 @@ def load_model(path: str, device: torch.device) -> Any:
 
 
 class FrozenTarget:
-    """A frozen model. `dtype` is that of its matrix products; what it returns is float32."""
+    """The frozen target. `dtype` is the type of its matrix products; results are float32."""
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class FrozenTarget:
         layers: Seq[int],
         sources: NDArray[np.int64] | None = None,
     ) -> dict[int, Tensor]:
-        """Layer to float32 [B, T, hidden]; from the cache where it holds the rows, whose `sources` [B, T] say where."""
+        """Layer to float32 [B, T, hidden]; read from the cache for rows with `sources` [B, T] in it."""
         if self._cache is not None and sources is not None and (sources >= 0).any():
             return self._cache.read(sources, layers, self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -69,7 +69,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def project(self, hidden: Tensor) -> Tensor:
-        """float32 [..., hidden] behind the final norm -> float32 logits [..., vocab]."""
+        """float32 [..., hidden] after the final norm -> float32 logits [..., vocab]."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits.float()
@@ -86,7 +86,7 @@ class FrozenTarget:
 
 
 class FeatureCache:
-    """Hidden states of documents laid end to end, float16 on disk; made once and found again."""
+    """Hidden states of the concatenated documents, float16 on disk; reused by later runs with the same data."""
 
     def __init__(
         self,
@@ -96,25 +96,26 @@ class FeatureCache:
         layers: Seq[int],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`documents` are token ids; `layers` must hold all that is read later. Raises `ConfigError` on a full disk."""
+        """`documents` are token ids; `layers` must include all that are read later. Raises `ConfigError` on a full
+        disk."""
         self.layers = sorted({*layers, target.num_layers})
-        self.file, facts_file = folder / "features.f16", folder / "features.json"
+        self.file, metadata_file = folder / "features.f16", folder / "features.json"
         num_tokens = sum(map(len, documents))
         shape = (num_tokens, len(self.layers), target.hidden_size)
         tokens = np.concatenate(documents)
         checksum = int((tokens * (np.arange(num_tokens) % 8191 + 1)).sum())
-        facts = {
+        metadata = {
             "shape": list(shape),
             "layers": self.layers,
             "checksum": checksum,
             "dtype": str(target.dtype),
         }
-        if not (facts_file.exists() and json.loads(facts_file.read_text()) == facts):
+        if not (metadata_file.exists() and json.loads(metadata_file.read_text()) == metadata):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                facts_file.unlink(missing_ok=True)
+                metadata_file.unlink(missing_ok=True)
                 self._fill(target, documents, shape, on_progress)
-                facts_file.write_text(json.dumps(facts))
+                metadata_file.write_text(json.dumps(metadata))
             except OSError as error:
                 self.file.unlink(missing_ok=True)
                 raise ConfigError(
@@ -124,7 +125,7 @@ class FeatureCache:
         self._array = np.memmap(self.file, dtype=np.float16, mode="r", shape=shape)
 
     def read(self, sources: NDArray[np.int64], layers: Seq[int], device: torch.device) -> dict[int, Tensor]:
-        """Layer to float32 [B, T, hidden] of the tokens at `sources` [B, T]; what stands on padding means nothing."""
+        """Layer to float32 [B, T, hidden] of the tokens at `sources` [B, T]; arbitrary values on padding."""
         at = np.maximum(sources, 0)
         return {
             layer: torch.from_numpy(self._array[at, self.layers.index(layer)]).to(device).float()
@@ -139,12 +140,12 @@ class FeatureCache:
         on_progress: Callable[[int, int], None],
         pass_tokens: int = 4096,
     ) -> None:
-        """Documents in the order of their lengths, as many of about one length in a pass as fit `pass_tokens`."""
+        """Compute all documents, in passes of about `pass_tokens` tokens over documents of similar length."""
         offsets = np.cumsum([0, *map(len, documents)])
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         done = 0
         with self.file.open("wb") as stream:
-            # Really there: a full disk must show here, not when a page of the map is written.
+            # Allocate the file, so that a full disk fails here and not when a mapped page is written.
             os.posix_fallocate(stream.fileno(), 0, 2 * int(np.prod(shape)))
         array = np.memmap(self.file, dtype=np.float16, mode="r+", shape=shape)
         while done < len(order):
@@ -171,7 +172,7 @@ class FeatureCache:
 
 @torch.no_grad()
 def check_plain_head(model: Any, device: torch.device) -> None:
-    """Raise `UnsupportedModelError` unless the output layer alone makes logits of hidden states."""
+    """Raise `UnsupportedModelError` unless the logits are the output layer's alone."""
     probe = torch.arange(min(8, model.config.vocab_size), device=device)[None]
     mask = block_diagonal_mask(torch.zeros_like(probe), torch.float32)
     positions = torch.arange(probe.shape[1], device=device)[None]
@@ -179,5 +180,5 @@ def check_plain_head(model: Any, device: torch.device) -> None:
     hidden = model.base_model(**given).last_hidden_state
     if not torch.allclose(model.get_output_embeddings()(hidden), model(**given).logits, rtol=1e-3, atol=1e-3):
         raise UnsupportedModelError(
-            f"{model.config.model_type} changes its logits behind the output layer; it cannot teach or learn here"
+            f"{model.config.model_type} changes its logits after the output layer; such models cannot be trained with"
         )

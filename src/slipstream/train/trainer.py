@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.provenance import provenance, without_folders
-from slipstream.train.batches import Cursor, Document, Rows, TrainingBatch, make_batch, row_batches
+from slipstream.train.batches import Cursor, Rows, TrainingBatch, TrainingDocument, make_batch, row_batches
 from slipstream.train.evaluation import EvaluationFigures
 from slipstream.train.journal import Journal
 from slipstream.train.muon import Muon
@@ -36,40 +36,40 @@ CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
 
 
 class Student(Protocol):
-    """What learns. A method is one class of these; the loop knows no more of it."""
+    """The model that is trained; each training method implements this interface."""
 
     name: str
-    """Of the folder in which it is saved."""
+    """Name of the folder in which it is saved."""
     module: nn.Module
-    """All that has weights; those that need a gradient learn."""
+    """The module with all weights; those that require a gradient are trained."""
     feature_layers: Seq[int]
-    """The target's hidden states that `loss` reads, beside the last, which it may always read."""
+    """The target's hidden states that `loss` reads, besides the last one."""
 
     def own_text(self, rows: Rows, step: int) -> Rows:
-        """What to learn from in place of `rows`, such as texts of its own; `rows` themselves where that is all."""
+        """The rows to train on instead of `rows`, such as texts of its own; `rows` themselves by default."""
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
-        """Mean loss, a scalar with a gradient, and other means to log, by name."""
+        """(mean loss, a scalar with a gradient; other means to log, by name)."""
 
     def save(self, folder: Path) -> None:
-        """Write what the engine loads."""
+        """Write a checkpoint for the engine."""
 
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
-        """How the engine drafts with what was saved in `folder`."""
+        """Configuration for drafting with the checkpoint in `folder`."""
 
     def target_path(self, folder: Path) -> str | None:
-        """The target that belongs to it, where training changes that too; None is the one that was there before."""
+        """Path of the trained target, where training changes the target too; otherwise None."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands; with the weights and the optimizers' state this is the whole checkpoint."""
+    """Progress of a run; with the weights and the optimizers' state it makes up a checkpoint."""
 
     step: int = 0
     tokens: int = 0
-    """Learned from, padding not counted, all processes together."""
+    """Training tokens of all processes, without padding."""
     elapsed_s: float = 0.0
-    """In training, without the evaluations, summed over restarts."""
+    """Training time without evaluations, summed over restarts."""
     cursor: Cursor = field(default_factory=Cursor)
     num_evaluations: int = 0
     best_tau: float = 0.0
@@ -80,7 +80,7 @@ class Progress:
     evaluated_step: int = -1
 
     def fraction(self, options: TrainOptions) -> float:
-        """Share of the budget that is spent, 0 to 1."""
+        """Fraction of the budget that is spent, 0 to 1."""
         by_tokens = self.tokens / options.max_tokens if options.max_tokens else 0.0
         by_time = self.elapsed_s / (60 * options.time_limit_minutes) if options.time_limit_minutes else 0.0
         return min(1.0, max(by_tokens, by_time))
@@ -94,20 +94,20 @@ def learning_rate_factor(fraction: float, warmup: float, hold: float) -> float:
 
 @dataclass
 class Trainer:
-    """One run of one student. `output` holds its checkpoint, log, picture and what was trained."""
+    """One run of one student. `output` receives its checkpoint, log, plot and the trained model."""
 
     student: Student
     target: FrozenTarget
-    documents: Seq[Document]
+    documents: Seq[TrainingDocument]
     pad_token_id: int
     options: TrainOptions
     output: Path
     made_with: Mapping[str, Any]
-    """What else the run depends on, for its provenance; a run goes on only with the same."""
+    """Further settings of the run, for its provenance; a run can be continued only with the same ones."""
     evaluate: Callable[[SpeculativeConfig, str | None], EvaluationFigures] | None = None
     say: Callable[[str], None] = lambda line: None
     stop: Callable[[Progress], bool] = lambda progress: False
-    """Asked before each step whether to end here, to be gone on with later."""
+    """Called before each step; True ends the run, which can be continued later."""
     processes: Processes = field(default_factory=Processes)
 
     def run(self) -> Progress:
@@ -145,7 +145,7 @@ class Trainer:
             progress.cursor,
         )
         if progress.step == 0 and self.evaluate is not None:
-            self._evaluate(progress)  # what there was to begin with
+            self._evaluate(progress)  # before training
         clock = logged = saved = time.monotonic()
         window, factor = _Window(), 0.0
         while (fraction := self.processes.largest(progress.fraction(options))) < 1.0 and not self._ends(
@@ -190,7 +190,7 @@ class Trainer:
     def _step(
         self, stream: Iterator[Rows], progress: Progress, factor: float
     ) -> tuple[float, dict[str, float], int]:
-        """One step of the optimizers; returns the mean loss, the means of the metrics and the tokens learned from."""
+        """One optimizer step; returns the mean loss, the means of the metrics and the number of training tokens."""
         options, processes = self.options, self.processes
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -203,11 +203,11 @@ class Trainer:
             dtype = self.target.dtype
             with torch.autocast(self.target.device.type, dtype, enabled=dtype != torch.float32):
                 loss, metrics = self.student.loss(batch)
-            if loss.requires_grad:  # a batch may hold nothing to learn
+            if loss.requires_grad:  # a batch may have no token to learn
                 (loss / options.accumulation).backward()  # type: ignore[no-untyped-call]
             window.add(float(loss.detach()), metrics, int((batch.documents >= 0).sum()))
         weights = [weight for weight in self.student.module.parameters() if weight.requires_grad]
-        if processes.count > 1:  # all must average the same weights, whatever their own rows could teach
+        if processes.count > 1:  # all must average the same weights, even without gradients of their own
             for weight in weights:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         weights = [weight for weight in weights if weight.grad is not None]
@@ -243,7 +243,7 @@ class Trainer:
         return self.processes.largest(float(due)) > 0
 
     def _evaluate(self, progress: Progress) -> None:
-        """Draft with what there is: the student goes to a folder of its own, and the engine loads that."""
+        """Save the student to a temporary folder and evaluate it with the engine."""
         tau = 0.0
         if self._log is not None and self.evaluate is not None:
             folder = self.output / f"{self.student.name}.evaluated"
@@ -273,7 +273,7 @@ class Trainer:
         return {"made_with": made_with, "progress": asdict(progress), "run": provenance()}
 
     def _save_checkpoint(self, progress: Progress) -> None:
-        """Write in one move, so that being killed half-way leaves the checkpoint before."""
+        """Write the checkpoint atomically, so that a killed run keeps the one before."""
         state = {
             "module": self.student.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -289,7 +289,7 @@ class Trainer:
         draw(self.output)
 
     def _resume(self) -> Progress | None:
-        """Go on from the checkpoint in `output`; None where there is none."""
+        """Continue from the checkpoint in `output`; None without one."""
         file = self.output / CHECKPOINT
         if not file.exists():
             return None
@@ -315,7 +315,7 @@ class Trainer:
         return progress
 
     def _identity(self) -> dict[str, str]:
-        """What must not change between two runs into one folder; the budget and what is only watched may."""
+        """Settings that must be the same when a run is continued: all but the budget and the monitoring."""
         fixed = replace(
             self.options,
             max_tokens=1,
@@ -332,7 +332,7 @@ class Trainer:
 
 @dataclass
 class _Window:
-    """Means over some steps."""
+    """Means of metrics over several steps."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -350,7 +350,7 @@ class _Window:
 
 
 def make_optimizers(module: nn.Module, vocab_size: int, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """AdamW for all that learns; with `optimizer` muon, Muon for the matrices that have no side of the vocabulary."""
+    """AdamW for all trained weights; with `optimizer` muon, Muon for matrices without a vocabulary dimension."""
     learning = [weight for weight in module.parameters() if weight.requires_grad]
     if not learning:
         raise ConfigError("the student has no weights that learn")
@@ -382,7 +382,7 @@ def _where(progress: Progress) -> dict[str, Any]:
 
 
 def _forget_after(file: Path, step: int) -> None:
-    """Cut what the log says of steps behind the checkpoint: they are taken again."""
+    """Cut the log after the checkpoint's step, since later steps are repeated."""
     journal = Journal(file)
     journal.close()
     try:
@@ -399,7 +399,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are texts, also inside mappings, with no folder of this machine."""
+    """`values` with folders removed from texts, also inside mappings."""
     return {
         name: _without_folders(value)
         if isinstance(value, Mapping)
@@ -411,5 +411,5 @@ def _without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(path: Path) -> str:
-    """Of a path only the last part: a published model does not tell where it was made."""
+    """The last part of a path, so that published models name no local folders."""
     return path.name

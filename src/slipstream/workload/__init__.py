@@ -1,1 +1,1 @@
-"""Questions to ask: prompts by task, from files or from the package."""
+"""Workloads: prompts by task, from files or from the package."""

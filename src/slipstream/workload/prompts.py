@@ -1,4 +1,4 @@
-"""From questions to the prompts of a run: chosen by task, turn by turn, each with the length of its answer."""
+"""Selects the prompts of a run from a workload, by task and turn, each with the length of its answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.jsonl import Message
 from slipstream.workload.reading import Question, Workload
 
 Count = Callable[[str], int]
-"""Tokens of a text."""
+"""Number of tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One thing to answer: `text`, or `messages` that end with the user's."""
+    """One prompt: `text`, or `messages` that end with the user's."""
 
     task: str
     where: str
@@ -28,14 +28,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long answers are: `max_tokens` at most, or None to take the length from the data."""
+    """Lengths of answers: `max_tokens`, or None for the lengths in the data."""
 
     max_tokens: int | None
     count: Count | None = None
-    """Counts the tokens of a reference answer; None where no tokenizer is at hand."""
+    """Counts the tokens of a reference answer; None without a tokenizer."""
 
     def of(self, question: Question, turn: int) -> int:
-        """Tokens of the answer to `turn`, from 0; raises `RequestError` where the data does not say."""
+        """Tokens of the answer to `turn`, from 0; raises `RequestError` where the data has no length."""
         if self.max_tokens is not None:
             return self.max_tokens
         if question.output_tokens is not None:
@@ -55,11 +55,11 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The prompts of a run, tasks in turn."""
+    """The prompts of a run, tasks interleaved."""
 
     prompts: list[Prompt]
     num_too_long: int
-    """Prompts that were left out because they and their answers do not fit into the context."""
+    """Number of prompts dropped because they do not fit into the context with their answers."""
 
 
 def choose(
@@ -71,8 +71,8 @@ def choose(
 ) -> Chosen:
     """The first `per_task` questions of each task (None: all) whose first turn fits, every turn a prompt.
 
-    A later turn needs the answers to the earlier ones. They are made once, by `answer`, before anything is timed, so
-    that every configuration is asked exactly the same.
+    A later turn needs the answers to the earlier ones. They are generated once, by `answer`, before anything is timed,
+    so that every configuration gets the same prompts. Raises `RequestError` where no prompt fits.
     """
     by_task: dict[str, list[list[Prompt]]] = {}
     num_too_long = 0
@@ -97,16 +97,18 @@ def choose(
 def _turns(
     question: Question, lengths: Lengths, fits: Callable[[Prompt], bool], answer: Callable[[Prompt], str]
 ) -> tuple[list[Prompt], bool]:
-    """The question's turns as far as they fit, and whether all do."""
+    """(the question's turns that fit, whether all fit)."""
     first = Prompt(question.task, question.where, lengths.of(question, 0), question.text, question.messages)
     if not fits(first):
         return [], False
     prompts = [first]
     for number, text in enumerate(question.later_turns, start=1):
         last = prompts[-1]
-        said = ({"role": "assistant", "content": answer(last)}, {"role": "user", "content": text})
+        exchange = ({"role": "assistant", "content": answer(last)}, {"role": "user", "content": text})
         where = f"{question.where}, turn {number + 1}"
-        prompt = Prompt(question.task, where, lengths.of(question, number), messages=(*last.messages, *said))
+        prompt = Prompt(
+            question.task, where, lengths.of(question, number), messages=(*last.messages, *exchange)
+        )
         if not fits(prompt):
             return prompts, False
         prompts.append(prompt)
@@ -114,5 +116,5 @@ def _turns(
 
 
 def task_names(prompts: Seq[Prompt]) -> list[str]:
-    """Each task once, in the order of the prompts."""
+    """The tasks in the order of the prompts, without duplicates."""
     return list(dict.fromkeys(prompt.task for prompt in prompts))

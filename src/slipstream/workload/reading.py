@@ -1,6 +1,6 @@
-"""What is asked: the bundled sample, JSON lines, Spec-Bench's questions or ShareGPT's conversations, by task.
+"""Reads workloads: the bundled sample, JSON lines, Spec-Bench's questions or ShareGPT's conversations.
 
-Files are checked as a whole before any work is done; a broken line costs one error that names it.
+Files are checked as a whole first; an invalid line is an error that names it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _SPEC_BENCH_TASKS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One conversation of a workload, of which one turn or several are to be answered."""
+    """One conversation of a workload with one or several turns to answer."""
 
     task: str
     where: str
     """File and line, for errors and reports."""
     text: str | None = None
-    """A plain prompt; wrapped in the chat template where there is one. Else `messages`."""
+    """A plain prompt, wrapped in the chat template if the model has one. Otherwise `messages` is set."""
     messages: tuple[Message, ...] = ()
-    """Up to the first message that is to be answered."""
+    """Messages up to the first user message to answer."""
     later_turns: tuple[str, ...] = ()
-    """What the user says next, each after the model's answer to what came before."""
+    """The user's further messages, each sent after the model's answer to the one before."""
     references: tuple[str, ...] = ()
-    """Recorded answers, turn by turn; shorter than the turns where there are none."""
+    """Recorded answers by turn; may be fewer than the turns."""
     output_tokens: int | None = None
-    """How long each answer is to be, where the data says so itself."""
+    """Length of each answer, where the data gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Workload:
     source: str
     questions: list[Question] = field(default_factory=list)
     num_unusable: int = 0
-    """Well-formed entries that ask nothing, such as ShareGPT's empty conversations."""
+    """Number of well-formed entries without a prompt, such as ShareGPT's empty conversations."""
 
 
 def read_workload(spec: str) -> Workload:
@@ -93,7 +93,7 @@ def _from_lines(spec: str, file: Path, make: Callable[[Any, str], Question | Non
 
 
 def _question(row: Any, where: str) -> Question | None:
-    """A line of the project's own form."""
+    """A question from a line in Slipstream's own format; raises `RequestError`."""
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         raise RequestError(f"{where} needs exactly one of {', '.join(_KINDS)}; it has {kinds or 'none'}")
@@ -163,7 +163,7 @@ def _sharegpt(spec: str, file: Path) -> Workload:
 
 
 def _conversation(messages: Any, task: str, where: str, output_tokens: int | None) -> Question | None:
-    """The first thing that the human says, and the model's recorded answer; None when no human begins."""
+    """The first human message and the recorded answer; None when the conversation does not begin with a human."""
     if not isinstance(messages, list):
         raise RequestError(f"{where}: conversations must be a list of messages with from and value")
     for message in messages:
@@ -200,7 +200,7 @@ def _output_tokens(row: Any, where: str) -> int | None:
 
 
 def _references(value: Any, where: str) -> tuple[str, ...]:
-    """`reference` is one text, or one a turn."""
+    """`reference`, one text or one a turn, as a tuple; raises `RequestError`."""
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{where}: reference must be a text or a list of texts, got {value!r}")
@@ -215,5 +215,5 @@ def _text(value: Any, what: str) -> str:
 
 def _not_empty(workload: Workload, file: Path) -> Workload:
     if not workload.questions:
-        raise RequestError(f"{file} holds nothing to ask")
+        raise RequestError(f"{file} has no prompts")
     return workload

@@ -1,1 +1,1 @@
-"""Measuring engines in this process."""
+"""Benchmarks of engines in this process."""

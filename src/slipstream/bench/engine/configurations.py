@@ -1,4 +1,4 @@
-"""The configurations that are compared: off first, then each drafter with each number of draft tokens."""
+"""The configurations of a benchmark: speculation off, then each drafter with each number of draft tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFF_NAME = "off"
 
 @dataclass(frozen=True)
 class Configuration:
-    """One column of the benchmark."""
+    """A named speculative configuration."""
 
     name: str
     speculative: SpeculativeConfig
@@ -27,10 +27,10 @@ class Configuration:
 
 
 def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> list[Configuration]:
-    """Speculation off and every configuration asked for, named; each once.
+    """Speculation off and the chosen configurations, named, without duplicates.
 
-    Every drafter runs with each of `num_speculative_tokens`, or as it is when that is empty. Raises `ConfigError`
-    when there is nothing to compare with off, or an option is wrong.
+    Every drafter runs with each of `num_speculative_tokens`, or unchanged when that is empty. Raises `ConfigError`
+    when there is nothing to compare with off, or an option is invalid.
     """
     from slipstream.engine.speculation import validate
 
@@ -51,7 +51,7 @@ def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> l
 
 
 def parse_counts(text: str, flag: str) -> list[int]:
-    """Whole numbers of at least 1, separated by commas, each once and in order."""
+    """Whole numbers of at least 1 from comma-separated text, without duplicates; raises `ConfigError`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -62,7 +62,7 @@ def parse_counts(text: str, flag: str) -> list[int]:
 
 
 def _names(configs: Seq[SpeculativeConfig]) -> list[str]:
-    """Short names: what a user wrote, with the number of draft tokens; draft models are told apart where needed."""
+    """Short unique names: method, number of draft tokens, and the draft model where several are compared."""
     several = len({config.options.get("model") for config in configs if "model" in config.options}) > 1
     names = [_name(config, several) for config in configs]
     repeated = {name for name, times in Counter(names).items() if times > 1}

@@ -1,4 +1,4 @@
-"""One engine a configuration, all on one target: side by side where memory allows, else one after another."""
+"""One engine for each configuration on a shared target: all in memory if there is room, else one at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from slipstream.profiling.memory import available_bytes
 class Engines:
     """Engines by configuration.
 
-    Side by side they share the target's weights, and each gets an equal share of the memory for keys and values. When
-    their plans together exceed what was free before, or one cannot be made beside the others, one engine is held at
-    a time: a change of configuration loads the new one, and `side_by_side` is False.
+    With `side_by_side` they share the target's weights, and each gets an equal share of the memory for keys and values.
+    When their planned memory exceeds the free memory, or an engine cannot be created beside the others,
+    `side_by_side` is False: one engine is in memory at a time, and a change of configuration loads another.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class Engines:
         self._held: dict[int, Engine] = {}
         self._warm: set[tuple[int, int]] = set()
         self.memory_plans: dict[int, MemoryPlan] = {}
-        """What each engine planned to hold, once it has been made."""
+        """Configuration to its engine's memory plan, once the engine has been created."""
         self.labels: list[str] = []
-        """What must be said beside the results of the engines that were made."""
+        """Notes that must accompany the results."""
         self.side_by_side = self._make_all()
 
     def get(self, number: int) -> Engine:
         """The engine of configuration `number`."""
         if number not in self._held:
             self._held.clear()
-            gc.collect()  # engines hold themselves in cycles; their memory must be free before the next plans its own
+            gc.collect()  # engines are in reference cycles; their memory must be free before the next plan
             self._held[number] = self._make(number, share=1, like=None)
         return self._held[number]
 
     def is_cold(self, number: int, concurrency: int) -> bool:
-        """True when engine `number` has not been asked this since it was made: it wants a warm-up."""
+        """True for the first call with these arguments since the engine was created: it needs a warm-up."""
         cold = (number, concurrency) not in self._warm
         self._warm.add((number, concurrency))
         return cold
 
     def _make_all(self) -> bool:
-        """Make all engines; False, and none is held, when there is no room for all."""
+        """Create all engines; returns False, and keeps none, when there is no room for all."""
         free_bytes: int | None = None
         like: Engine | None = None
         try:
@@ -73,7 +73,7 @@ class Engines:
             if free_bytes is not None and planned <= free_bytes:
                 return True
         except (CapacityError, MemoryError, torch.OutOfMemoryError):
-            pass  # each may still fit alone; `get` raises what does not
+            pass  # each may still fit alone; otherwise `get` raises
         self._held.clear()
         del like
         gc.collect()

@@ -1,4 +1,4 @@
-"""A benchmark on engines of our own: from what was asked for to the result."""
+"""Runs a benchmark on engines in this process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from slipstream.bench.engine.configurations import Configuration
 from slipstream.bench.engine.engines import Engines
 from slipstream.bench.engine.measure import BenchJob, BenchRun, closed_loop, measure, num_answers
+from slipstream.bench.engine.summary import OFF, comparisons, summarise, timings
 from slipstream.bench.progress import meter
-from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationFacts
+from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationSummary
 from slipstream.bench.settings import BenchSettings
-from slipstream.bench.summary import OFF, comparisons, summarise, timings
 from slipstream.engine.engine import Engine
 from slipstream.engine.speculation import validate
 from slipstream.errors import RequestError
@@ -31,9 +31,9 @@ from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is to be measured on which engines."""
+    """A benchmark on engines in this process."""
 
-    asked: BenchSettings
+    settings: BenchSettings
     configurations: Seq[Configuration]
     """Speculation off first."""
     model: str | None = None
@@ -41,16 +41,16 @@ class BenchPlan:
 
 
 def run(plan: BenchPlan) -> BenchResult:
-    """Load, measure and summarise. Ctrl-C during the measurement ends it early: the result says so, and holds what
-    there was. Raises what loading raises, and `RequestError` for prompts that cannot be asked.
+    """Load, measure and summarise. Ctrl-C during the measurement ends it early, with an incomplete result. Raises what
+    loading raises, and `RequestError` for invalid prompts.
     """
-    engines = Engines(plan.model, plan.configurations, plan.engine_options, max(plan.asked.concurrencies))
+    engines = Engines(plan.model, plan.configurations, plan.engine_options, max(plan.settings.concurrencies))
     engine = engines.get(OFF)
-    plan.asked.params.check_vocabulary(engine.model.vocab_size)
+    plan.settings.params.check_vocabulary(engine.model.vocab_size)
     chosen = _choose(plan, engine)
-    if len(chosen.prompts) < max(plan.asked.concurrencies):
+    if len(chosen.prompts) < max(plan.settings.concurrencies):
         raise RequestError(
-            f"{max(plan.asked.concurrencies)} concurrent requests need as many prompts, but the workload has "
+            f"{max(plan.settings.concurrencies)} concurrent requests need as many prompts, but the workload has "
             f"{len(chosen.prompts)}; raise --prompts-per-task"
         )
     jobs = [_job(plan, engine, number, prompt) for number, prompt in enumerate(chosen.prompts)]
@@ -64,14 +64,14 @@ def run(plan: BenchPlan) -> BenchResult:
         provenance=provenance(),
         model=plan.model or EMBEDDED,
         labels=engines.labels,
-        workload=plan.asked.facts(chosen),
-        sampling=_sampling(plan.asked.params),
-        repeats=plan.asked.repeats,
+        workload=plan.settings.summary(chosen),
+        sampling=_sampling(plan.settings.params),
+        repeats=plan.settings.repeats,
         interleaved_by="batch" if engines.side_by_side else "round",
         target_bytes=next((p.target_bytes for p in engines.memory_plans.values()), None),
         peak_rss_bytes=peak_rss_bytes(),
         peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        configurations=[_facts(plan, engines, number) for number in range(len(names))],
+        configurations=[_configuration(plan, engines, number) for number in range(len(names))],
         figures=summarise(runs, names, chosen.prompts),
         comparisons=comparisons(runs, names, chosen.prompts),
         timings=timings(runs, names),
@@ -79,18 +79,18 @@ def run(plan: BenchPlan) -> BenchResult:
 
 
 def peak_rss_bytes() -> int:
-    """The most main memory that this process has held since it began."""
+    """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, but for macOS
 
 
 def _measure(plan: BenchPlan, engines: Engines, jobs: Seq[BenchJob]) -> tuple[list[BenchRun], bool]:
-    """The runs, and whether all were made."""
+    """(the runs, whether the benchmark is complete)."""
     runs: list[BenchRun] = []
-    total = num_answers(len(jobs), len(plan.configurations), plan.asked.concurrencies, plan.asked.repeats)
+    total = num_answers(len(jobs), len(plan.configurations), plan.settings.concurrencies, plan.settings.repeats)
     try:
         with meter(total) as progress:
-            for one in measure(engines, jobs, plan.asked.concurrencies, plan.asked.repeats):
+            for one in measure(engines, jobs, plan.settings.concurrencies, plan.settings.repeats):
                 runs.append(one)
                 note = plan.configurations[one.turn.configuration].name
                 progress.advance(len(one.answers), one.num_tokens, f"{note}, {one.concurrency} at once")
@@ -113,29 +113,29 @@ def _choose(plan: BenchPlan, engine: Engine) -> Chosen:
         return text
 
     return choose(
-        plan.asked.workload, plan.asked.prompts_per_task, Lengths(plan.asked.max_tokens, count), fits, answer
+        plan.settings.workload, plan.settings.prompts_per_task, Lengths(plan.settings.max_tokens, count), fits, answer
     )
 
 
 def _job(plan: BenchPlan, engine: Engine, number: int, prompt: Prompt) -> BenchJob:
     params = replace(
-        plan.asked.params,
+        plan.settings.params,
         max_tokens=prompt.max_tokens,
-        ignore_eos=plan.asked.ignore_eos,
-        seed=derive_seed(plan.asked.params.seed or 0, number),
+        ignore_eos=plan.settings.ignore_eos,
+        seed=derive_seed(plan.settings.params.seed or 0, number),
     )
     return BenchJob(number, _token_ids(plan, engine, prompt), params, prompt.task)
 
 
 def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt of any length; raises `RequestError` that says where it stands."""
+    """Token ids of a prompt of any length; raises `RequestError` with its file and line."""
     tokenizer = engine.tokenizer
     try:
         if prompt.messages:
-            if plan.asked.raw:
+            if plan.settings.raw:
                 raise RequestError("--raw is for plain prompts: only the chat template can join messages")
             return encode_chat(tokenizer, prompt.messages)
-        if tokenizer.chat_template and not plan.asked.raw:
+        if tokenizer.chat_template and not plan.settings.raw:
             return encode_chat(tokenizer, [{"role": "user", "content": prompt.text}])
         return encode_prompt(tokenizer, prompt.text or "", engine.model.vocab_size, sys.maxsize)
     except RequestError as error:
@@ -143,19 +143,19 @@ def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
 
 
 _NOT_SET = {"max_tokens", "n", "structured_outputs", "detokenize", "output_kind", "extra_args"}
-"""Parameters that the workload decides, or that only Python has."""
+"""Parameters that the workload determines, or that exist in Python only."""
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """What was set, but for the length, which is a matter of the workload."""
+    """The sampling parameters for the report."""
     return {name: value for name, value in asdict(params).items() if name not in _NOT_SET}
 
 
-def _facts(plan: BenchPlan, engines: Engines, number: int) -> ConfigurationFacts:
+def _configuration(plan: BenchPlan, engines: Engines, number: int) -> ConfigurationSummary:
     configuration = plan.configurations[number]
     _, options = validate(configuration.speculative)
     memory = engines.memory_plans.get(number)
-    return ConfigurationFacts(
+    return ConfigurationSummary(
         name=configuration.name,
         method=configuration.speculative.method,
         verifier=configuration.speculative.verifier,

@@ -1,4 +1,4 @@
-"""The timed runs: a closed loop of requests through an engine, configurations in turn."""
+"""Timed runs: a closed loop of requests through an engine, configurations interleaved."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 16
-"""Answered before the clock runs: the first passes of a process set up threads and kernels."""
+"""Tokens of each warm-up answer: the first passes of a process set up threads and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchJob:
-    """One prompt as an engine takes it. Its seed is set, so that every configuration draws alike."""
+    """One prompt, encoded. Its seed is set, so that every configuration samples alike."""
 
     prompt: int
     """Index into the workload's prompts."""
@@ -34,18 +34,18 @@ class BenchJob:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One job, answered. The metrics' seconds count from when the request was handed in."""
+    """The answer of one job. The metrics' seconds count from when the request was added."""
 
     prompt: int
     token_ids: list[int]
     num_first_tokens: int
-    """Tokens that came with the first one, in the same step, itself included."""
+    """Tokens that were committed in the same step as the first one, itself included."""
     metrics: RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """One batch under one configuration, once."""
+    """One timed run of a batch with a configuration."""
 
     concurrency: int
     turn: Turn
@@ -61,7 +61,7 @@ class BenchRun:
 def closed_loop(
     engine: Engine, jobs: Seq[BenchJob], concurrency: int
 ) -> tuple[list[TimedAnswer], StepTally, float]:
-    """Answer the jobs from empty caches, `concurrency` at a time: when one ends, the next is handed in.
+    """Answer the jobs from empty caches, `concurrency` at a time: when one ends, the next is added.
 
     Returns answers in the order of the jobs, the steps and the seconds.
     """
@@ -100,7 +100,7 @@ def closed_loop(
 def measure(
     engines: Engines, jobs: Seq[BenchJob], concurrencies: Seq[int], repeats: int
 ) -> Iterator[BenchRun]:
-    """Every batch of jobs under every configuration, `repeats` times at each concurrency, interleaved."""
+    """Run every batch of jobs with every configuration, `repeats` times at each concurrency, interleaved."""
     for concurrency in concurrencies:
         batches = cut(len(jobs), concurrency)
         order = turns(len(batches), len(engines.configurations), repeats, engines.side_by_side)
@@ -114,7 +114,7 @@ def measure(
 
 
 def num_answers(num_jobs: int, num_configurations: int, concurrencies: Seq[int], repeats: int) -> int:
-    """How many answers `measure` makes in all, the warm-up not counted."""
+    """Number of answers that `measure` generates, without the warm-up."""
     return num_jobs * num_configurations * len(concurrencies) * repeats
 
 

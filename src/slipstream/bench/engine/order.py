@@ -1,4 +1,4 @@
-"""What runs together and what runs when: batches, and the order in which configurations take their turns."""
+"""Batches of prompts, and the order in which configurations run them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One batch of prompts under one configuration, once."""
+    """One run of a batch with a configuration."""
 
     repeat: int
     batch: int
@@ -17,10 +17,10 @@ class Turn:
 
 
 def cut(num_prompts: int, concurrency: int) -> list[range]:
-    """Indices of prompts, batch by batch, as even as can be.
+    """Indices of prompts, batch by batch, of nearly equal size.
 
-    One prompt a batch at a concurrency of 1, so that runs are paired prompt by prompt. Beyond, at least two waves
-    of requests a batch where there are as many prompts, so that the engine is full for most of the time.
+    One prompt a batch at a concurrency of 1, so that runs are paired prompt by prompt. Otherwise at least
+    `2 * concurrency` prompts a batch, if there are as many, so that the engine is full most of the time.
     """
     size = 1 if concurrency == 1 else 2 * concurrency
     num_batches = max(1, num_prompts // size)
@@ -29,12 +29,11 @@ def cut(num_prompts: int, concurrency: int) -> list[range]:
 
 
 def turns(num_batches: int, num_configurations: int, repeats: int, side_by_side: bool) -> Iterator[Turn]:
-    """Every batch under every configuration, `repeats` times, interleaved.
+    """Every batch with every configuration, `repeats` times, interleaved.
 
-    `side_by_side`: a batch runs under all configurations, one after another, before the next batch does. Else, where
-    memory holds one engine, all batches run under one configuration before the next configuration does, once a
-    repeat. Either way the order rotates, so that each configuration has each place equally often and a machine that
-    grows slower or faster harms none.
+    With `side_by_side` a batch runs with all configurations before the next batch. Otherwise, where memory has room for
+    one engine, all batches run with one configuration before the next configuration, once a repeat. The order of
+    configurations rotates, so that a machine that becomes slower or faster favours none.
     """
     for repeat in range(repeats):
         if side_by_side:

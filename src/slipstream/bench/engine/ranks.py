@@ -1,4 +1,4 @@
-"""How often a drafter's first, second, third guess is accepted, at each depth: what a fixed tree is planned from."""
+"""Measures a drafter's acceptance by depth and rank among siblings, for planning fixed trees."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from slipstream.text.prompts import Prompt
 
 SHAPE_KEYS = ("num_speculative_tokens", "tree_top_k", "num_draft_nodes", "tree_choices")
-"""The keys of a drafter that say what its proposals look like."""
+"""A drafter's keys that determine the shape of its proposals."""
 NO_SHAPE = {"tree_top_k": 1, "num_draft_nodes": None}
-"""Those that a fixed tree takes the place of, for drafters that have another default."""
+"""Values of the keys that a fixed tree replaces, for drafters with other defaults."""
 MIN_STEPS = 20
-"""A depth that was reached less often says nothing of its own."""
+"""Depths that fewer steps reached are ignored."""
 
 
 class RankCounts:
-    """Counts which sibling was accepted, at every node of the accepted path that had children."""
+    """Counts the rank of the accepted sibling at every node of the accepted path that has children."""
 
     def __init__(self, depth: int, width: int) -> None:
         self.reached = [0] * depth
-        """Entry i: times that guesses at depth i + 1 were checked below an accepted path."""
+        """Entry i: number of times that draft tokens at depth i + 1 were verified below an accepted path."""
         self.accepted = [[0] * width for _ in range(depth)]
-        """By depth and rank."""
+        """Accepted draft tokens by depth and rank."""
 
     def add(self, items: Seq[StepItem]) -> None:
         """Count one step."""
@@ -53,7 +53,7 @@ class RankCounts:
                 node, level = children[ranks.index(token)], level + 1
 
     def rates(self) -> RankAcceptance:
-        """The shares, for the depths that were reached often enough; raises `ConfigError` where none was."""
+        """Acceptance rates of the depths with enough steps; raises `ConfigError` where there are none."""
         rows = [
             tuple(count / reached for count in accepted)
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
@@ -61,7 +61,7 @@ class RankCounts:
         ]
         if not rows:
             raise ConfigError(
-                f"ranks were seen in {self.reached[0]} steps, and {MIN_STEPS} are needed; give more or longer prompts"
+                f"only {self.reached[0]} steps had drafts, and {MIN_STEPS} are needed; give more or longer prompts"
             )
         return RankAcceptance(tuple(rows))
 
@@ -77,9 +77,9 @@ def measure_rank_acceptance(
 ) -> RankCounts:
     """Answer `prompts` with the drafter of `speculative` and a tree of `width` siblings at each of `depth` levels.
 
-    `llm` lends its target; its own drafter is not used. Every deeper level hangs below the best guess of the one
-    above, so the counts of a depth are of the steps whose best guesses were right so far. `params` is one for all or
-    one for each. Raises `ConfigError` for a drafter that takes no `tree_choices`.
+    The target is that of `llm`, whose own drafter is not used. Every deeper level is below the best-ranked node of the
+    level above, so the counts of a depth are of steps whose best-ranked tokens were accepted so far. `params` is one
+    for all prompts or one for each. Raises `ConfigError` for a drafter without `tree_choices`.
     """
     check_at_least("rank acceptance", 1, depth=depth, width=width)
     engine = Engine(llm.engine.config, with_tree(speculative, comb(depth, width)), like=llm.engine)
@@ -96,12 +96,10 @@ def measure_rank_acceptance(
 
 
 def with_tree(speculative: SpeculativeConfig, tree_choices: list[list[int]]) -> SpeculativeConfig:
-    """The same drafter with a fixed tree for its shape; `ConfigError` where it takes none."""
+    """The same drafter with a fixed tree; raises `ConfigError` where it does not support one."""
     cls, _ = validate(speculative)
     if not issubclass(cls.Options, GrowthOptions):
-        raise ConfigError(
-            f"drafter {speculative.method!r} has no fixed trees; choose one that takes tree_choices"
-        )
+        raise ConfigError(f"drafter {speculative.method!r} has no fixed trees; choose one with tree_choices")
     options = {key: value for key, value in speculative.options.items() if key not in SHAPE_KEYS}
     defaults = {field.name: field.default for field in fields(cls.Options)}
     unset = {key: value for key, value in NO_SHAPE.items() if defaults[key] != value}

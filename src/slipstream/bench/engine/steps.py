@@ -1,15 +1,14 @@
-"""What steps cost, and the speedup that follows from it: c, v and τ/(γ·c + v), from the engine's own steps.
+"""Cost of steps and the predicted speedup: c, v and τ/(γ·c + v), from the engine's own step times.
 
-All seconds are the engine's, taken in the timed runs themselves. Steps that compute a prompt are left out, so that
+All seconds are measured by the engine in the timed runs themselves. Steps that compute a prompt are excluded, so that
 only decoding is compared.
 
 - Target step time T: `verify_s` of steps with speculation off, where a sequence is one row. Attention costs more
   the longer the context and a step more the more sequences share it, so T is looked up by (sequences, context): the
   mean of off's steps with the same number of sequences and the same context to within `CONTEXT_BIN` tokens a sequence,
-  weighted by how many of the configuration's steps lie there. Its steps without any such step of off are left out.
+  weighted by the number of the configuration's steps there. Its steps without such a step of off are excluded.
 - v = mean `verify_s` of the configuration's steps / T: γ + 1 rows a sequence against one.
-- γ = mean depth of the proposals, those that were empty or cut short included. It is what was drafted, not what was
-  asked for.
+- γ = mean depth of the actual proposals, including empty and shortened ones.
 - c = seconds of drafting / passes of drafting / T, a pass being one level of a proposal. Steps that propose nothing
   cost time as well, so that γ·c is mean drafting time a step / T.
 """
@@ -29,7 +28,7 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class Cell:
-    """Sums over alike steps."""
+    """Sums over similar steps."""
 
     num_steps: int = 0
     draft_depth: int = 0
@@ -45,14 +44,14 @@ class Cell:
 
 @dataclass(slots=True)
 class StepTally:
-    """All steps of a run: what they cost together, and the pure decoding steps by what they were like."""
+    """All steps of a run: their total times, and sums over the decoding steps by sequences and context."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
     cells: dict[Key, Cell] = field(default_factory=dict)
 
     def add(self, step: StepReport) -> None:
-        """Count a step; made to be an engine's `on_step`."""
+        """Count a step; use it as an engine's `on_step`."""
         self.draft_s += step.draft_s
         self.verify_s += step.verify_s
         if step.only_decodes:
@@ -70,7 +69,7 @@ class StepTally:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The terms of τ/(γ·c + v), as measured; the module's docstring says how."""
+    """The measured terms of τ/(γ·c + v); see the module's docstring."""
 
     target_step_s: float
     """T."""
@@ -82,7 +81,7 @@ class CostModel:
     num_steps: int
     """The configuration's steps that were compared."""
     num_unmatched_steps: int
-    """Its decoding steps without a step of off at the same number of sequences and a similar context."""
+    """The configuration's decoding steps without a comparable step of off."""
 
     def predicted_speedup(self, tau: float) -> float:
         """τ/(γ·c + v)."""
@@ -90,7 +89,7 @@ class CostModel:
 
 
 def cost_model(steps: StepTally, off: StepTally) -> CostModel | None:
-    """`steps` of a configuration against those with speculation off; None where none can be compared."""
+    """The cost model of a configuration's `steps` against `off`; None where no steps are comparable."""
     matched = Cell()
     target_s = 0.0
     for key, cell in steps.cells.items():

@@ -1,4 +1,4 @@
-"""A table before it is drawn, for a console or a page, and how figures are written in one."""
+"""Tables for a console or a page, and the formats of their figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 from slipstream.bench.statistics import FEW, Interval, Percentiles
 
 NONE = "–"
-"""Where there is no figure."""
+"""Shown in place of a missing figure."""
 
 
 @dataclass
 class Grid:
-    """A heading, and rows whose first cell names them."""
+    """A table with a title; the first cell of a row is its name."""
 
     title: str
     columns: Seq[str]
-    """The first is above the names."""
+    """Headings; the first one is above the rows' names."""
     caption: str = ""
     rows: list[list[str]] = field(default_factory=list)
 
@@ -29,7 +29,7 @@ class Grid:
         self.rows.append(list(cells))
 
     def rich(self) -> Table:
-        """For a console."""
+        """The table for a console."""
         table = Table(
             title=self.title,
             caption=self.caption or None,
@@ -55,7 +55,7 @@ def count(value: int | None) -> str:
 
 
 def sample_size(value: int | None) -> str:
-    """4 -> '4 (few)': what figures rest on."""
+    """4 -> '4 (few)'"""
     return count(value) + (" (few)" if value is not None and value < FEW else "")
 
 
@@ -75,12 +75,12 @@ def interval(value: Interval | None) -> str:
 
 
 def milliseconds(value: Percentiles | None, digits: int = 0) -> str:
-    """p50 / p90 / p99, from seconds."""
+    """p50 / p90 / p99 in milliseconds, from seconds."""
     if value is None:
         return NONE
     return " / ".join(number(1e3 * part, digits) for part in (value.p50, value.p90, value.p99))
 
 
 def at_once(concurrency: int) -> str:
-    """As headings say it."""
+    """A concurrency in words, for headings."""
     return "one request at a time" if concurrency == 1 else f"{concurrency} requests at once"

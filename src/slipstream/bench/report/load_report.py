@@ -1,4 +1,4 @@
-"""The tables, remarks and picture of a load."""
+"""The tables, notes and plot of a load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#3b8e5a")
 LATE_S = 0.05
-"""A client that sends this late, at p99, is too slow for the rate."""
+"""A p99 lateness of sending above this means that the client was too slow for the rate."""
 
 
 def load_tables(result: LoadResult) -> list[Grid]:
-    """What the clients saw, what the server counted, and acceptance by task where responses told it."""
+    """Tables of the clients' figures, the server's counters, and acceptance by task where responses report it."""
     grids = tables_of(result.figures, lambda figures: figures.task or "all")
     if result.acceptance:
         grid = Grid(
-            "Acceptance, as the responses say",
+            "Acceptance, as reported in the responses",
             ("", "τ", "α", "drafted", "wasted"),
             "τ: of the steps that drafted",
         )
@@ -36,24 +36,24 @@ def load_tables(result: LoadResult) -> list[Grid]:
 
 
 def load_remarks(result: LoadResult) -> list[str]:
-    """What was done, and what a reader must know to read the figures."""
+    """A summary line, and notes for reading the figures."""
     overall = result.figures[0]
     statuses = ", ".join(f"{status}: {times:,}" for status, times in sorted(result.statuses.items()))
     lines = [
         f"{result.arrivals}; {len(result.requests):,} requests in {result.wall_s:.1f} s, "
-        f"{number(overall.requests_per_s)} a second; at most {result.most_at_once} under way",
-        f"by status: {statuses or 'nothing came back'}",
+        f"{number(overall.requests_per_s)} a second; at most {result.most_at_once} running",
+        f"by status: {statuses or 'no responses'}",
     ]
     if not result.complete:
         lines.append(
-            f"interrupted: the figures are of the requests that had ended; {result.num_unfinished} were under way"
+            f"interrupted: the figures are of the finished requests; {result.num_unfinished} were still running"
         )
     if result.lateness_s is not None and result.lateness_s.p99 > LATE_S:
         lines.append(
             f"note: this client sent {1e3 * result.lateness_s.p99:.0f} ms late (p99): it was too slow for the rate"
         )
     if not result.stream:
-        lines.append("note: answers came in one piece, so there are no times of first tokens and of tokens")
+        lines.append("note: answers were not streamed, so there are no times of first tokens and of tokens")
     return lines + remarks_on(result.figures, result.metrics)
 
 
@@ -100,7 +100,7 @@ def _over_time(axes: Axes, answered: Seq[LoadRequest], failed: Seq[LoadRequest])
 
 
 def _distributions(axes: Axes, answered: Seq[LoadRequest]) -> None:
-    """Share of requests that were at least so fast."""
+    """Cumulative share of requests by latency."""
     named: tuple[tuple[str, str, Callable[[LoadRequest], float | None]], ...] = (
         ("first token", _COLOURS[2], lambda r: r.time_to_first_token_s),
         ("answer", _COLOURS[0], lambda r: r.latency_s),
@@ -116,7 +116,7 @@ def _distributions(axes: Axes, answered: Seq[LoadRequest]) -> None:
 
 
 def _throughput(axes: Axes, answered: Seq[LoadRequest], wall_s: float) -> None:
-    """Tokens a second, an answer's spread evenly from its first token to its end."""
+    """Tokens a second over time; an answer's tokens are spread evenly from its first token to its end."""
     num_bins = max(1, min(60, round(wall_s)))
     width_s = wall_s / num_bins
     tokens = [0.0] * num_bins
@@ -138,7 +138,7 @@ def _under_way(axes: Axes, requests: Seq[LoadRequest]) -> None:
         level += change
         levels.append(level)
     axes.step([at_s for at_s, _ in changes], levels, where="post", color=_COLOURS[0])
-    _label(axes, "time, s", "requests under way")
+    _label(axes, "time, s", "running requests")
 
 
 def _label(axes: Axes, x: str, y: str) -> None:

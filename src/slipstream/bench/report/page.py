@@ -1,4 +1,4 @@
-"""One self-contained HTML page: nothing is fetched, dark and light, readable on a phone."""
+"""One self-contained HTML page, in dark and light, readable on a phone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Legend = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with what must be said about it."""
+    """A drawing with its caption and legend."""
 
     title: str
     svg: str
     caption: str
     legend: Legend = field(default_factory=list)
-    """Where its colours mean something else than the page's."""
+    """For colours that differ from the page's legend."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows, from top to bottom."""
+    """The contents of the page, from top to bottom."""
 
     title: str
     subtitle: str
@@ -43,7 +43,7 @@ class Page:
     command: str
 
     def html(self) -> str:
-        """All of it, with every text escaped."""
+        """The page as HTML, with every text escaped."""
         loader = PackageLoader("slipstream.bench.report", ".")
         environment = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -52,12 +52,12 @@ class Page:
 
 
 def legend(names: Seq[str], first: int) -> Legend:
-    """Names in the order of the series, of which the first is number `first`."""
+    """Names and colours of series; the first one has number `first`."""
     return [(name, series_variable(place)) for place, name in enumerate(names, first)]
 
 
-def provenance_facts(provenance: dict[str, Any], workload: Any, repeats: int) -> list[tuple[str, str]]:
-    """What a reader needs to run it again, in words."""
+def provenance_rows(provenance: dict[str, Any], workload: Any, repeats: int) -> list[tuple[str, str]]:
+    """What a reader needs to repeat the benchmark: (name, text)."""
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     prompts = ", ".join(f"{task} {num}" for task, num in workload.num_prompts.items())
     lengths = "from the data" if workload.max_tokens is None else f"at most {workload.max_tokens} tokens"
@@ -70,7 +70,7 @@ def provenance_facts(provenance: dict[str, Any], workload: Any, repeats: int) ->
             f"{provenance['cpu']}, {provenance['num_cores']} cores, {memory} GiB, {provenance['platform']}",
         ),
         ("runs on", f"{provenance['device']}, {threads}"),
-        ("commit", provenance["commit"] or "not from a checkout"),
+        ("commit", provenance["commit"] or "no checkout"),
         ("versions", f"Slipstream {provenance['slipstream']}, Python {provenance['python']}, {versions}"),
         ("workload", f"{workload.source}: {prompts}"),
         ("answers", f"{lengths}, {repeats} times each"),

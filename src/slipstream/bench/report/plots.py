@@ -1,7 +1,7 @@
 """Plots as SVG text that takes its colours and fonts from the page around it.
 
-matplotlib knows no CSS variables, so it draws with stand-in colours that are replaced afterwards: one drawing serves
-dark and light pages.
+matplotlib does not support CSS variables, so it draws with placeholder colours that are replaced afterwards: one
+drawing serves dark and light pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 from slipstream.bench.statistics import Interval
 
 NUM_SERIES = 8
-"""Colours that the page defines as --series-1 and so on; more series begin anew, with another marker."""
+"""Colours that the page defines as --series-1 and so on; further series reuse them with another marker."""
 
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
 _PARTS = ("#060101", "#060102", "#060103")
@@ -32,7 +32,7 @@ _VARIABLES = (
     | {f"#0501{number:02x}": f"series-{number}" for number in range(NUM_SERIES + 1)}
     | {color: f"part-{number}" for number, color in enumerate(_PARTS, start=1)}
 )
-"""Stand-in to the page's variable."""
+"""Placeholder colour to the page's CSS variable."""
 _MARKERS = "osD^v"
 _WIDTH_IN = 4.7
 """Inches, 72 points each: a phone shows it at about its own size."""
@@ -63,29 +63,29 @@ _STYLE: Any = {  # matplotlib's own type names every parameter there is
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and how sure it is; the interval may be missing."""
+    """A value with its confidence interval, if there is one."""
 
     value: float
     interval: Interval | None = None
 
 
 def series_variable(number: int) -> str:
-    """The page's name of the colour of series `number`; 0 is speculation off, which is grey."""
+    """CSS variable of the colour of series `number`; 0 is speculation off, which is grey."""
     return f"series-{0 if number == 0 else (number - 1) % NUM_SERIES + 1}"
 
 
 def part_variable(number: int) -> str:
-    """The page's name of the colour of part `number` of a stack, from 0."""
+    """CSS variable of the colour of part `number` of a stack, from 0."""
     return _VARIABLES[_PARTS[number]]
 
 
 def marker(number: int) -> str:
-    """Tells series of the same colour apart."""
+    """The marker of series `number`, which separates series of the same colour."""
     return _MARKERS[max(number - 1, 0) // NUM_SERIES % len(_MARKERS)]
 
 
 def estimates(rows: Mapping[str, Mapping[int, Estimate]], axis: str, reference: float | None) -> str:
-    """Named rows of points with their intervals, a colour a series, and a line at `reference`."""
+    """SVG of named rows of points with their intervals, one colour a series, and a line at `reference`."""
     series = sorted({number for row in rows.values() for number in row})
     height = 0.75 + len(rows) * (0.18 + 0.13 * len(series))
     with _axes(height) as (figure, axes):
@@ -111,7 +111,7 @@ def lines(
     top: float | None = None,
     logarithmic: bool = False,
 ) -> str:
-    """A line a series, x to y; y from 0 to `top`."""
+    """SVG with one line a series, x to y; y from 0 to `top`."""
     with _axes(2.9) as (figure, axes):
         for number, points in series.items():
             places = sorted(points)
@@ -136,7 +136,7 @@ def lines(
 
 
 def stacks(rows: Mapping[str, Seq[float]], axis: str) -> str:
-    """Horizontal bars of at most three parts, one below the other."""
+    """SVG of stacked horizontal bars of at most three parts."""
     names = [textwrap.fill(name, 18) for name in rows]
     num_lines = sum(1 + name.count("\n") for name in names)
     with _axes(0.75 + 0.2 * len(rows) + 0.14 * num_lines) as (figure, axes):
@@ -181,7 +181,7 @@ class _axes:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The drawing as an element of a page: no header, no size of its own, ids that no other drawing has."""
+    """The drawing as an SVG element without header and size, with ids that are unique on the page."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata={"Date": None})

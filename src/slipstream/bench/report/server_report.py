@@ -1,9 +1,9 @@
-"""The page of a benchmark of a server."""
+"""The HTML page of a benchmark of a server."""
 
 from __future__ import annotations
 
 from slipstream.bench.report.grid import number
-from slipstream.bench.report.page import Page, Plot, legend, provenance_facts
+from slipstream.bench.report.page import Page, Plot, legend, provenance_rows
 from slipstream.bench.report.plots import lines
 from slipstream.bench.report.server_tables import server_remarks, server_tables
 from slipstream.bench.result import ServerFigures, ServerResult
@@ -11,20 +11,20 @@ from slipstream.bench.result import ServerFigures, ServerResult
 _QUANTILES = ("p50", "p90", "p99")
 
 _METHOD = (
-    "Clients of the server's OpenAI-compatible interface asked the workload in a closed loop: so many requests are "
-    "under way at once, and when one ends the next is sent. Answers were streamed; tokens are those of `usage`. The "
-    "server's own counters were read before and after each concurrency, the warm-up request left out.",
+    "Clients of the server's OpenAI-compatible interface sent the workload in a closed loop: so many requests are "
+    "running at once, and when one ends the next is sent. Answers were streamed; tokens are those of `usage`. The "
+    "server's own counters were read before and after each concurrency, without the warm-up request.",
 )
 
 
 def render_server(result: ServerResult) -> str:
-    """HTML."""
+    """The page as HTML."""
     provenance = result.provenance
     lines_ = server_remarks(result)
     overall = [figures for figures in result.figures if figures.task is None]
     loud = ("interrupted", "disagreement")
     page = Page(
-        title=f"{result.model} as its clients see it",
+        title=f"{result.model}, measured by its clients",
         subtitle=f"{provenance['date']} · {result.url}",
         verdict=_verdict(overall),
         warnings=[line for line in lines_ if line.startswith(loud)],
@@ -36,7 +36,7 @@ def render_server(result: ServerResult) -> str:
         facts=[
             ("server", result.url),
             ("counters", result.metrics),
-            *provenance_facts(provenance, result.workload, result.repeats),
+            *provenance_rows(provenance, result.workload, result.repeats),
         ],
         command=provenance["command"],
     )
@@ -76,7 +76,7 @@ def _plots(overall: list[ServerFigures]) -> list[Plot]:
 
 
 def _latencies(overall: list[ServerFigures]) -> list[Plot]:
-    """Time to the first token and whole answers, by concurrency."""
+    """Time to the first token and to the whole answer, by concurrency."""
     plots: list[Plot] = []
     for title, name in (("First token", "time_to_first_token_s"), ("Whole answers", "latency_s")):
         series: dict[int, dict[float, float]] = {}

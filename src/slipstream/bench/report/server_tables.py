@@ -1,4 +1,4 @@
-"""The tables and remarks of a benchmark of a server."""
+"""The tables and notes of a benchmark of a server."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from slipstream.bench.report.grid import Grid, count, milliseconds, number, rate
 from slipstream.bench.result import ServerFigures, ServerResult
 
 FEW_FOR_P99 = 100
-"""Of fewer, the 99th percentile lies between the two longest."""
+"""With fewer requests, p99 lies between the two largest values."""
 Namer = Callable[[ServerFigures], str]
 
 
 def server_tables(result: ServerResult) -> list[Grid]:
-    """What the clients saw, and what the server counted."""
+    """Tables of the clients' figures and of the server's counters."""
     return tables_of(result.figures)
 
 
 def tables_of(figures: Seq[ServerFigures], name: Namer | None = None) -> list[Grid]:
-    """The same for figures alone; `name` says what to call each of them."""
+    """`server_tables` for figures; `name` gives the name of each row."""
     grids = [_clients(figures, name or _name)]
     if any(f.server is not None for f in figures):
         grids.append(_counters(figures, name or _name))
@@ -27,7 +27,7 @@ def tables_of(figures: Seq[ServerFigures], name: Namer | None = None) -> list[Gr
 
 
 def server_remarks(result: ServerResult) -> list[str]:
-    """What a reader must know to read the figures."""
+    """Notes for reading the figures."""
     lines: list[str] = []
     if not result.complete:
         lines.append("interrupted: the figures are of the requests that were answered until then")
@@ -35,17 +35,17 @@ def server_remarks(result: ServerResult) -> list[str]:
 
 
 def remarks_on(all_figures: Seq[ServerFigures], metrics: str) -> list[str]:
-    """What must be said beside figures; `metrics` is where the server's counters came from, or why there are none."""
+    """Notes on figures; `metrics` is the URL of the server's counters, or why there are none."""
     lines: list[str] = []
     if all(figures.server is None for figures in all_figures):
-        lines.append(f"note: no counters of the server's own: {metrics}")
+        lines.append(f"note: without the server's own counters: {metrics}")
     if any(f.task is None and 0 < f.num_requests < FEW_FOR_P99 for f in all_figures):
         lines.append(f"note: p99 of fewer than {FEW_FOR_P99} requests is about the longest of them")
     for f in all_figures:
         if f.task is not None:
             continue
         if f.num_requests and f.num_output_tokens is None:
-            lines.append(f"note: {_name(f)}: answers came without usage, so there are no tokens to count")
+            lines.append(f"note: {_name(f)}: answers lack usage, so tokens are not counted")
         lines += [f"note: {_name(f)}: {times} failed: {error}" for error, times in f.errors.items()]
         lines += [f"disagreement: {_name(f)}: {what}" for what in f.disagreements]
     return lines

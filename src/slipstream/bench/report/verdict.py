@@ -1,16 +1,16 @@
-"""What a benchmark shows, in a sentence: no more than its intervals allow."""
+"""A benchmark's conclusion in a sentence, as far as its intervals support one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 from slipstream.bench.report.grid import at_once, interval, number
-from slipstream.bench.result import BenchResult, Comparison, Figures
+from slipstream.bench.result import BenchResult, Comparison, EngineFigures
 from slipstream.bench.statistics import FEW
 
 
 def verdicts(result: BenchResult) -> list[str]:
-    """One at each concurrency; none where nothing was measured."""
+    """One sentence at each concurrency; none without measurements."""
     several = len(result.concurrencies) > 1
     found: list[str] = []
     for concurrency in result.concurrencies:
@@ -42,7 +42,7 @@ def _verdict(result: BenchResult, concurrency: int) -> str:
     return " ".join(sentences)
 
 
-def _against_off(best: Figures, others: Seq[Comparison]) -> str:
+def _against_off(best: EngineFigures, others: Seq[Comparison]) -> str:
     name, bounds = best.configuration, best.speedup_interval
     speed = f"{number(best.speedup)} times the speed of speculation off"
     if bounds is None:
@@ -60,7 +60,7 @@ def _against_off(best: Figures, others: Seq[Comparison]) -> str:
     return f"{name} is fastest, at {speed}{following}."
 
 
-def _loses(figures: Figures) -> bool:
+def _loses(figures: EngineFigures) -> bool:
     return figures.speedup_interval is not None and figures.speedup_interval.high < 1
 
 
@@ -69,13 +69,13 @@ def _compared(other: Comparison) -> str:
     return f"{other.other} ({number(other.speedup)} times its speed, 95 % interval {bounds})"
 
 
-def _others(result: BenchResult, best: Figures) -> list[Comparison]:
+def _others(result: BenchResult, best: EngineFigures) -> list[Comparison]:
     """The best one against each of the others, in the order of their speed."""
     place = (best.configuration, best.concurrency)
     return [each for each in result.comparisons if (each.configuration, each.concurrency) == place]
 
 
-def _what(figures: Figures) -> str:
+def _what(figures: EngineFigures) -> str:
     """What the figures rest on."""
     unit = "prompt" if figures.concurrency == 1 else "batch"
     plural = "prompts" if figures.concurrency == 1 else "batches"

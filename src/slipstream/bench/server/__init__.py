@@ -1,1 +1,1 @@
-"""Measuring servers from their clients' side."""
+"""Benchmarks of servers through their clients."""

@@ -1,6 +1,6 @@
-"""A server's own counters, read from its Prometheus metrics: what they grew by, and what that says.
+"""A server's own counters, read from its Prometheus metrics, and their growth during a benchmark.
 
-Known are vLLM's names (`vllm:…`) and the same ones with Slipstream's prefix (`slipstream_…`):
+Supported are vLLM's names (`vllm:…`) and the same ones with Slipstream's prefix (`slipstream_…`):
 `spec_decode_num_drafts`, `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens`,
 `spec_decode_num_accepted_tokens_per_pos` (label `position`, from 0), `generation_tokens`, `prompt_tokens` and
 `request_success`.
@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from slipstream.bench.acceptance import acceptance
 from slipstream.bench.result import PooledAcceptance
 from slipstream.errors import RemoteError
 from slipstream.metrics.request import RequestMetrics
 
 PREFIXES = ("slipstream_", "vllm:")
-"""In the order of preference, for a server that has both."""
+"""In order of preference, for a server that has both."""
 
 _NAMES = {
     "num_drafts": "spec_decode_num_drafts",
@@ -32,7 +31,7 @@ _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A reading, or what was counted between two; None for what the server does not expose."""
+    """A reading of the counters, or the growth between two; None for what the server does not expose."""
 
     num_drafts: int | None = None
     """Steps that proposed something."""
@@ -47,15 +46,15 @@ class Counters:
     def acceptance(self) -> PooledAcceptance | None:
         """α, τ and α by position; None where nothing was drafted.
 
-        The counters know only steps that drafted: τ is 1 + accepted / drafts, steps without drafts left out. They do
-        not say how deep each draft was, so that α by position is accepted at i + 1 over accepted at i: with drafts
-        of varying depth a lower bound.
+        The counters cover only steps with drafts, so τ is 1 + accepted / drafts without the other steps. They do not
+        give the depth of each draft, so α by position is accepted at i + 1 over accepted at i: a lower bound for drafts
+        of varying depth.
         """
         if not self.num_drafts or not self.num_draft_tokens or self.num_accepted_tokens is None:
             return None
         accepted = self.accepted_per_position
         reached = [reach for reach in [self.num_drafts, *accepted][: len(accepted)] if reach]
-        return acceptance(
+        return PooledAcceptance.of(
             RequestMetrics(
                 num_output_tokens=self.num_drafts + self.num_accepted_tokens,
                 num_steps=self.num_drafts,
@@ -68,10 +67,10 @@ class Counters:
 
 
 def parse_counters(text: str, model: str) -> Counters | None:
-    """The counters of `model` in Prometheus text; None where there are none that are known.
+    """The counters of `model` in Prometheus text; None where there are no supported ones.
 
-    Samples of other models (label `model_name`) are left out, those of several engines added up. Raises
-    `RemoteError` for text that is not in Prometheus' form.
+    Samples of other models (label `model_name`) are ignored, those of several engines added up. Raises `RemoteError`
+    for text that is not in Prometheus' format.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -88,7 +87,7 @@ def parse_counters(text: str, model: str) -> Counters | None:
                 else:
                     sums[name] += sample.value
     except (ValueError, KeyError) as error:
-        raise RemoteError(f"the server's metrics are not in Prometheus' text form: {error}") from None
+        raise RemoteError(f"the server's metrics are not in Prometheus' text format: {error}") from None
     for prefix in PREFIXES:
         found = {field_: int(sums[prefix + name]) for field_, name in _NAMES.items() if prefix + name in sums}
         if found:
@@ -99,9 +98,9 @@ def parse_counters(text: str, model: str) -> Counters | None:
 
 
 def growth(before: Counters, after: Counters) -> Counters | None:
-    """What was counted between two readings; None when a counter went back, as it does when a server restarts.
+    """The growth between two readings; None when a counter decreased, as it does when a server restarts.
 
-    A counter that appeared in between began at 0: servers make them when there is something to count.
+    A counter that is only in the second reading started at 0: servers create counters when they first count.
     """
     grown: dict[str, int | None] = {}
     for name in _NAMES:
@@ -118,20 +117,20 @@ def growth(before: Counters, after: Counters) -> Counters | None:
 
 @dataclass(frozen=True, slots=True)
 class ClientCounts:
-    """What the clients saw in the same time."""
+    """The clients' counts during the same time."""
 
     num_requests: int
-    """Answered to the end."""
+    """Number of complete answers."""
     num_failed: int
     num_prompt_tokens: int | None
-    """From `usage`; None where some answer came without."""
+    """From `usage`; None where some answer lacks it."""
     num_output_tokens: int | None
     num_chunks: int
-    """Pieces of text that were streamed."""
+    """Number of streamed pieces of text."""
 
 
 def disagreements(client: ClientCounts, server: Counters | None) -> list[str]:
-    """Where client and server count differently, or either contradicts itself, in words."""
+    """Messages about differences between the client's and the server's counts, and contradictions within either."""
     found: list[str] = []
     if client.num_output_tokens is not None and client.num_chunks > client.num_output_tokens:
         found.append(
@@ -147,9 +146,7 @@ def disagreements(client: ClientCounts, server: Counters | None) -> list[str]:
     made = server.num_output_tokens
     if made is not None and server.num_drafts is not None and server.num_accepted_tokens is not None:
         claimed = server.num_drafts + server.num_accepted_tokens
-        cut = (
-            server.num_requests or 0
-        )  # an answer that ends among accepted tokens lacks one of the target's own
+        cut = server.num_requests or 0  # an answer that ends at an accepted token lacks the target's own one
         if claimed > made + cut:
             found.append(
                 f"the server counts {server.num_accepted_tokens:,} accepted tokens in {server.num_drafts:,} drafts, "
@@ -169,9 +166,9 @@ _WORDS = {
 def _difference(what: str, seen: int, counted: int, num_failed: int) -> str:
     share = f" ({(counted - seen) / seen:+.1%})" if seen else ""
     if counted < seen:
-        why = "the server's counters miss some of what it answered"
+        why = "the server's counters miss some of its answers"
     elif num_failed:
         why = f"other traffic, or the {num_failed} requests that failed here"
     else:
         why = "other traffic on the server, or tokens that it counted but did not send"
-    return f"the clients saw {seen:,} {what}, the server counted {counted:,}{share}: {why}"
+    return f"the clients counted {seen:,} {what}, the server {counted:,}{share}: {why}"

@@ -1,4 +1,4 @@
-"""A load on an OpenAI-compatible server: a closed loop of clients or arrivals at a rate, bounded in time or number."""
+"""A load on an OpenAI-compatible server: a closed loop of clients or arrivals at a rate, limited in time or number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from slipstream.bench.acceptance import acceptance
 from slipstream.bench.progress import LoadMeter
-from slipstream.bench.result import SCHEMA, PooledAcceptance, WorkloadFacts
+from slipstream.bench.result import SCHEMA, PooledAcceptance, WorkloadSummary
 from slipstream.bench.server.counters import Counters, growth
 from slipstream.bench.server.load_result import Arrivals, LoadRequest, LoadResult
 from slipstream.bench.server.remote import read_counters, summarised
 from slipstream.bench.statistics import percentiles
-from slipstream.client import Exchange, Server, ask, connect
+from slipstream.client import Exchange, ServerAddress, ask, connect
 from slipstream.errors import RemoteError, RequestError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.provenance import provenance
@@ -28,41 +27,41 @@ from slipstream.workload.prompts import Prompt, task_names
 from slipstream.workload.reading import Workload
 
 ALL = "all"
-"""Stands for all tasks together."""
+"""Key of all tasks together."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked of which server, how fast and how long."""
+    """A load: server, prompts, arrivals and limits."""
 
-    server: Server
+    server: ServerAddress
     workload: str
-    """Where the prompts came from."""
+    """Source of the prompts."""
     prompts: Seq[Prompt]
-    """Asked in this order, and again from the first when all were."""
+    """Sent in this order, and again from the first after the last."""
     arrivals: Arrivals
     num_requests: int | None = None
     duration_s: float | None = None
-    """Nothing is sent after it; what was sent is waited for."""
+    """No request is sent later; running requests are completed."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sent as it is; a request's seed is derived from its `seed`."""
+    """Sent unchanged, except that a request's seed is derived from its `seed`."""
     stream: bool = True
     raw: bool = False
     """Plain prompts go to `/completions` instead of the chat."""
     send_task: bool = False
     """Send each prompt's task as `task`, which Slipstream knows."""
     warm_up: bool = True
-    """Ask one prompt before the load, which is not counted."""
+    """Send one prompt before the load, which is not counted."""
 
     def __post_init__(self) -> None:
         if (self.arrivals.concurrency is None) == (self.arrivals.rate_per_s is None):
-            raise RequestError("give a concurrency or a rate, one of them")
+            raise RequestError("give either a concurrency or a rate")
         if self.num_requests is None and self.duration_s is None:
-            raise RequestError("give a number of requests or a duration, else the load has no end")
+            raise RequestError("give a number of requests or a duration, otherwise the load does not end")
 
 
 def first_turns(workload: Workload, tasks: Seq[str], max_tokens: int) -> list[Prompt]:
-    """The first turn of every question of `tasks` (none: all), tasks in turn.
+    """The first turn of every question of `tasks` (empty: all), tasks interleaved.
 
     Raises `RequestError` for a task that the workload does not have.
     """
@@ -78,9 +77,9 @@ def first_turns(workload: Workload, tasks: Seq[str], max_tokens: int) -> list[Pr
 
 
 def run(plan: LoadPlan) -> LoadResult:
-    """Load the server and report. Ctrl-C ends it early: the report is of what had ended by then.
+    """Load the server and report. Ctrl-C ends it early, with a report of the requests finished by then.
 
-    Raises `RemoteError` when the server does not answer the warm-up, or no request came through to it at all.
+    Raises `RemoteError` when the server does not answer the warm-up, or no request reached it.
     """
     if plan.warm_up:
         _warm_up(plan)
@@ -98,7 +97,7 @@ def run(plan: LoadPlan) -> LoadResult:
 
 
 def _warm_up(plan: LoadPlan) -> None:
-    """One answer, so that what is wrong with all requests is said once and before the load."""
+    """One request, so that an error of all requests is reported once, before the load."""
 
     async def once() -> Exchange:
         async with connect(plan.server) as client:
@@ -116,15 +115,15 @@ def _body(plan: LoadPlan, prompt: Prompt, number: int) -> dict[str, Any]:
     return body | {"task": prompt.task} if plan.send_task else body
 
 
-def _grown(server: Server, before: Counters | None, where: str) -> tuple[Counters | None, str]:
-    """What the server counted since, and where that is from or why there is nothing."""
+def _grown(server: ServerAddress, before: Counters | None, where: str) -> tuple[Counters | None, str]:
+    """(growth of the server's counters or None, the URL of the metrics or why there are none)."""
     after, _ = read_counters(server)
     if before is None or after is None:
         return None, where
     grown = growth(before, after)
     return (
         grown,
-        where if grown else f"{server.metrics_url}: the counters went back, as when a server restarts",
+        where if grown else f"{server.metrics_url}: the counters decreased, as when a server restarts",
     )
 
 
@@ -142,7 +141,7 @@ class _LoadRun:
         self.exchanges: list[Exchange] = []
 
     async def run(self) -> None:
-        """Send and wait. Being cancelled ends what is under way."""
+        """Send requests and wait for their answers; cancelling it aborts the running ones."""
         async with connect(self._plan.server) as client:
             self._started_s = time.perf_counter()
             watching = asyncio.create_task(self._watch())
@@ -166,7 +165,7 @@ class _LoadRun:
                 group.create_task(work())
 
     async def _open_loop(self, client: Any, rate_per_s: float) -> None:
-        """Arrivals are decided beforehand, so that a slow server is not asked less."""
+        """Arrival times do not depend on the answers, so that a slow server gets as many requests."""
         rng = random.Random(self._plan.arrivals.seed)
         due_s = rng.expovariate(rate_per_s)
         async with asyncio.TaskGroup() as group:
@@ -177,7 +176,7 @@ class _LoadRun:
                 due_s += rng.expovariate(rate_per_s)
 
     def _may_send(self, at_s: float) -> bool:
-        """Whether a request at `at_s` is within the bounds."""
+        """True where a request at `at_s` is within the limits."""
         plan = self._plan
         in_number = plan.num_requests is None or self._num_sent < plan.num_requests
         return in_number and (plan.duration_s is None or at_s < plan.duration_s)
@@ -203,14 +202,14 @@ class _LoadRun:
             await asyncio.sleep(LoadMeter.EVERY_S)
 
     def result(self, complete: bool, counters: Counters | None, metrics: str) -> LoadResult:
-        """The report of what has ended."""
+        """The report of the finished requests."""
         plan, exchanges, most = self._plan, self.exchanges, self._most_at_once
         by_task: dict[str, list[Exchange]] = {task: [] for task in task_names(plan.prompts)}
         for exchange in exchanges:
             by_task[plan.prompts[exchange.prompt].task].append(exchange)
         by_task = {task: of_task for task, of_task in by_task.items() if of_task}
         overall = summarised(exchanges, self._wall_s, most, None, counters)
-        # What was under way when it was interrupted is in the server's counts alone.
+        # After an interruption the server also counts requests that the clients do not.
         figures = [overall if complete else replace(overall, disagreements=[])]
         if len(by_task) > 1:
             figures += [summarised(found, self._wall_s, most, task) for task, found in by_task.items()]
@@ -223,7 +222,7 @@ class _LoadRun:
             url=plan.server.url,
             model=plan.server.model,
             metrics=metrics,
-            workload=WorkloadFacts(
+            workload=WorkloadSummary(
                 source=plan.workload,
                 num_prompts=dict(Counter(prompt.task for prompt in plan.prompts)),
                 max_tokens=plan.prompts[0].max_tokens,
@@ -258,7 +257,7 @@ class _LoadRun:
 
 
 def _acceptance(exchanges: Seq[Exchange]) -> PooledAcceptance | None:
-    """α and τ from the figures in vLLM's shape that responses carried: of steps that drafted; None without any."""
+    """α and τ from the responses' metrics in vLLM's format, of steps with drafts; None without any."""
     found = [exchange.speculation for exchange in exchanges if exchange.speculation is not None]
     drafts, drafted, accepted = (
         sum(int(figures.get(name) or 0) for figures in found)
@@ -266,7 +265,7 @@ def _acceptance(exchanges: Seq[Exchange]) -> PooledAcceptance | None:
     )
     if not drafts or not drafted:
         return None
-    return acceptance(
+    return PooledAcceptance.of(
         RequestMetrics(
             num_output_tokens=drafts + accepted,
             num_steps=drafts,

@@ -1,24 +1,24 @@
-"""What a load on a server reports. Names end in their units; a figure for which there is no data is None, never 0."""
+"""The result of a load on a server. Names end in their units; a figure without data is None, never 0."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream.bench.result import PooledAcceptance, ServerFigures, WorkloadFacts
+from slipstream.bench.result import PooledAcceptance, ServerFigures, WorkloadSummary
 from slipstream.bench.statistics import Percentiles
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests are sent: by `concurrency` clients, each after its last answer, or `rate_per_s` come what may."""
+    """When requests are sent: by `concurrency` clients, each after its last answer, or at `rate_per_s` in any case."""
 
     concurrency: int | None = None
     """A closed loop."""
     rate_per_s: float | None = None
-    """An open loop: a Poisson process of so many requests a second on average."""
+    """An open loop: a Poisson process with this mean number of requests a second."""
     seed: int = 0
-    """Of the gaps between arrivals."""
+    """Seed of the times between arrivals."""
 
     def __str__(self) -> str:
         if self.rate_per_s is not None:
@@ -28,11 +28,11 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request, in the order in which they ended. Seconds count from the beginning of the load."""
+    """One request; requests are in the order of their ends. Seconds count from the start of the load."""
 
     task: str
     status: int | None
-    """None where no response came."""
+    """None without a response."""
     sent_s: float
     time_to_first_token_s: float | None
     latency_s: float
@@ -47,34 +47,34 @@ class LoadResult:
     schema: int
     kind: str
     complete: bool
-    """False when it was interrupted: the figures are of the requests that had ended by then."""
+    """False when it was interrupted: the figures are of the requests finished by then."""
     provenance: dict[str, Any]
     url: str
     model: str
     metrics: str
     """Where the server's counters came from, or why there are none."""
-    workload: WorkloadFacts
+    workload: WorkloadSummary
     sampling: dict[str, Any]
     stream: bool
     arrivals: Arrivals
     num_requests_asked: int | None
-    """The bound that was given; None where only time was."""
+    """The given limit; None where only a duration was given."""
     duration_s: float | None
-    """The bound on sending that was given."""
+    """The given limit on the time of sending."""
     wall_s: float
     """From the first request to the last answer."""
     most_at_once: int
-    """Requests under way at the busiest moment."""
+    """The most requests running at the same time."""
     num_unfinished: int
-    """Under way when it was interrupted."""
+    """Requests running when it was interrupted."""
     lateness_s: Percentiles | None
-    """In an open loop, how late this client sent what was due: where that is long, the client was the bottleneck."""
+    """How late this client sent the requests of an open loop; if large, the client was the bottleneck."""
     statuses: dict[str, int]
-    """HTTP status to how often it came; `none` where no response came."""
+    """HTTP status to its number of responses; `none` for requests without a response."""
     figures: list[ServerFigures]
     """Of all tasks, then by task; their `concurrency` is `most_at_once`."""
     acceptance: dict[str, PooledAcceptance]
-    """By task, and of `all`, from the figures that responses carried of themselves; empty where they carried none."""
+    """By task, and for `all`, from the responses' own metrics; empty where they have none."""
     requests: list[LoadRequest]
 
     def as_json(self) -> dict[str, Any]:

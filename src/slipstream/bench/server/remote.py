@@ -1,4 +1,4 @@
-"""A benchmark of an OpenAI-compatible server: closed loops of clients, and the server's own counters beside them."""
+"""A benchmark of an OpenAI-compatible server: closed loops of clients, and the server's own counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.bench.result import (
 from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
 from slipstream.bench.settings import BenchSettings
 from slipstream.bench.statistics import percentiles, ratio
-from slipstream.client import Exchange, Server, ask, connect, scrape
+from slipstream.client import Exchange, ServerAddress, ask, connect, scrape
 from slipstream.errors import RemoteError
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
@@ -29,19 +29,19 @@ from slipstream.workload.prompts import Count, Lengths, Prompt, choose, task_nam
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """What is to be measured on which server."""
+    """A benchmark of a server."""
 
-    asked: BenchSettings
-    server: Server
+    settings: BenchSettings
+    server: ServerAddress
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that were given; they are sent as they are."""
+    """The given sampling parameters, sent unchanged."""
     count: Count | None = None
-    """Counts tokens of reference answers; needed only where lengths come from them."""
+    """Counts tokens of reference answers; needed only for lengths from the data."""
 
 
 @dataclass(slots=True)
 class _Level:
-    """All that happened at one concurrency."""
+    """The measurements at one concurrency."""
 
     concurrency: int
     exchanges: list[Exchange] = field(default_factory=list)
@@ -51,24 +51,24 @@ class _Level:
 
 
 def run(plan: RemotePlan) -> ServerResult:
-    """Warm up, measure, summarise. Ctrl-C ends it early: the result says so, and holds what there was.
+    """Warm up, measure, summarise. Ctrl-C ends it early, with an incomplete result.
 
-    Raises `RemoteError` when the server does not answer, and `RequestError` for a workload that cannot be asked.
+    Raises `RemoteError` when the server does not answer, and `RequestError` for an invalid workload.
     """
     chosen = choose(
-        plan.asked.workload,
-        plan.asked.prompts_per_task,
-        Lengths(plan.asked.max_tokens, plan.count),
+        plan.settings.workload,
+        plan.settings.prompts_per_task,
+        Lengths(plan.settings.max_tokens, plan.count),
         fits=lambda prompt: True,
         answer=lambda prompt: _must_answer(plan, prompt).text,
     )
     _must_answer(plan, chosen.prompts[0])  # the warm-up
     levels: list[_Level] = []
-    total = len(chosen.prompts) * len(plan.asked.concurrencies) * plan.asked.repeats
+    total = len(chosen.prompts) * len(plan.settings.concurrencies) * plan.settings.repeats
     metrics = "not read"
     try:
         with meter(total, auto_refresh=True) as progress:
-            for concurrency in plan.asked.concurrencies:
+            for concurrency in plan.settings.concurrencies:
                 levels.append(_Level(concurrency))
                 metrics = _measure(plan, chosen.prompts, levels[-1], progress)
     except KeyboardInterrupt:
@@ -76,14 +76,14 @@ def run(plan: RemotePlan) -> ServerResult:
     return ServerResult(
         schema=SCHEMA,
         kind="server",
-        complete=len(levels) == len(plan.asked.concurrencies) and all(level.complete for level in levels),
+        complete=len(levels) == len(plan.settings.concurrencies) and all(level.complete for level in levels),
         provenance=provenance(),
         url=plan.server.url,
         model=plan.server.model,
         metrics=metrics,
-        workload=plan.asked.facts(chosen),
-        sampling=_sampling(plan, 0) | {"seed": plan.asked.params.seed},
-        repeats=plan.asked.repeats,
+        workload=plan.settings.summary(chosen),
+        sampling=_sampling(plan, 0) | {"seed": plan.settings.params.seed},
+        repeats=plan.settings.repeats,
         figures=[
             figures for level in levels if level.exchanges for figures in _figures(level, chosen.prompts)
         ],
@@ -91,21 +91,21 @@ def run(plan: RemotePlan) -> ServerResult:
 
 
 def _measure(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
-    """Fill `level`; returns where the counters came from, or why there are none."""
+    """Fill `level`; returns the URL of the counters, or why there are none."""
     before, where = read_counters(plan.server)
-    for _ in range(plan.asked.repeats):
+    for _ in range(plan.settings.repeats):
         asyncio.run(_closed_loop(plan, prompts, level, progress))
     after, _ = read_counters(plan.server)
     if before is not None and after is not None:
         level.counters = growth(before, after)
         if level.counters is None:
-            where = f"{plan.server.metrics_url}: the counters went back, as when a server restarts"
+            where = f"{plan.server.metrics_url}: the counters decreased, as when a server restarts"
     level.complete = True
     return where
 
 
 async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> None:
-    """Ask every prompt, `level.concurrency` at a time: when one ends, the next is sent."""
+    """Send every prompt, `level.concurrency` at a time: when one ends, the next is sent."""
     waiting = iter(enumerate(prompts))
     started_s = time.perf_counter()
     earlier_s = level.wall_s
@@ -115,7 +115,7 @@ async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, pr
         async def work() -> None:
             for number, prompt in waiting:
                 body = _sampling(plan, number)
-                exchange = await ask(client, plan.server, number, prompt, plan.asked.raw, body)
+                exchange = await ask(client, plan.server, number, prompt, plan.settings.raw, body)
                 level.exchanges.append(exchange)
                 level.wall_s = earlier_s + time.perf_counter() - started_s
                 progress.advance(1, exchange.num_output_tokens or 0, f"{level.concurrency} at once")
@@ -124,11 +124,11 @@ async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, pr
 
 
 def _must_answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
-    """One answer outside the measurement."""
+    """One answer outside the measurement; raises `RemoteError` for a failure."""
 
     async def once() -> Exchange:
         async with connect(plan.server) as client:
-            return await ask(client, plan.server, 0, prompt, plan.asked.raw, _sampling(plan, 0))
+            return await ask(client, plan.server, 0, prompt, plan.settings.raw, _sampling(plan, 0))
 
     exchange = asyncio.run(once())
     if exchange.error is not None:
@@ -136,30 +136,30 @@ def _must_answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
     return exchange
 
 
-def read_counters(server: Server) -> tuple[Counters | None, str]:
-    """The counters, and where they came from or why there are none."""
+def read_counters(server: ServerAddress) -> tuple[Counters | None, str]:
+    """(the counters or None, the URL of the metrics or why there are none)."""
     text = scrape(server)
     if text is None:
-        return None, f"{server.metrics_url} has none"
+        return None, f"{server.metrics_url} has no metrics"
     try:
         counters = parse_counters(text, server.model)
     except RemoteError as error:
         return None, f"{server.metrics_url}: {error}"
     if counters is None:
-        return None, f"{server.metrics_url} has no counters that are known here"
+        return None, f"{server.metrics_url} has no supported counters"
     return counters, server.metrics_url
 
 
 def _sampling(plan: RemotePlan, number: int) -> dict[str, Any]:
-    """Sampling parameters of a request, as OpenAI and vLLM name them."""
-    params = plan.asked.params
+    """Sampling parameters of a request, under OpenAI's and vLLM's names."""
+    params = plan.settings.params
     seed = derive_seed(params.seed or 0, number)
-    lengths = {"ignore_eos": True} if plan.asked.ignore_eos else {}
+    lengths = {"ignore_eos": True} if plan.settings.ignore_eos else {}
     return {**plan.sampling, "temperature": params.temperature, "seed": seed, **lengths}
 
 
 def _figures(level: _Level, prompts: Seq[Prompt]) -> Iterator[ServerFigures]:
-    """Over all tasks, then by task where there are several."""
+    """The figures of all tasks, then by task where there are several."""
     yield summarised(level.exchanges, level.wall_s, level.concurrency, None, level.counters)
     tasks = task_names(prompts)
     for task in tasks if len(tasks) > 1 else []:
@@ -175,7 +175,7 @@ def summarised(
     task: str | None = None,
     counters: Counters | None = None,
 ) -> ServerFigures:
-    """The figures of some exchanges that took `wall_s` together. `counters` are about all tasks, so a task has none."""
+    """The figures of exchanges that took `wall_s` together. `counters` cover all tasks; a single task has none."""
     answered = [exchange for exchange in exchanges if exchange.error is None]
     counts = ClientCounts(
         num_requests=len(answered),
@@ -219,14 +219,14 @@ def _server_counts(counters: Counters | None) -> ServerCounts | None:
 
 
 def _sum(exchanges: Seq[Exchange], of: Callable[[Exchange], int | None]) -> int | None:
-    """None where some exchange does not say, or there is none."""
+    """The sum over exchanges; None where an exchange lacks the value, or there are none."""
     values = [of(exchange) for exchange in exchanges]
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 
 
 def _seconds_per_token(exchanges: Iterable[Exchange]) -> Iterator[float]:
-    """Of each answer of two tokens or more, after the first."""
+    """Seconds a token after the first, for each answer of two tokens or more."""
     for exchange in exchanges:
         first_s, tokens = exchange.time_to_first_token_s, exchange.num_output_tokens
         if first_s is not None and tokens is not None and tokens > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,6 @@ def check_plot(file: Path, overwrite: bool) -> None:
     if file.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot writes {', '.join(SUFFIXES)}; {str(file)!r} ends otherwise")
     check_file(file, overwrite, "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'slipstream-llm[plots]'")
 
 
 def plot_profiles(profiles: Mapping[str, CostProfile], file: Path) -> None:

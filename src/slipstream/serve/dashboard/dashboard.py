@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from slipstream import __version__
 from slipstream.control.report import TaskReport
 from slipstream.errors import EngineStoppedError
-from slipstream.monitor.alarms import Alarm, Kind
+from slipstream.monitor.alarms import Alarm, AlarmKind
 from slipstream.monitor.drift import REFERENCE_SIZES, ShiftWatch
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.errors import ApiError
@@ -82,8 +82,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         watching, task = service.watching, body.task
         if task is not None:
             task = watching.accounts.name(account_of(request.scope), task)
-        if body.kind not in list(Kind) or not watching.alarms.acknowledge(
-            Kind(body.kind), task, body.drafter
+        if body.kind not in list(AlarmKind) or not watching.alarms.acknowledge(
+            AlarmKind(body.kind), task, body.drafter
         ):
             raise ApiError(404, "there is no such alarm", code="not_found")
         return JSONResponse({"acknowledged": True})

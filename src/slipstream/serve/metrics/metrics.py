@@ -24,7 +24,7 @@ from slipstream.engine.outputs import Update
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import Alarm, Kind
+from slipstream.monitor.alarms import Alarm, AlarmKind
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.task_labels import TaskLabels
 
@@ -171,7 +171,7 @@ class Metrics:
         on_what = ("kind", "task", "method")
         self._alarms = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
         self._raises = counter("alarm_raises", "Alarms that were raised.", *on_what)
-        self.expect_alarm(Kind.TOKEN_MISMATCH, None, None)
+        self.expect_alarm(AlarmKind.TOKEN_MISMATCH, None, None)
 
     def register(self, collector: Collector) -> None:
         """Show what `collector` has, its names without the prefix, among these metrics."""
@@ -319,11 +319,11 @@ class Metrics:
         if raised:
             self._raises.labels(*labels).inc()
 
-    def expect_alarm(self, kind: Kind, task: str | None, method: str | None) -> None:
+    def expect_alarm(self, kind: AlarmKind, task: str | None, method: str | None) -> None:
         """Show that an alarm which may come was raised 0 times so far."""
         self._raises.labels(*self._alarm_labels(kind, task, method))
 
-    def _alarm_labels(self, kind: Kind, task: str | None, method: str | None) -> tuple[str, str, str]:
+    def _alarm_labels(self, kind: AlarmKind, task: str | None, method: str | None) -> tuple[str, str, str]:
         return str(kind), "" if task is None else self.task_label(task), method or ""
 
     def on_stats(self, stats: EngineStats) -> None:

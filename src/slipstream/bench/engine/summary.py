@@ -1,4 +1,4 @@
-"""From timed runs to figures."""
+"""Computes figures from timed runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.bench.acceptance import acceptance
 from slipstream.bench.engine.measure import BenchRun, TimedAnswer
 from slipstream.bench.engine.steps import StepTally, cost_model
 from slipstream.bench.result import (
     Comparison,
     Difference,
-    Figures,
+    EngineFigures,
     Identity,
+    PooledAcceptance,
     Prediction,
     TimeShares,
     Timing,
@@ -33,16 +33,16 @@ from slipstream.metrics.request import RequestMetrics
 from slipstream.workload.prompts import Prompt, task_names
 
 OFF = 0
-"""Speculation off is the first configuration."""
+"""Index of speculation off: it is the first configuration."""
 
 
-def summarise(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> list[Figures]:
+def summarise(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> list[EngineFigures]:
     """The figures of every configuration at every concurrency: over all tasks, then by task where there are several.
 
-    Where several requests run at once a batch holds several tasks, so that a task has no speed of its own, only
-    its acceptance and the latencies of its requests.
+    Where several requests run at once a batch holds several tasks, so that a task has acceptance and latencies, but no
+    speed of its own.
     """
-    figures: list[Figures] = []
+    figures: list[EngineFigures] = []
     tasks = task_names(prompts)
     for concurrency in dict.fromkeys(run.concurrency for run in runs):
         here = [run for run in runs if run.concurrency == concurrency]
@@ -56,7 +56,7 @@ def summarise(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> lis
 
 
 def comparisons(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> list[Comparison]:
-    """At every concurrency the configuration with the highest speedup against each of the others, paired as ever."""
+    """At every concurrency the configuration with the highest speedup against each of the others, in pairs."""
     found: list[Comparison] = []
     for concurrency in dict.fromkeys(run.concurrency for run in runs):
         here = [run for run in runs if run.concurrency == concurrency]
@@ -76,7 +76,7 @@ def comparisons(runs: Seq[BenchRun], names: Seq[str], prompts: Seq[Prompt]) -> l
 
 
 def timings(runs: Seq[BenchRun], names: Seq[str]) -> list[Timing]:
-    """Every run as it was timed."""
+    """The raw timings of all runs."""
     return [
         Timing(
             configuration=names[run.turn.configuration],
@@ -95,14 +95,14 @@ def timings(runs: Seq[BenchRun], names: Seq[str]) -> list[Timing]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A batch in one repeat, under a configuration and under the one that it is compared with."""
+    """A batch in one repeat, with a configuration and with the baseline."""
 
     on: BenchRun
     off: BenchRun
 
 
 class _Cell:
-    """The runs of one configuration at one concurrency, of which one task or all are looked at."""
+    """The runs of one configuration at one concurrency, for one task or all tasks."""
 
     def __init__(
         self,
@@ -125,17 +125,17 @@ class _Cell:
             _Pair(run, off[place]) for run, place in zip(self.runs, places, strict=True) if place in off
         ]
         self._timed_alone = concurrency == 1 or task is None
-        """Whether the batches hold nothing but this task."""
+        """True where the batches contain only this task."""
 
-    def figures(self, name: str) -> Figures:
+    def figures(self, name: str) -> EngineFigures:
         """All figures of this cell."""
         merged = RequestMetrics.merged([answer.metrics for answer in self.answers])
-        accepted = acceptance(merged)
+        accepted = PooledAcceptance.of(merged)
         groups = self.paired_times()
         pooled = joined(groups).speedup if groups else None
         decode = self._decode_speedup()
         on = self.number != OFF
-        return Figures(
+        return EngineFigures(
             configuration=name,
             concurrency=self.concurrency,
             task=self.task,
@@ -160,18 +160,18 @@ class _Cell:
         )
 
     def speedup(self) -> float | None:
-        """Over the configuration that it is compared with; the geometric mean of the tasks'."""
+        """Speedup over the baseline; the geometric mean over tasks."""
         return geometric_mean_speedup(self.paired_times())
 
     # --- which runs and answers -------------------------------------------------------------------------------
 
     def _concerns(self, run: BenchRun) -> bool:
-        return self.task is None or any(self._is_asked(answer) for answer in run.answers)
+        return self.task is None or any(self._is_of_task(answer) for answer in run.answers)
 
     def _chosen(self, run: BenchRun) -> list[TimedAnswer]:
-        return [answer for answer in run.answers if self._is_asked(answer)]
+        return [answer for answer in run.answers if self._is_of_task(answer)]
 
-    def _is_asked(self, answer: TimedAnswer) -> bool:
+    def _is_of_task(self, answer: TimedAnswer) -> bool:
         return self.task is None or self.prompts[answer.prompt].task == self.task
 
     # --- speed ------------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class _Cell:
         )
 
     def paired_times(self) -> list[PairedTimes]:
-        """One a task at a concurrency of 1, else one; each batch with the medians of its repeats. Empty for a task that
-        shares its batches with others."""
+        """One group a task at a concurrency of 1, otherwise a single one; each batch has the medians of its repeats.
+        Empty for a task that shares its batches with others."""
         if not self._timed_alone:
             return []
         groups: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
@@ -207,7 +207,7 @@ class _Cell:
         return [PairedTimes(*zip(*rows, strict=True)) for rows in groups.values()]
 
     def _decode_speedup(self) -> float | None:
-        """Pooled seconds a token after the first step, off's over the configuration's, on the pairs."""
+        """Pooled seconds a token after the first step: off's over the configuration's, on the pairs."""
         on = _decode_s_per_token([a for pair in self.pairs for a in self._chosen(pair.on)])
         off = _decode_s_per_token([a for pair in self.pairs for a in self._chosen(pair.off)])
         return None if on is None or off is None else ratio(off, on)
@@ -288,7 +288,7 @@ def _by_batch(runs: Iterable[BenchRun]) -> dict[int, list[BenchRun]]:
 
 
 def _seconds_per_token(answers: Iterable[TimedAnswer]) -> Iterable[float]:
-    """Of each answer of two tokens or more, after the first."""
+    """Seconds a token after the first, for each answer of two tokens or more."""
     for answer in answers:
         if len(answer.token_ids) > 1:
             decode_s = answer.metrics.total_s - answer.metrics.time_to_first_token_s
@@ -296,6 +296,6 @@ def _seconds_per_token(answers: Iterable[TimedAnswer]) -> Iterable[float]:
 
 
 def _decode_s_per_token(answers: Seq[TimedAnswer]) -> float | None:
-    """After the step that yielded the first token, and maybe more with it."""
+    """Seconds a token after the step that committed the first token."""
     seconds = sum(a.metrics.total_s - a.metrics.time_to_first_token_s for a in answers)
     return ratio(seconds, sum(len(a.token_ids) - a.num_first_tokens for a in answers))

@@ -1,4 +1,4 @@
-"""The tables and remarks of a benchmark on engines of our own."""
+"""The tables and notes of a benchmark on engines in this process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slipstream.bench.report.grid import (
     sample_size,
     share,
 )
-from slipstream.bench.result import BenchResult, Figures
+from slipstream.bench.result import BenchResult, EngineFigures
 from slipstream.engine.memory import format_bytes
 
 
 def tables(result: BenchResult) -> list[Grid]:
-    """Speed, drafts and time at each concurrency, then speedup by task and throughput by concurrency."""
+    """Tables of speed, drafts and time at each concurrency, then speedup by task and throughput by concurrency."""
     grids: list[Grid] = []
     for concurrency in result.concurrencies:
         figures = [f for f in result.figures if f.concurrency == concurrency and f.task is None]
@@ -35,33 +35,35 @@ def tables(result: BenchResult) -> list[Grid]:
 
 
 def remarks(result: BenchResult) -> list[str]:
-    """What a reader must know to read the figures."""
+    """Notes for reading the figures."""
     lines = [*_incomplete(result), *(f"note: {label}" for label in result.labels)]
     if result.peak_rss_bytes is not None:
         lines.append(
-            f"peak memory: {format_bytes(result.peak_rss_bytes)}, the whole process with all engines that were "
-            "held at once"
+            f"peak memory: {format_bytes(result.peak_rss_bytes)}, the whole process with all engines in memory "
+            "at once"
         )
     if result.peak_device_bytes is not None:
         lines.append(f"peak GPU memory: {format_bytes(result.peak_device_bytes)}, all engines together")
     if result.interleaved_by == "round":
-        lines.append("note: memory holds one engine at a time, so runs were interleaved round by round")
+        lines.append(
+            "note: memory has room for one engine at a time, so runs were interleaved round by round"
+        )
     workload = result.workload
     if workload.num_too_long:
         lines.append(
-            f"note: {workload.num_too_long} prompts were left out: too long for the context with their answer"
+            f"note: {workload.num_too_long} prompts were skipped: too long for the context with their answer"
         )
     if workload.num_unusable:
-        lines.append(f"note: {workload.num_unusable} entries of the workload ask nothing and were left out")
+        lines.append(f"note: {workload.num_unusable} entries of the workload have no prompt and were skipped")
     lines += [
-        f"note: {c.name}: verifier {c.verifier} keeps the distribution of texts, not each text"
+        f"note: {c.name}: verifier {c.verifier} preserves the distribution of texts, not each text"
         for c in result.configurations
         if not c.reproducible and result.sampling["temperature"] > 0
     ]
     return lines
 
 
-def _speed(figures: Seq[Figures], concurrency: int) -> Grid:
+def _speed(figures: Seq[EngineFigures], concurrency: int) -> Grid:
     means = "speedup: geometric mean of the tasks'; " if concurrency == 1 else ""
     grid = Grid(
         f"Speed, {at_once(concurrency)}",
@@ -91,7 +93,7 @@ def _speed(figures: Seq[Figures], concurrency: int) -> Grid:
     return grid
 
 
-def _drafts(figures: Seq[Figures], concurrency: int) -> Grid:
+def _drafts(figures: Seq[EngineFigures], concurrency: int) -> Grid:
     grid = Grid(
         f"Drafts, {at_once(concurrency)}",
         ("", "τ", "α", "α by position", "drafted", "wasted", "texts identical", "first differing"),
@@ -114,7 +116,7 @@ def _drafts(figures: Seq[Figures], concurrency: int) -> Grid:
     return grid
 
 
-def _time(figures: Seq[Figures], concurrency: int) -> Grid:
+def _time(figures: Seq[EngineFigures], concurrency: int) -> Grid:
     grid = Grid(
         f"Time, {at_once(concurrency)}",
         ("", "draft", "verify", "other", "step ms", "γ", "c", "v", "predicted", "efficiency", "decoding"),
@@ -150,7 +152,7 @@ def _by_task(result: BenchResult, drafters: Seq[str]) -> Grid:
     return grid
 
 
-def _task_cell(figures: Figures | None) -> str:
+def _task_cell(figures: EngineFigures | None) -> str:
     if figures is None:
         return NONE
     bounds = figures.speedup_interval
@@ -170,7 +172,7 @@ def _throughput(result: BenchResult) -> Grid:
     return grid
 
 
-def _throughput_cell(figures: Figures | None) -> str:
+def _throughput_cell(figures: EngineFigures | None) -> str:
     if figures is None:
         return NONE
     speedup = "" if figures.speedup is None else f" ({number(figures.speedup)})"

@@ -1,15 +1,15 @@
-"""The page of a benchmark on engines of our own."""
+"""The HTML page of a benchmark on engines in this process."""
 
 from __future__ import annotations
 
-from slipstream.bench.report.page import Page, Plot, legend, provenance_facts
+from slipstream.bench.report.engine_tables import remarks, tables
+from slipstream.bench.report.page import Page, Plot, legend, provenance_rows
 from slipstream.bench.report.plots import Estimate, estimates, lines, part_variable, stacks
-from slipstream.bench.report.tables import remarks, tables
 from slipstream.bench.report.verdict import verdicts
-from slipstream.bench.result import EMBEDDED, BenchResult, Figures
+from slipstream.bench.result import EMBEDDED, BenchResult, EngineFigures
 
 MIN_STEPS = 10
-"""Positions that fewer steps reached are not drawn: their rate would be noise."""
+"""Positions that fewer steps reached are not drawn."""
 
 _PARTS = ("draft", "verify", "other")
 
@@ -25,7 +25,7 @@ _METHOD = (
 
 
 def render(result: BenchResult) -> str:
-    """HTML."""
+    """The page as HTML."""
     provenance = result.provenance
     first = result.concurrencies[0] if result.concurrencies else 1
     page = Page(
@@ -40,14 +40,14 @@ def render(result: BenchResult) -> str:
         grids=tables(result),
         remarks=[line for line in remarks(result) if not line.startswith("interrupted")],
         method=_METHOD,
-        facts=provenance_facts(provenance, result.workload, result.repeats),
+        facts=provenance_rows(provenance, result.workload, result.repeats),
         command=provenance["command"],
     )
     return page.html()
 
 
 def _plots(result: BenchResult, concurrency: int) -> list[Plot]:
-    """Those for which there is data."""
+    """The plots for which there is data."""
     return [
         plot
         for plot in (
@@ -94,7 +94,7 @@ def _acceptance(result: BenchResult, concurrency: int) -> Plot | None:
     )
 
 
-def _points(figures: Figures) -> dict[float, float]:
+def _points(figures: EngineFigures) -> dict[float, float]:
     acceptance = figures.acceptance
     reached = acceptance.reached_per_position
     rates = zip(acceptance.conditional, reached, strict=False)
@@ -124,12 +124,12 @@ def _times(result: BenchResult, concurrency: int) -> Plot | None:
     return Plot(
         "Where the time goes",
         stacks(rows, "ms a token"),
-        "Draft passes, target passes (prompts included) and the rest, divided by the tokens that came of them.",
+        "Draft passes, target passes (prompts included) and the rest, divided by the committed tokens.",
         legend=[(name, part_variable(number)) for number, name in enumerate(_PARTS)],
     )
 
 
-def _cells(result: BenchResult, concurrency: int, task: str | None) -> dict[int, Figures]:
-    """Number of the series to figures; 0 is speculation off."""
+def _cells(result: BenchResult, concurrency: int, task: str | None) -> dict[int, EngineFigures]:
+    """Series number to figures; 0 is speculation off."""
     found = {index: result.of(c.name, concurrency, task) for index, c in enumerate(result.configurations)}
     return {index: figures for index, figures in found.items() if figures is not None}
