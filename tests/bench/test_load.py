@@ -220,7 +220,7 @@ def test_a_load_needs_an_end_and_one_kind_of_arrivals() -> None:
     server = ServerAddress("u", MODEL, "m")
     with pytest.raises(RequestError, match="does not end"):
         LoadPlan(server, "test", PROMPTS, Arrivals(concurrency=1))
-    with pytest.raises(RequestError, match="one of them"):
+    with pytest.raises(RequestError, match="either a concurrency or a rate"):
         LoadPlan(server, "test", PROMPTS, Arrivals(concurrency=1, rate_per_s=1.0), num_requests=1)
 
 

@@ -366,7 +366,7 @@ def test_the_verb(fake: FakeServer, tmp_path: Any) -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/bench.md").read_text()
     assert [name for name in key_names(saved) if f"`{name}`" not in guide] == []
     page = (tmp_path / "new" / "bench.html").read_text()
-    assert f"{MODEL} measured by its clients" in page
+    assert f"{MODEL}, measured by its clients" in page
     assert len(re.findall("<svg", page)) == 4  # throughput, two latencies, acceptance
 
 

@@ -205,7 +205,7 @@ BAD_LINES = {
     "system only": ('{"messages": [{"role": "system", "content": "a"}]}', "no message to answer"),
     "message": ('{"messages": [{"role": "user"}]}', "a message is"),
     "task": ('{"prompt": "a", "task": 1}', "task must be a text"),
-    "empty file": ("", "holds no prompts"),
+    "empty file": ("", "has no prompts"),
 }
 
 

@@ -57,7 +57,7 @@ def test_a_good_draft_has_no_fault() -> None:
 def test_an_untrained_head_is_found_out_by_the_canary(head: Path) -> None:
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["canary"]
-    assert "trained too little, or for another target" in found["canary"]
+    assert "train it longer, or use one for this target" in found["canary"]
 
 
 def test_another_vocabulary_ends_the_examination(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class Model:
     kv_bytes_per_token = 1_000
     weight_bytes = 40_000_000
     device = torch.device("cpu")
+    quantization = None
 
 
 def slots(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> int:

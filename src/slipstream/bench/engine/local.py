@@ -87,7 +87,9 @@ def peak_rss_bytes() -> int:
 def _measure(plan: BenchPlan, engines: Engines, jobs: Seq[BenchJob]) -> tuple[list[BenchRun], bool]:
     """(the runs, whether the benchmark is complete)."""
     runs: list[BenchRun] = []
-    total = num_answers(len(jobs), len(plan.configurations), plan.settings.concurrencies, plan.settings.repeats)
+    total = num_answers(
+        len(jobs), len(plan.configurations), plan.settings.concurrencies, plan.settings.repeats
+    )
     try:
         with meter(total) as progress:
             for one in measure(engines, jobs, plan.settings.concurrencies, plan.settings.repeats):
@@ -113,7 +115,11 @@ def _choose(plan: BenchPlan, engine: Engine) -> Chosen:
         return text
 
     return choose(
-        plan.settings.workload, plan.settings.prompts_per_task, Lengths(plan.settings.max_tokens, count), fits, answer
+        plan.settings.workload,
+        plan.settings.prompts_per_task,
+        Lengths(plan.settings.max_tokens, count),
+        fits,
+        answer,
     )
 
 
