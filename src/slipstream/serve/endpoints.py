@@ -24,7 +24,7 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.serve.auth import tenant_of
 from slipstream.serve.limits import check_json, read_body
-from slipstream.serve.routes import Route, RouteTable
+from slipstream.serve.routes import RouteTable, ServedRoute
 from slipstream.serve.service import Service
 
 GROUP = "slipstream.endpoints"
@@ -87,7 +87,7 @@ def _note(route: Any, name: str, context: EndpointContext, routes: RouteTable) -
     for method in sorted(route.methods or ()):
         try:
             routes.add(
-                Route(
+                ServedRoute(
                     method,
                     route.path,
                     needs_key=policy["needs_key"],

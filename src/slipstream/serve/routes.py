@@ -14,7 +14,7 @@ KEYED_ROOT = "/v1"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ServedRoute:
     """A method and a path, as FastAPI spells it: "/v1/responses/{response_id}"."""
 
     method: str
@@ -37,8 +37,8 @@ class Route:
         return f"{self.method} {self.path}"
 
 
-def _api(method: str, path: str, operation: str | None = None) -> Route:
-    return Route(method, path, needs_key=True, is_api=True, operation=operation)
+def _api(method: str, path: str, operation: str | None = None) -> ServedRoute:
+    return ServedRoute(method, path, needs_key=True, is_api=True, operation=operation)
 
 
 BUILT_IN = (
@@ -51,34 +51,34 @@ BUILT_IN = (
     _api("POST", "/detokenize"),
     _api("GET", "/v1/models"),
     _api("GET", "/v1/models/{model:path}"),
-    Route("GET", "/health"),
-    Route("GET", "/ready"),
-    Route("GET", "/version"),
-    Route("GET", "/metrics"),
-    Route("GET", "/openapi.json", is_documented=False),
-    Route("GET", "/", is_documented=False),
-    Route("GET", "/dashboard", is_documented=False),
-    Route("GET", "/dashboard/data", needs_key=True, is_documented=False),
-    Route("POST", "/dashboard/acknowledge", needs_key=True, is_documented=False),
+    ServedRoute("GET", "/health"),
+    ServedRoute("GET", "/ready"),
+    ServedRoute("GET", "/version"),
+    ServedRoute("GET", "/metrics"),
+    ServedRoute("GET", "/openapi.json", is_documented=False),
+    ServedRoute("GET", "/", is_documented=False),
+    ServedRoute("GET", "/dashboard", is_documented=False),
+    ServedRoute("GET", "/dashboard/data", needs_key=True, is_documented=False),
+    ServedRoute("POST", "/dashboard/acknowledge", needs_key=True, is_documented=False),
 )
 
 
 class RouteTable:
     """The routes of one application, in the order in which its router tries them."""
 
-    def __init__(self, routes: Iterable[Route] = BUILT_IN) -> None:
+    def __init__(self, routes: Iterable[ServedRoute] = BUILT_IN) -> None:
         self._routes = list(routes)
 
-    def __iter__(self) -> Iterator[Route]:
+    def __iter__(self) -> Iterator[ServedRoute]:
         return iter(self._routes)
 
-    def add(self, route: Route) -> None:
+    def add(self, route: ServedRoute) -> None:
         """Add a route behind all others. Raises `ValueError` where its method and path are taken."""
         if any((known.method, known.path) == (route.method, route.path) for known in self._routes):
             raise ValueError(f"{route} exists already")
         self._routes.append(route)
 
-    def find(self, scope: Scope) -> Route:
+    def find(self, scope: Scope) -> ServedRoute:
         """The route of an HTTP request.
 
         HEAD is GET. Where no route takes the method it is the first that has the path, and for an unknown path a route
@@ -89,5 +89,5 @@ class RouteTable:
         found = [route for route in self._routes if route.pattern.match(path)]
         if not found:
             is_keyed = path == KEYED_ROOT or path.startswith(KEYED_ROOT + "/")
-            return Route(method, "/v1" if is_keyed else "/", needs_key=is_keyed, is_api=is_keyed)
+            return ServedRoute(method, "/v1" if is_keyed else "/", needs_key=is_keyed, is_api=is_keyed)
         return next((route for route in found if route.method == method), found[0])
