@@ -134,7 +134,7 @@ def margin(model: CausalLM, prompt: list[int], mine: list[int], other: list[int]
     at = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
     text = [*prompt, *mine[:at]]
     pool = KVPool(model.shapes, len(text), model.dtype, torch.device("cpu"))
-    logits = model.forward([RowGroup(0, 0, text, [len(text) - 1])], pool).logits[0]
+    logits = model.forward([RowGroup(pool.slots, 0, text, [len(text) - 1])], pool).logits[0]
     return float((logits[mine[at]] - logits[other[at]]).abs())
 
 

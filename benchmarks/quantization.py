@@ -73,7 +73,9 @@ def score(lm: CausalLM, texts: list[list[int]]) -> tuple[float, torch.Tensor]:
     for number, text in enumerate(texts):
         if number % 50 == 0:
             say(f"  text {number} of {len(texts)}")
-        logits = lm.forward([RowGroup(0, 0, text, range(len(text) - 1))], pool).logits  # [n - 1, vocab]
+        logits = lm.forward(
+            [RowGroup(pool.slots, 0, text, range(len(text) - 1))], pool
+        ).logits  # [n - 1, vocab]
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum")
         total += float(loss)
         choices.append(logits.argmax(-1))

@@ -179,6 +179,9 @@ class EngineConfig:
     cpu_kernels: str = "auto"
     """`native`: our own, compiled once by the machine's C++ compiler. `torch`: PyTorch's operators, slower. `auto`:
     native where there is a compiler."""
+    attention_backend: str = "auto"
+    """How models attend over their caches: `native`, `packed` (PyTorch), `posed` (for models that ask a cache), or one
+    that a package brings. `auto`: the best built-in one that can run the model."""
     num_threads: int | None = None
     """CPU threads for the arithmetic; None is PyTorch's own number."""
     max_model_len: int | None = None

@@ -21,7 +21,7 @@ from slipstream.profiling.machine import cpu_name
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
 
 
-def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
+def provenance(packages: Seq[str] = PACKAGES, num_threads: int | None = None) -> dict[str, Any]:
     """Versions, machine, threads, commit and command of this process.
 
     `commit` is that of the checkout that Slipstream runs from, with `+changes` for uncommitted changes of the sources;
@@ -43,7 +43,7 @@ def provenance(packages: Seq[str] = PACKAGES) -> dict[str, Any]:
         "cpu": cpu_name(),
         "num_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "threads": threads.available(),
+        "threads": num_threads or threads.available(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
 

@@ -180,7 +180,6 @@ ENGINE = {
     "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
     "calculate_kv_scales": Foreign((False,), _OWN_DTYPE),
     "override_attention_dtype": Foreign((), _OWN_DTYPE),
-    "attention_backend": Foreign((), "use cpu_kernels on a CPU"),
     "enable_chunked_prefill": Foreign(
         (True,), "prompts are computed in chunks of max_num_batched_tokens; raise that"
     ),

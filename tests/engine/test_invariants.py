@@ -14,7 +14,7 @@ from slipstream.core import RequestOptions, Sequence
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter
-from slipstream.kv.accounting import KVAccounting
+from slipstream.kv.segments import SegmentAccounting
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
@@ -166,15 +166,15 @@ def test_the_draft_models_cache_keeps_tenants_apart(
     opened: list[int | None] = []
 
     def spy(
-        self: KVAccounting, owner: int, token_ids: Seq[int], tenant: str = "", reuse: bool = True
+        self: SegmentAccounting, owner: int, token_ids: Seq[int], tenant: str = "", reuse: bool = True
     ) -> int | None:
         cached = open_(self, owner, token_ids, tenant, reuse)
         if self is drafter.cache.accounting:
             opened.append(cached)
         return cached
 
-    open_ = KVAccounting.open
-    monkeypatch.setattr(KVAccounting, "open", spy)
+    open_ = SegmentAccounting.open
+    monkeypatch.setattr(SegmentAccounting, "open", spy)
     prompt = max(prompts, key=len)
     for tenant in ("a", "b", "a", "b", ""):
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), tenant=tenant)

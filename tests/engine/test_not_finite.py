@@ -94,7 +94,7 @@ def test_no_entry_of_a_damaged_text_is_reused(
     def damaged(groups: Any, pool: Any, *args: Any, **named: Any) -> ForwardOutput:
         output: ForwardOutput = forward(groups, pool, *args, **named)
         for group in groups:
-            pool.values[0][group.start + group.num_past] = math.nan
+            pool.values[0][group.slots[group.num_past]] = math.nan
         output.logits[:] = math.nan
         return output
 

@@ -42,7 +42,7 @@ def check_counters(output: RequestOutput, llm: LLM) -> None:
     assert text.startswith(answer.text)
     cached = llm.engine.runner.cache.accounting
     limit = len(output.prompt_token_ids) + len(answer.token_ids)
-    assert all(len(segment.token_ids) <= limit for segment in cached._segments)
+    assert all(len(held.token_ids) <= limit for held in cached.contents())
 
 
 @pytest.mark.parametrize("at", range(12))

@@ -43,23 +43,41 @@ class Pair:
         return self.expected(TEXT)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{family}-torch" for family in FAMILIES)])
+PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
+"""Families whose entries also lie in shuffled pages: without a window, with one, with capped logits, with sinks."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *FAMILIES,
+        *(f"{family}-torch" for family in FAMILIES),
+        *(f"{family}-paged" for family in PAGED),
+    ],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Each family in our own kernels, as whole passes or as linear layers only, and in PyTorch's operators."""
-    family = request.param.removesuffix("-torch")
+    family = request.param.removesuffix("-torch").removesuffix("-paged")
+    if request.param.endswith("-paged"):
+        return make_pair(family, tmp_path_factory, attention="slipstream.testing.paged:PagedBackend")
     kernels = "native" if family == request.param else "torch"
     return make_pair(family, tmp_path_factory, kernels=kernels)
 
 
 def make_pair(
-    family: str, tmp_path_factory: pytest.TempPathFactory, dtype: str = "float32", kernels: str = "auto"
+    family: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: str = "float32",
+    kernels: str = "auto",
+    attention: str = "auto",
 ) -> Pair:
     folder = save_tiny(FAMILIES[family](), tmp_path_factory.mktemp("models") / family)
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=stock, dtype=getattr(torch, dtype)
     )
-    return Pair(load_model(str(folder), dtype=dtype, cpu_kernels=kernels), theirs.eval())
+    ours = load_model(str(folder), dtype=dtype, cpu_kernels=kernels, attention_backend=attention)
+    return Pair(ours, theirs.eval())
 
 
 class Decoder:
@@ -73,21 +91,20 @@ class Decoder:
 
     @property
     def num_past(self) -> int:
-        return len(self.cache.accounting.segment(self.owner).token_ids)
+        return self.cache.accounting.num_valid(self.owner)
 
     def group(self, token_ids: Sequence[int], **options: Any) -> RowGroup:
-        start = self.cache.accounting.segment(self.owner).start
         options.setdefault("logit_rows", range(len(token_ids)))
-        return RowGroup(start, self.num_past, token_ids, **options)
+        return RowGroup(self.cache.accounting.slots(self.owner), self.num_past, token_ids, **options)
 
     def forward(self, token_ids: Sequence[int], **options: Any) -> Tensor:
         return self.lm.forward([self.group(token_ids, **options)], self.cache.pool).logits
 
     def commit(self, token_ids: Sequence[int], kept: Sequence[int] | None = None) -> None:
         self.cache.commit(self.owner, token_ids, range(len(token_ids)) if kept is None else kept)
-        segment = self.cache.accounting.segment(self.owner)
+        left = list(self.cache.accounting.slots(self.owner)[self.num_past :])
         for tensor in (*self.cache.pool.keys, *self.cache.pool.values):
-            tensor[segment.start + len(segment.token_ids) : segment.end] = float("nan")
+            tensor[left] = float("nan")
 
     def feed(self, token_ids: Sequence[int]) -> Tensor:
         """Compute and commit; logits of every row."""
@@ -97,7 +114,7 @@ class Decoder:
 
 
 def make_cache(lm: CausalLM) -> KVCache:
-    cache = KVCache(lm.shapes, 256, lm.dtype, lm.device)
+    cache = lm.new_cache(256)
     for tensor in (*cache.pool.keys, *cache.pool.values):
         tensor.fill_(float("nan"))
     return cache
@@ -148,11 +165,13 @@ def tree_rows(nodes: Sequence[int], stored: Sequence[int], num_past: int) -> dic
     """Options of a group whose rows are `nodes` (-1 is the last committed token) behind the `stored` ones."""
     tail = [*stored, *nodes]
     positions = {node: num_past + len(path(node)) for node in tail}
-    visible = [[other == -1 or other in path(node) for other in tail] for node in nodes]
+    seen = [
+        [entry for entry, other in enumerate(tail) if other == -1 or other in path(node)] for node in nodes
+    ]
     return {
         "positions": [positions[node] for node in nodes],
         "stored_positions": [positions[node] for node in stored],
-        "tail_visible": torch.tensor(visible),
+        "tail_seen": seen,
     }
 
 
@@ -285,6 +304,7 @@ def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> No
     decoder = Decoder(pair.ours)
     decoder.feed(TEXT[:11])
     rows = tree_rows(range(-1, 7), [], 11)
-    rows["tail_visible"][2, 1] = True  # node 1 sees node 0, its sibling
+    assert rows["tail_seen"][2] == [0, 2]
+    rows["tail_seen"][2] = [0, 1, 2]  # node 1 sees node 0, its sibling
     ours = decoder.forward([TEXT[11], *NODES], **rows)[2]
     assert error(ours, pair.expected([*TEXT[:12], NODES[1]])[-1]) > 100 * TOLERANCE

@@ -34,13 +34,13 @@ def test_subset_is_the_model_with_those_layers(family: str, cpu_kernels: str, tm
         tensor.fill_(float("nan"))
     if family in REFUSED:
         with pytest.raises(ConfigError, match=f"{family}.* cannot run some of its layers"):
-            lm.forward([RowGroup(0, 0, TEXT, [0])], pool, layers=[0, 2])
+            lm.forward([RowGroup(pool.slots, 0, TEXT, [0])], pool, layers=[0, 2])
         return
     whole = run(lm, None)
     for layers in ([0, 2], [0], [1, 2]):
         assert torch.allclose(run(lm, layers), reference(tmp_path, layers), atol=2e-4, rtol=2e-4)
     assert torch.equal(run(lm, None), whole)
-    lm.forward([RowGroup(0, 0, TEXT, [0])], pool, layers=[0, 2])
+    lm.forward([RowGroup(pool.slots, 0, TEXT, [0])], pool, layers=[0, 2])
     assert bool(pool.keys[1].isnan().all())
     assert not bool(pool.keys[2].isnan().any())
 
@@ -48,7 +48,7 @@ def test_subset_is_the_model_with_those_layers(family: str, cpu_kernels: str, tm
 def run(lm: Any, layers: list[int] | None) -> torch.Tensor:
     """The logits of the text, in two chunks."""
     pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
-    chunks = [RowGroup(0, begin, TEXT[begin : begin + 10], range(10)) for begin in (0, 10)]
+    chunks = [RowGroup(pool.slots, begin, TEXT[begin : begin + 10], range(10)) for begin in (0, 10)]
     return torch.cat([lm.forward([chunk], pool, layers=layers).logits for chunk in chunks])
 
 

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(lm: CausalLM, text: list[int]) -> torch.Tensor:
     pool = KVPool(lm.shapes, len(text), lm.dtype, lm.device)
     chunks = [
-        RowGroup(0, begin, text[begin : begin + 8], range(len(text[begin : begin + 8])))
+        RowGroup(pool.slots, begin, text[begin : begin + 8], range(len(text[begin : begin + 8])))
         for begin in range(0, len(text), 8)
     ]
     return torch.cat([lm.forward([chunk], pool).logits for chunk in chunks])
@@ -100,7 +100,10 @@ def test_no_text_changes_anothers(folder: Path, wanted: int | None) -> None:
     alone = ours(lm, LONG[:ORIGINAL])
     pool = KVPool(lm.shapes, 2 * FULL, lm.dtype, lm.device)
     long = LONG if wanted else LONG[:ORIGINAL]
-    both = lm.forward([RowGroup(0, 0, LONG[:ORIGINAL], range(ORIGINAL)), RowGroup(FULL, 0, long, [])], pool)
+    both = lm.forward(
+        [RowGroup(pool.slots, 0, LONG[:ORIGINAL], range(ORIGINAL)), RowGroup(pool.slots[FULL:], 0, long, [])],
+        pool,
+    )
     torch.testing.assert_close(both.logits, alone, atol=1e-4, rtol=1e-4)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedModelError
 from slipstream.models import adapt, load_model, loading
 from slipstream.models.attention import packed as attention
-from slipstream.models.attention.packed import ATTENTION_NAME
+from slipstream.models.attention.base import ATTENTION_NAME
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -210,7 +210,7 @@ def test_the_canary_leaves_the_model_as_it_was(
         _spy(monkeypatch, name, checks)
     lm = load_model(str(save_tiny(FAMILIES[family](), tmp_path)))
     assert checks == ["check_masks", "stock_logits", "check_logits"]
-    assert lm.config._attn_implementation == lm.route.attn_implementation
+    assert lm.config._attn_implementation == lm.backend.attn_implementation
     load_model(str(tmp_path), canary=False)
     assert len(checks) == 3
 

@@ -130,7 +130,9 @@ def test_text_has_the_whole_models_logits(family: str, tmp_path: Path) -> None:
         expected = whole(input_ids=torch.tensor([TEXT])).logits[0]
     lm = load_model(str(tmp_path))
     pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
-    chunks = [RowGroup(0, begin, TEXT[begin : begin + 8], range(8)) for begin in range(0, len(TEXT), 8)]
+    chunks = [
+        RowGroup(pool.slots, begin, TEXT[begin : begin + 8], range(8)) for begin in range(0, len(TEXT), 8)
+    ]
     ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks])
     assert (ours - expected).abs().max() < 1e-4 * expected.std()
     assert lm.num_parameters < sum(parameter.numel() for parameter in whole.parameters())

@@ -40,7 +40,7 @@ def truth(prompt: list[int]) -> dict[tuple[int, ...], float]:
     def next_tokens(path: tuple[int, ...]) -> dict[int, float]:
         text = [*prompt, *path]
         pool = KVPool(model.shapes, len(text), model.dtype, model.device)
-        logits = model.forward([RowGroup(0, 0, text, [len(text) - 1])], pool).logits[0].double()
+        logits = model.forward([RowGroup(pool.slots, 0, text, [len(text) - 1])], pool).logits[0].double()
         top = logits.topk(TOP_K)
         return dict(zip(top.indices.tolist(), torch.softmax(top.values, 0).tolist(), strict=True))
 

@@ -90,9 +90,9 @@ def computed(
     cache = drafter._target_cache
     cache.accounting.open(number, token_ids, "")
     cache.accounting.reserve(number, len(token_ids) + 8)
-    segment = cache.accounting.segment(number)
-    output = lm.forward([RowGroup(segment.start, 0, token_ids[:-1], [])], cache.pool, [lm.num_layers])
+    slots = cache.accounting.slots(number)
+    output = lm.forward([RowGroup(slots, 0, token_ids[:-1], [])], cache.pool, [lm.num_layers])
     states = output.hidden[lm.num_layers]
-    cache.pool.features[segment.start : segment.start + len(states)] = states
+    cache.keep_features(slots[: len(states)], states)
     cache.accounting.commit(number, token_ids[:-1])
     return sequence, states[-1]

@@ -12,45 +12,50 @@ from torch import Tensor
 from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
-from slipstream.models.attention.packed import PackedAttention, Variant, attend, slipstream_attention
-from slipstream.models.attention.posed import CacheRoute
-from slipstream.models.rows import Batch, tree_rows
+from slipstream.models.attention.base import Variant
+from slipstream.models.attention.hook import slipstream_attention
+from slipstream.models.attention.masks import Masks
+from slipstream.models.attention.packed import PackedAttention, attend
+from slipstream.models.attention.posed import PosedPass
+from slipstream.models.rows import Rows, tree_rows
 
 CPU = torch.device("cpu")
+SLOTS = range(99)
 
 
 def visible(group: RowGroup, sliding_window: int | None = None) -> list[list[int]]:
     """For each row the entries it may see, counted from the sequence's first one."""
-    skipped, mask = group.view(sliding_window, 1, CPU)
-    num_entries = group.end_slot - group.start
+    beside = RowGroup(SLOTS, 3, [7, 7], [], [4, 4], [3], [[0, 1], [0, 2]])
+    skipped, mask = Masks(Rows([beside, group, beside]), CPU).of_group(1, sliding_window, 1)
     if mask is None:
-        return [list(range(skipped, num_entries))] * len(group.token_ids)
-    assert mask.shape == (len(group.token_ids), num_entries - skipped)
+        return [list(range(skipped, group.num_entries))] * len(group.token_ids)
+    assert mask.shape == (len(group.token_ids), group.num_entries - skipped)
     return [[skipped + entry for entry, seen in enumerate(row) if seen] for row in mask.tolist()]
 
 
 def test_a_chunk_sees_all_before_it() -> None:
-    assert visible(RowGroup(5, 2, [7, 7, 7], [])) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert visible(RowGroup(SLOTS[5:], 2, [7, 7, 7], [])) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 def test_a_single_row_needs_no_mask() -> None:
-    assert RowGroup(0, 9, [7], []).view(None, 1, CPU) == (0, None)
-    assert RowGroup(0, 9, [7], []).view(4, 1, CPU) == (6, None)
+    masks = Masks(Rows([RowGroup(SLOTS, 9, [7], [])]), CPU)
+    assert masks.of_group(0, None, 1) == (0, None)
+    assert masks.of_group(0, 4, 1) == (6, None)
 
 
 @pytest.mark.parametrize("num_past", [0, 1, 2, 3, 4, 7])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_a_window_holds_that_many_entries(num_past: int, num_rows: int, window: int) -> None:
-    rows = visible(RowGroup(0, num_past, [7] * num_rows, []), window)
+    rows = visible(RowGroup(SLOTS, num_past, [7] * num_rows, []), window)
     for position, seen in enumerate(rows, start=num_past):
         assert seen == list(range(max(position - window + 1, 0), position + 1))
 
 
 def tree(window: int | None) -> list[list[int]]:
     """Past of 4; stored: the root at 4 and two children at 5; now: a child of each, at 6."""
-    tail = torch.tensor([[True, True, False, True, False], [True, False, True, False, True]])
-    group = RowGroup(0, 4, [7, 7], [], positions=[6, 6], stored_positions=[4, 5, 5], tail_visible=tail)
+    tail = [[0, 1, 3], [0, 2, 4]]
+    group = RowGroup(SLOTS, 4, [7, 7], [], positions=[6, 6], stored_positions=[4, 5, 5], tail_seen=tail)
     return visible(group, window)
 
 
@@ -67,7 +72,7 @@ def test_a_window_counts_depth_not_slots() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> None:
     """Past of 2, a chunk of committed tokens, and below its last one: a node, its sibling, and a child of the first."""
-    group = tree_rows(0, 2, [7] * num_tokens, Proposal((7, 7, 7), (-1, -1, 0)), 0)
+    group = tree_rows(SLOTS, 2, [7] * num_tokens, Proposal((7, 7, 7), (-1, -1, 0)), 0)
     root = 1 + num_tokens
     chunk = [list(range(position + 1)) for position in range(2, root + 1)]
     before = list(range(root + 1))
@@ -82,9 +87,9 @@ def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> N
 
 
 def test_views_are_made_once_for_all_layers() -> None:
-    group = RowGroup(0, 0, [7] * 3, [])
-    assert group.view(None, 2, CPU)[1] is group.view(None, 2, CPU)[1] is group.view(9, 2, CPU)[1]
-    mask = group.view(None, 2, CPU)[1]
+    masks = Masks(Rows([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
+    mask = masks.of_group(0, None, 2)[1]
+    assert mask is masks.of_group(0, None, 2)[1] is masks.of_group(0, 9, 2)[1]
     assert mask is not None
     assert mask.shape == (6, 3)
 
@@ -130,9 +135,10 @@ def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.Mon
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    sink = PackedAttention(Batch([RowGroup(3, 6, [7], []), RowGroup(12, 0, [7], [])], pool, CPU))
+    rows = Rows([RowGroup(pool.slots[3:], 6, [7], []), RowGroup(pool.slots[12:], 0, [7], [])])
+    attention = PackedAttention(rows, pool)
     entry = torch.randn(1, 2, 2, 8)
-    output = sink.attend(0, torch.randn(1, 4, 2, 8), entry, entry, Variant(1.0), None)
+    output = attention.attend(0, torch.randn(1, 4, 2, 8), entry, entry, Variant(1.0))
     assert output.shape == (1, 2, 4, 8)
     for (key, value), slot in zip(seen, [3, 12], strict=True):
         assert key.data_ptr() == pool.keys[0][slot].data_ptr()
@@ -143,14 +149,15 @@ def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.Mon
 
 def test_the_packed_mask_keeps_sequences_apart() -> None:
     pool = KVPool([LayerShape(1, 4, 4)], 16, torch.float32, CPU)
-    batch = Batch([RowGroup(0, 1, [7, 7], []), RowGroup(8, 2, [7], [])], pool, CPU)
-    mask = CacheRoute(share=1).arguments(batch)["attention_mask"]
+    rows = Rows([RowGroup(pool.slots, 1, [7, 7], []), RowGroup(pool.slots[8:], 2, [7], [])])
+    mask = PosedPass(rows, pool, share=1).arguments()["attention_mask"]
     assert mask.int().tolist() == [[[[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]]]
 
 
 def test_copies_of_a_key_head_are_stored_once() -> None:
     pool = KVPool([LayerShape(2, 4, 4)], 8, torch.float32, CPU)
-    cache = CacheRoute(share=3).arguments(Batch([RowGroup(0, 0, [7, 7], [])], pool, CPU))["past_key_values"]
+    rows = Rows([RowGroup(pool.slots, 0, [7, 7], [])])
+    cache = PosedPass(rows, pool, share=3).arguments()["past_key_values"]
     heads = torch.randn(1, 2, 2, 4).repeat_interleave(3, dim=1)
     keys, values = cache.update(heads, heads, 0)
     torch.testing.assert_close(keys, heads)
@@ -163,7 +170,7 @@ def test_copies_of_a_key_head_are_stored_once() -> None:
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1, 1, 1, 1)}, "mask on their own"),
-        ({"slipstream_batch": None}, "does not pass the arguments"),
+        ({"slipstream_pass": None}, "does not pass the arguments"),
     ],
 )
 def test_what_the_hook_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
@@ -173,7 +180,7 @@ def test_what_the_hook_cannot_do_is_refused(options: dict[str, Any], message: st
     rows = torch.randn(1, 1, 1, 4)
     arguments: dict[str, Any] = {
         "attention_mask": None,
-        "slipstream_batch": PackedAttention(Batch([RowGroup(0, 0, [7], [])], pool, CPU)),
+        "slipstream_pass": PackedAttention(Rows([RowGroup(pool.slots, 0, [7], [])]), pool),
         **options,
     }
     with pytest.raises(ValueError, match=message):

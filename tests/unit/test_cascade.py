@@ -220,7 +220,7 @@ def test_a_draft_model_that_is_rewound_drafts_as_a_new_one() -> None:
     drafter.propose([seq], [5])
     del seq.token_ids[25:]
     drafter.rewind(seq)
-    assert len(drafter.cache.accounting.segment(seq.id).token_ids) == 25
+    assert drafter.cache.accounting.num_valid(seq.id) == 25
     seq.token_ids += [11, 12]
     assert drafter.propose([seq], [5])[0].token_ids == new.propose([seq], [5])[0].token_ids
 

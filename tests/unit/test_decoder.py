@@ -20,9 +20,8 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.cpu.decoder import _Rows
 from slipstream.models.loading import adapt
-from slipstream.models.rows import tree_rows
+from slipstream.models.rows import Rows, tree_rows
 
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
@@ -74,7 +73,7 @@ def make_pool(lm: CausalLM, num_slots: int = 2 * LENGTH) -> KVPool:
 
 
 def chain(start: int, begin: int, end: int) -> RowGroup:
-    return RowGroup(start, begin, TEXT[begin:end], range(end - begin))
+    return RowGroup(range(start, 2 * LENGTH), begin, TEXT[begin:end], range(end - begin))
 
 
 @pytest.fixture(scope="module")
@@ -110,24 +109,21 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(lm: CausalLM, alone: Tensor) 
     for level in range(depth):
         nodes += [((TEXT[begin + level] + wrong) % 96, level) for wrong in (1, 0, 2, 3)]
     right = [4 * level + 1 for level in range(depth)]
-    visible = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
-    for node, (_, level) in enumerate(nodes):
-        visible[node, right[:level]] = True
-        visible[node, node] = True
+    seen = [[*right[:level], node] for node, (_, level) in enumerate(nodes)]
     positions = [begin + level for _, level in nodes]
     half = len(nodes) // 2
     passes = [
         RowGroup(
-            0, begin, [t for t, _ in nodes[:half]], range(half), positions[:half], (), visible[:half, :half]
+            pool.slots, begin, [t for t, _ in nodes[:half]], range(half), positions[:half], (), seen[:half]
         ),
         RowGroup(
-            0,
+            pool.slots,
             begin,
             [t for t, _ in nodes[half:]],
             range(half),
             positions[half:],
             positions[:half],
-            visible[half:],
+            seen[half:],
         ),
     ]
     logits = torch.cat([lm.forward([rows], pool).logits for rows in passes])
@@ -140,7 +136,7 @@ def test_a_tree_below_a_chunk_has_the_bits_of_its_path(lm: CausalLM, alone: Tens
     lm.forward([chain(0, 0, begin)], pool)
     wrong = [(token + 1) % 96 for token in TEXT]
     tree = Proposal((wrong[end], TEXT[end], wrong[end + 1], TEXT[end + 1]), (-1, -1, 0, 1))
-    logits = lm.forward([tree_rows(0, begin, TEXT[begin:end], tree, 0)], pool).logits
+    logits = lm.forward([tree_rows(pool.slots, begin, TEXT[begin:end], tree, 0)], pool).logits
     assert torch.equal(logits[: end - begin], alone[begin:end])
     assert torch.equal(logits[[end - begin + 1, end - begin + 3]], alone[end : end + 2])
 
@@ -150,13 +146,11 @@ def test_a_tree_below_a_long_chunk_costs_what_its_nodes_do() -> None:
     tree = Proposal((1, 2, 3), (-1, -1, 0))
 
     def num_numbers(num_tokens: int) -> int:
-        return len(_Rows([tree_rows(0, 0, [5] * num_tokens, tree, num_tokens - 1)])._buffer)
+        return len(Rows([tree_rows(range(2000), 0, [5] * num_tokens, tree, num_tokens - 1)]).buffer)
 
     each = (num_numbers(400) - num_numbers(200)) / 200
     assert each == (num_numbers(1900) - num_numbers(1700)) / 200 <= 8
-    visible = tree_rows(0, 0, [5] * 1900, tree, 0).tail_visible
-    assert visible is not None
-    assert visible.shape == (3, 3)
+    assert tree_rows(range(2000), 0, [5] * 1900, tree, 0).tail_seen == [[0], [1], [0, 2]]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -170,9 +164,9 @@ def test_the_number_of_threads_changes_no_bit(
 def test_only_the_wanted_rows_have_logits(lm: CausalLM, alone: Tensor) -> None:
     pool = make_pool(lm)
     groups = [
-        RowGroup(0, 0, TEXT[:9], [8, 2]),
-        RowGroup(LENGTH, 0, TEXT[:4], []),
-        RowGroup(400, 0, TEXT[:3], [1]),
+        RowGroup(pool.slots, 0, TEXT[:9], [8, 2]),
+        RowGroup(pool.slots[LENGTH:], 0, TEXT[:4], []),
+        RowGroup(pool.slots[400:], 0, TEXT[:3], [1]),
     ]
     assert torch.equal(lm.forward(groups, pool).logits, alone[[8, 2, 1]])
 
@@ -191,7 +185,7 @@ def test_a_row_that_is_no_number_shows_and_harms_no_other(quantization: str | No
     pool = make_pool(lm)
     expected = lm.forward([chain(0, 0, 4)], pool).logits
     pool.values[0][LENGTH] = float("nan")
-    sick = RowGroup(LENGTH, 1, TEXT[:1], [0])
+    sick = RowGroup(pool.slots[LENGTH:], 1, TEXT[:1], [0])
     both = lm.forward([chain(0, 0, 4), sick], pool).logits
     assert torch.equal(both[:4], expected)
     assert both[4].isnan().all()

@@ -121,7 +121,7 @@ def greedy_chain(drafter: DraftModelDrafter, token_ids: list[int], length: int) 
     out = list(token_ids)
     for _ in range(length):
         pool = KVPool(model.shapes, len(out), model.dtype, model.device)
-        logits = model.forward([RowGroup(0, 0, out, [len(out) - 1])], pool).logits
+        logits = model.forward([RowGroup(pool.slots, 0, out, [len(out) - 1])], pool).logits
         out.append(int(logits[0].argmax()))
     return out[len(token_ids) :]
 
@@ -227,5 +227,5 @@ def test_prompts_are_computed_while_the_target_computes_them() -> None:
     limit = drafter.context.engine_config.max_num_batched_tokens
     seq = sequence(text(limit + 200))
     assert len(drafter.propose([seq], [0])[0]) == 0
-    assert len(drafter.cache.accounting.segment(seq.id).token_ids) == limit
+    assert drafter.cache.accounting.num_valid(seq.id) == limit
     assert list(drafter.propose([seq], [4])[0].token_ids) == greedy_chain(drafter, seq.token_ids, 4)

@@ -108,7 +108,7 @@ def features_of(token_ids: list[int], head: EagleHead) -> tuple[torch.Tensor, to
     model = target()
     layers = head.config.feature_layers
     pool = KVPool(model.shapes, len(token_ids), model.dtype, model.device)
-    out = model.forward([RowGroup(0, 0, token_ids, range(len(token_ids)))], pool, layers)
+    out = model.forward([RowGroup(pool.slots, 0, token_ids, range(len(token_ids)))], pool, layers)
     return torch.cat([out.hidden[layer] for layer in layers], dim=-1), out.logits
 
 

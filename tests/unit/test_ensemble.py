@@ -330,8 +330,9 @@ def test_each_member_sees_its_own_features() -> None:
     cache = KVCache([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), False, 3 * 4)
     cache.accounting.open(7, [1, 2, 3], "")
     cache.accounting.reserve(7, 3)
-    start = cache.accounting.segment(7).start
-    cache.pool.features[start : start + 3] = torch.tensor([2.0, 5.0, 1.0]).repeat_interleave(4)
+    cache.keep_features(
+        cache.accounting.slots(7)[:3], torch.tensor([2.0, 5.0, 1.0]).repeat_interleave(4).expand(3, -1)
+    )
     made.attach(cache)
     found = []
     for drafter in drafters:

@@ -164,7 +164,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def features_of(target: CausalLM, token_ids: list[int], layers: tuple[int, ...]) -> Tensor:
     """[n, taps * hidden]"""
     pool = KVPool(target.shapes, len(token_ids), target.dtype, target.device)
-    hidden = target.forward([RowGroup(0, 0, token_ids, range(len(token_ids)))], pool, layers).hidden
+    hidden = target.forward([RowGroup(pool.slots, 0, token_ids, range(len(token_ids)))], pool, layers).hidden
     return torch.cat([hidden[layer] for layer in layers], dim=-1)
 
 

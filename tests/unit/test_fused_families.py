@@ -117,10 +117,10 @@ def toy_model() -> Any:
 def logits(lm: CausalLM, begin: int, end: int, proposal: Proposal | None = None) -> Tensor:
     pool = KVPool(lm.shapes, 64, lm.dtype, lm.device)
     if begin:
-        lm.forward([RowGroup(0, 0, TEXT[:begin], [])], pool)
+        lm.forward([RowGroup(pool.slots, 0, TEXT[:begin], [])], pool)
     if proposal is None:
-        return lm.forward([RowGroup(0, begin, TEXT[begin:end], range(end - begin))], pool).logits
-    return lm.forward([tree_rows(0, begin, TEXT[begin:end], proposal, 0)], pool).logits
+        return lm.forward([RowGroup(pool.slots, begin, TEXT[begin:end], range(end - begin))], pool).logits
+    return lm.forward([tree_rows(pool.slots, begin, TEXT[begin:end], proposal, 0)], pool).logits
 
 
 @pytest.mark.parametrize("family", [Toy, f"{__name__}:Toy"], indirect=True, ids=["class", "place"])

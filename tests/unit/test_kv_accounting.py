@@ -1,4 +1,4 @@
-"""The cache's books as a state machine: whatever happens, every entry stays where its owner finds it."""
+"""The accounting of the cache as a state machine: whatever happens, every entry stays where its owner finds it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slipstream.kv.accounting import CHUNK, KVAccounting
 from slipstream.kv.prefix import BLOCK
+from slipstream.kv.segments import CHUNK, SegmentAccounting
 
 
 class Cells:
@@ -31,15 +31,15 @@ def entry(tenant: str, token_ids: list[int], position: int) -> object:
 
 
 class Driver:
-    """Does to the books what the engine does, and checks every entry that is claimed to be valid."""
+    """Does to the accounting what the engine does, and checks every entry that is claimed to be valid."""
 
     def __init__(self, num_slots: int, prefix_caching: bool = True) -> None:
         self.cells = Cells(num_slots)
-        self.books = KVAccounting(num_slots, self.cells.move, prefix_caching)
+        self.accounting = SegmentAccounting(num_slots, self.cells.move, prefix_caching)
         self.texts: dict[int, tuple[str, list[int]]] = {}
 
     def open(self, owner: int, token_ids: list[int], tenant: str = "") -> int | None:
-        cached = self.books.open(owner, token_ids, tenant)
+        cached = self.accounting.open(owner, token_ids, tenant)
         if cached is not None:
             assert cached < len(token_ids), "the last token must be computed"
             self.texts[owner] = (tenant, token_ids)
@@ -48,28 +48,27 @@ class Driver:
 
     def compute(self, owner: int, num: int) -> bool:
         tenant, token_ids = self.texts[owner]
-        done = len(self.books.segment(owner).token_ids)
+        done = self.accounting.num_valid(owner)
         num = min(num, len(token_ids) - done)
-        if not self.books.reserve(owner, done + num):
+        if not self.accounting.reserve(owner, done + num):
             return False
-        start = self.books.segment(owner).start
+        slots = self.accounting.slots(owner)
         for position in range(done, done + num):
-            self.cells.slots[start + position] = entry(tenant, token_ids, position)
-        self.books.commit(owner, token_ids[done : done + num])
+            self.cells.slots[slots[position]] = entry(tenant, token_ids, position)
+        self.accounting.commit(owner, token_ids[done : done + num])
         return True
 
     def close(self, owner: int) -> None:
-        self.books.close(owner)
+        self.accounting.close(owner)
         del self.texts[owner]
 
     def check(self) -> None:
-        assert self.books.integrity() == []
-        for segment in self.books._segments:
-            for position in range(len(segment.token_ids)):
-                held = self.cells.slots[segment.start + position]
-                assert held == entry(segment.tenant, segment.token_ids, position)
+        assert self.accounting.integrity() == []
+        for tenant, token_ids, slots in self.accounting.contents():
+            for position, slot in enumerate(slots):
+                assert self.cells.slots[slot] == entry(tenant, list(token_ids), position)
         for owner, (_, token_ids) in self.texts.items():
-            computed = self.books.segment(owner).token_ids
+            computed = self.accounting.token_ids(owner)
             assert computed == token_ids[: len(computed)]
 
 
@@ -114,8 +113,8 @@ class AccountingMachine(RuleBasedStateMachine):
         owners = sorted(self.driver.texts)
         owner = owners[which % len(owners)]
         tenant, token_ids = self.driver.texts[owner]
-        kept = max(len(self.driver.books.segment(owner).token_ids) - back, 0)
-        self.driver.books.truncate(owner, kept)
+        kept = max(self.driver.accounting.num_valid(owner) - back, 0)
+        self.driver.accounting.truncate(owner, kept)
         self.driver.texts[owner] = (
             tenant,
             [*token_ids[:kept], *(self.random.randrange(3) for _ in range(back + 1))],
@@ -128,16 +127,16 @@ class AccountingMachine(RuleBasedStateMachine):
         self.driver.close(owners[which % len(owners)])
 
     @invariant()
-    def books_are_right(self) -> None:
+    def invariants_hold(self) -> None:
         self.driver.check()
 
     def teardown(self) -> None:
         for owner in list(self.driver.texts):
             self.driver.close(owner)
-        assert self.driver.books.num_held == 0
-        self.driver.books.clear()
-        assert self.driver.books.num_retained == 0
-        assert list(self.driver.books._index.entries()) == []
+        assert self.driver.accounting.num_held == 0
+        self.driver.accounting.clear()
+        assert self.driver.accounting.num_retained == 0
+        assert list(self.driver.accounting._index.entries()) == []
 
 
 AccountingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -149,11 +148,11 @@ def test_chat_turn_takes_over_the_whole_conversation() -> None:
     first = list(range(100))
     assert driver.open(0, first) == 0
     driver.compute(0, 100)
-    start = driver.books.segment(0).start
+    start = driver.accounting.slots(0)[0]
     driver.close(0)
     assert driver.open(1, first + list(range(50))) == 100
-    assert driver.books.segment(1).start == start, "nothing was copied"
-    assert driver.books.num_retained == 0
+    assert driver.accounting.slots(1)[0] == start, "nothing was copied"
+    assert driver.accounting.num_retained == 0
 
 
 def test_shared_system_prompt_is_copied_and_the_source_survives() -> None:
@@ -201,7 +200,7 @@ def test_without_prefix_caching_nothing_is_retained() -> None:
     driver.open(0, [1] * 100)
     driver.compute(0, 100)
     driver.close(0)
-    assert driver.books.num_retained == 0
+    assert driver.accounting.num_retained == 0
     assert driver.open(1, [1] * 100) == 0
 
 
@@ -211,8 +210,8 @@ def test_full_cache_refuses_without_harm_and_retained_entries_make_room() -> Non
     driver.compute(0, 3 * CHUNK)
     assert driver.open(1, [1] * (2 * CHUNK)) is None
     driver.check()
-    assert not driver.books.reserve(0, 5 * CHUNK)
-    assert driver.books.reserve(0, 4 * CHUNK)
+    assert not driver.accounting.reserve(0, 5 * CHUNK)
+    assert driver.accounting.reserve(0, 4 * CHUNK)
     driver.close(0)
     assert driver.open(2, [1] * (4 * CHUNK - 1)) == 0, "the retained segment gave way"
 
@@ -223,7 +222,7 @@ def test_fragmented_room_is_gathered() -> None:
         assert driver.open(owner, [owner] * (CHUNK - 1)) == 0
         driver.compute(owner, CHUNK - 1)
     for owner in (0, 2, 4):
-        driver.books.close(owner, retain=False)
+        driver.accounting.close(owner, retain=False)
         del driver.texts[owner]
     assert driver.open(9, [9] * (3 * CHUNK - 1)) == 0, "three separate chunks became one"
     driver.check()

@@ -62,11 +62,10 @@ def compute(target: CausalLM, cache: KVCache, seq: Sequence) -> None:
     """The target's pass over all tokens but the last, as the engine would have made it by now."""
     if seq.id not in cache.accounting:
         cache.accounting.open(seq.id, seq.token_ids)
-    segment = cache.accounting.segment(seq.id)
     cache.accounting.reserve(seq.id, len(seq.token_ids) + 9)
-    past = len(segment.token_ids)
+    past = cache.accounting.num_valid(seq.id)
     token_ids = seq.token_ids[past:-1]
-    target.forward([RowGroup(segment.start, past, token_ids, [])], cache.pool)
+    target.forward([RowGroup(cache.accounting.slots(seq.id), past, token_ids, [])], cache.pool)
     cache.accounting.commit(seq.id, token_ids)
     seq.num_computed = len(seq.token_ids) - 1
 
@@ -113,9 +112,9 @@ def greedy_chain(target: CausalLM, token_ids: list[int], layers: list[int], leng
     """What the layers say, one row at a time, over entries of a whole pass over all tokens but the last."""
     cache = KVCache(target.shapes, 512, target.dtype, target.device)
     out = list(token_ids)
-    target.forward([RowGroup(0, 0, out[:-1], [])], cache.pool)
+    target.forward([RowGroup(cache.pool.slots, 0, out[:-1], [])], cache.pool)
     for _ in range(length):
-        rows = RowGroup(0, len(out) - 1, out[-1:], [0])
+        rows = RowGroup(cache.pool.slots, len(out) - 1, out[-1:], [0])
         out.append(int(target.forward([rows], cache.pool, layers=layers).logits[0].argmax()))
     return out[len(token_ids) :]
 
@@ -128,7 +127,7 @@ def test_no_slot_is_written_behind_the_reserved_ones(target: CausalLM, budget: i
     seq = sequence(text(20))
     compute(target, cache, seq)
     assert len(drafter.propose([seq], [budget])[0]) == budget
-    end = cache.accounting.segment(seq.id).start + seq.num_computed + 1 + budget
+    end = cache.accounting.slots(seq.id)[seq.num_computed + 1 + budget]
     assert all(bool(keys[end:].isnan().all()) for keys in cache.pool.keys)
     assert not bool(cache.pool.keys[0][end - budget - 1].isnan().any())
     assert bool(cache.pool.keys[LAST][end - budget - 1].isnan().all())

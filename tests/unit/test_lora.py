@@ -61,7 +61,7 @@ def expected(base: Path, adapter: Path) -> torch.Tensor:
 def logits(folder: Path, **options: Any) -> torch.Tensor:
     lm = load_model(str(folder), **options)
     pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
-    return lm.forward([RowGroup(0, 0, TEXT, range(len(TEXT)))], pool).logits
+    return lm.forward([RowGroup(pool.slots, 0, TEXT, range(len(TEXT)))], pool).logits
 
 
 def test_an_adapter_is_merged(base: Path, adapter: Path, expected: torch.Tensor) -> None:

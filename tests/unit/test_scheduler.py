@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core import FinishReason, RequestOptions, Sequence, StepPlan
-from slipstream.kv.accounting import CHUNK, KVAccounting
+from slipstream.kv.segments import CHUNK, SegmentAccounting
 from slipstream.sampling.params import SamplingParams
 from slipstream.schedule.scheduler import MAX_SCORED_ROWS, Scheduler
 
 ids = itertools.count()
 
 
-def make(num_slots: int = 64 * CHUNK, **limits: int) -> tuple[Scheduler, KVAccounting]:
-    accounting = KVAccounting(num_slots, move=lambda source, destination, count: None)
+def make(num_slots: int = 64 * CHUNK, **limits: int) -> tuple[Scheduler, SegmentAccounting]:
+    accounting = SegmentAccounting(num_slots, move=lambda source, destination, count: None)
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
@@ -42,7 +42,7 @@ def sequence(length: int, max_tokens: int = 50, token: int | None = None, **fiel
     )
 
 
-def run(plan: StepPlan, accounting: KVAccounting, accepted: int = 0) -> None:
+def run(plan: StepPlan, accounting: SegmentAccounting, accepted: int = 0) -> None:
     """What the engine does with a plan: compute the rows, accept some drafts, add the target's own token."""
     for item in plan.scheduled:
         seq = item.sequence

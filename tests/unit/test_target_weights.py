@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def forward(lm: CausalLM) -> tuple[torch.Tensor, torch.Tensor]:
     """The states behind the final norm, and the logits, of the rows of TEXT."""
     pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
-    output = lm.forward([RowGroup(0, 0, TEXT, range(len(TEXT)))], pool, [lm.num_layers])
+    output = lm.forward([RowGroup(pool.slots, 0, TEXT, range(len(TEXT)))], pool, [lm.num_layers])
     return output.hidden[lm.num_layers], output.logits
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.models import RowGroup
 from slipstream.models.cpu import threads
 
 PROCESS = 3
@@ -77,6 +78,56 @@ def test_steps_in_a_thread_that_began_meanwhile(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llm.engine.runner, "forward", counted)
     in_a_new_thread(lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=3)))
     assert set(counts) == {PROCESS}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_an_engine_leaves_the_process_its_threads(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own number holds for what it loads and for its steps; a thread that begins later has the process's count."""
+    llm = LLM(kv_cache_bytes=2**22, cpu_kernels=kernels, num_threads=2)
+    other = LLM(kv_cache_bytes=2**22, cpu_kernels=kernels)
+    assert torch.get_num_threads() == threads.available() == PROCESS
+    counts: list[int] = []
+    for engine in (llm.engine, other.engine):
+        forward = engine.runner.forward
+
+        def counted(*args: Any, forward: Any = forward) -> Any:
+            counts.append(torch.get_num_threads())
+            return forward(*args)
+
+        monkeypatch.setattr(engine.runner, "forward", counted)
+    for each in (llm, other, llm):
+        each.generate([[5, 6]], SamplingParams(max_tokens=1))
+    fused = llm.engine.model.decoder is not None
+    assert counts == ([1, 1, 1] if fused else [2, PROCESS, 2])
+    assert (llm.engine.model.num_threads, other.engine.model.num_threads) == (2, PROCESS)
+    if llm.engine.model.decoder is not None:
+        assert llm.engine.model.decoder.num_threads == 2
+    assert torch.get_num_threads() == threads.available() == PROCESS
+    assert in_a_new_thread(torch.get_num_threads) == PROCESS
+
+
+def test_a_pass_outside_a_step_uses_its_models_threads() -> None:
+    model = LLM(kv_cache_bytes=2**22, cpu_kernels="torch", num_threads=2).engine.model
+    counts: list[int] = []
+    hook = model.model.register_forward_pre_hook(lambda *_: counts.append(torch.get_num_threads()))
+    pool, slots = model.trial_cache(3)
+    model.forward([RowGroup(slots, 0, [5, 6, 7], [2])], pool)
+    hook.remove()
+    assert counts == [2]
+    assert torch.get_num_threads() == PROCESS
+
+
+def test_limits_nest() -> None:
+    with threads.limit(2) as number:
+        assert number == torch.get_num_threads() == threads.available() == 2
+        with threads.operators(1):
+            assert torch.get_num_threads() == 1
+            assert threads.available() == 2
+            with threads.limit(None) as all_of_them:
+                assert all_of_them == torch.get_num_threads() == 2
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == threads.available() == 2
+    assert torch.get_num_threads() == threads.available() == PROCESS
 
 
 def test_a_thread_that_has_kept_a_steps_count_is_told_from_one_that_was_told() -> None:

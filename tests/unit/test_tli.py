@@ -57,7 +57,7 @@ def own_logits(drafter: TliDrafter, text: list[int], guesses: list[int]) -> Tens
     out = [*fresh.token_ids, *(pairs[token] for token in guesses)]
     model = drafter.model
     pool = KVPool(model.shapes, len(out), model.dtype, model.device)
-    own = model.forward([RowGroup(0, 0, out, [len(out) - 1])], pool).logits[0]
+    own = model.forward([RowGroup(pool.slots, 0, out, [len(out) - 1])], pool).logits[0]
     logits = torch.full((drafter.context.vocab_size,), float("-inf"))
     for our, their in pairs.items():
         logits[our] = own[their]
@@ -110,9 +110,9 @@ def test_guesses_are_the_drafts_own_whatever_was_accepted(
         accepted = rng.randint(0, 4)
         seq.token_ids += [*proposal.token_ids[:accepted], text[at]]
         at += 1
-        held = len(drafter.cache.accounting.segment(seq.id).token_ids)
+        held = drafter.cache.accounting.num_valid(seq.id)
         drafter.observe([seen(seq, accepted)])
-        num_refed += len(drafter.cache.accounting.segment(seq.id).token_ids) < held
+        num_refed += drafter.cache.accounting.num_valid(seq.id) < held
         assert drafter.integrity() == []
         if rng.random() < 0.2:
             seq.token_ids += text[at : at + 5]
@@ -131,10 +131,10 @@ def test_accepted_guesses_keep_their_entries(folders: dict[str, Path]) -> None:
     held = []
     for _ in range(30):
         proposal = drafter.propose([seq], [4])[0]
-        before = len(drafter.cache.accounting.segment(seq.id).token_ids)
+        before = drafter.cache.accounting.num_valid(seq.id)
         seq.token_ids += proposal.token_ids
         drafter.observe([seen(seq, 3)])
-        held.append(len(drafter.cache.accounting.segment(seq.id).token_ids) - before)
+        held.append(drafter.cache.accounting.num_valid(seq.id) - before)
     assert max(held) >= 1
 
 

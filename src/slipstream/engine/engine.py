@@ -51,7 +51,6 @@ from slipstream.engine.steps import StepTimes, record_acceptance, report_of
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
 from slipstream.errors import RequestError
-from slipstream.kv.cache import KVCache
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
@@ -92,26 +91,27 @@ class Engine:
                 config.num_threads,
                 threads.num_cores(),
             )
-        num_threads = threads.adopt(config.num_threads)
-        self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
+        with threads.limit(config.num_threads):
+            self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)
         self.sampling_defaults = sampling_defaults(config, self.model.model)
         """What the checkpoint recommends, as names and values of `SamplingParams`."""
         self.verifier = create_verifier(speculative.verifier)
-        self.drafter = create_drafter(
-            speculative,
-            DraftContext(
-                engine_config=config,
-                tokenizer=self.tokenizer,
-                vocab_size=self.model.vocab_size,
-                max_model_len=config.max_model_len or self.model.context_length,
-                device=self.model.device,
-                dtype=self.model.dtype,
-                verifier=self.verifier.traits(),
-                target=self.model,
-                draft_timeout_s=speculative.draft_timeout_s,
-            ),
-        )
-        self._num_operator_threads = num_threads if self.model.decoder is None else 1
+        with threads.limit(config.num_threads):
+            self.drafter = create_drafter(
+                speculative,
+                DraftContext(
+                    engine_config=config,
+                    tokenizer=self.tokenizer,
+                    vocab_size=self.model.vocab_size,
+                    max_model_len=config.max_model_len or self.model.context_length,
+                    device=self.model.device,
+                    dtype=self.model.dtype,
+                    verifier=self.verifier.traits(),
+                    target=self.model,
+                    draft_timeout_s=speculative.draft_timeout_s,
+                ),
+            )
+        self._num_operator_threads = self.model.num_threads if self.model.decoder is None else 1
         feature_layers = tuple(self.drafter.feature_layers())
         feature_width = len(feature_layers) * self.model.hidden_size
         self.memory_plan = plan_memory(
@@ -124,13 +124,10 @@ class Engine:
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)
-        cache = KVCache(
-            self.model.shapes,
+        cache = self.model.new_cache(
             self.memory_plan.num_slots,
-            self.model.dtype,
-            self.model.device,
-            config.enable_prefix_caching,
-            feature_width,
+            prefix_caching=config.enable_prefix_caching,
+            feature_width=feature_width,
         )
         self.runner = ModelRunner(self.model, cache, feature_layers)
         self.drafting = Drafting(

@@ -10,7 +10,6 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import CapacityError, ConfigError
-from slipstream.kv.accounting import CHUNK
 from slipstream.models import CausalLM
 from slipstream.profiling.memory import available_bytes, total_bytes
 
@@ -65,21 +64,22 @@ def plan_memory(
         raise ConfigError(
             f"max_model_len {max_model_len} is beyond the model's context of {model.context_length}"
         )
+    unit = model.kv_unit
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     allowed = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes + draft_bytes)
     useful = config.max_num_seqs * (
-        max_model_len + max_draft_tokens + CHUNK
-    )  # segments are rounded to chunks
+        max_model_len + max_draft_tokens + unit
+    )  # what a request holds is rounded to units
     num_slots = min(useful, allowed // per_token)
-    longest = min(num_slots - CHUNK, max_model_len)  # without room for draft tokens a step decodes without
+    longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes)
-    alone = min(without_draft // model.kv_bytes_per_token - CHUNK, max_model_len)
-    needed = min(config.max_model_len or CHUNK, max_model_len)
+    alone = min(without_draft // model.kv_bytes_per_token - unit, max_model_len)
+    needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
             f"{format_bytes(allowed)} hold the keys and values of {allowed // per_token} tokens, too few for a request "
-            f"of {needed}; set {limit}kv_cache_bytes to at least {_mebibytes(needed, per_token)} MiB"
+            f"of {needed}; set {limit}kv_cache_bytes to at least {_mebibytes(needed + unit, per_token)} MiB"
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
@@ -87,7 +87,7 @@ def plan_memory(
         if config.kv_cache_bytes:
             raise CapacityError(
                 f"{what}, so texts would end earlier with it; {advice}, or kv_cache_bytes to at least "
-                f"{_mebibytes(max_model_len, per_token)} MiB"
+                f"{_mebibytes(max_model_len + unit, per_token)} MiB"
             )
         logger.warning("%s; for texts that end alike %s", what, advice)
     elif longest < max_model_len:
@@ -98,8 +98,8 @@ def plan_memory(
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
-    """What a request of so many tokens needs."""
-    return math.ceil((num_tokens + CHUNK) * bytes_per_token / 2**20)
+    """What so many tokens need."""
+    return math.ceil(num_tokens * bytes_per_token / 2**20)
 
 
 def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:

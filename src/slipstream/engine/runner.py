@@ -32,14 +32,11 @@ class ModelRunner:
         output = self.model.forward(groups, self.cache.pool, self.feature_layers)
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
-            slots = [slot for group in groups for slot in range(group.first_new_slot, group.end_slot)]
-            self.cache.pool.features[slots] = features
-        end = 0
-        for item, group in zip(items, groups, strict=True):
-            begin, end = end, end + len(group.logit_rows)
-            item.rows = output.logits[begin:end]
+            self.cache.keep_features(output.rows.slots, features)
+        for item, rows in zip(items, output.rows.by_group(output.logits), strict=True):
+            item.rows = rows
             if item.decodes:
-                item.logits = output.logits[end - 1 - len(item.proposal) : end]
+                item.logits = rows[len(rows) - 1 - len(item.proposal) :]
 
     def commit(self, item: StepItem) -> None:
         """Keep the entries of the computed committed tokens and of the kept nodes; forget the others.
@@ -58,5 +55,5 @@ class ModelRunner:
         first_logit = num_rows - 1 if item.decodes else num_rows
         if sequence.wants_prompt_logprobs:
             first_logit = 0
-        start = self.cache.accounting.segment(sequence.id).start
-        return tree_rows(start, past, sequence.token_ids[past : past + num_rows], item.proposal, first_logit)
+        slots = self.cache.accounting.slots(sequence.id)
+        return tree_rows(slots, past, sequence.token_ids[past : past + num_rows], item.proposal, first_logit)

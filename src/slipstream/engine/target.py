@@ -30,6 +30,7 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
         cpu_kernels=config.cpu_kernels,
         lora=config.lora,
         max_model_len=config.max_model_len,
+        attention_backend=config.attention_backend,
     )
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,

@@ -1,4 +1,4 @@
-"""A model's key and value cache: the books and the tensors together."""
+"""A model's key and value cache: the accounting of its slots and its tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import NoReturn
 
 import torch
 
-from slipstream.kv.accounting import KVAccounting
 from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.kv.segments import SegmentAccounting
+from slipstream.kv.slots import SlotAccounting, SlotMap
 
 
 class KVCache:
@@ -22,24 +23,27 @@ class KVCache:
         device: torch.device,
         prefix_caching: bool = True,
         feature_width: int = 0,
+        layout: type[SlotAccounting] = SegmentAccounting,
     ) -> None:
+        """`layout` says which slots a sequence gets."""
         self.pool = KVPool(shapes, num_slots, dtype, device, feature_width)
-        self.accounting = KVAccounting(num_slots, self.pool.move, prefix_caching)
+        self.accounting: SlotAccounting = layout(num_slots, self.pool.move, prefix_caching)
 
     def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Keep some of the entries that a forward pass wrote behind `owner`'s valid ones; the rest is forgotten.
 
         `kept[i]` is the row (0 is the first one written) that holds `token_ids[i]`; rows are gathered into place.
         """
-        segment = self.accounting.segment(owner)
-        end = segment.start + len(segment.token_ids)
-        self.pool.gather([end + row for row in kept], end)
+        self.pool.gather(self.accounting.slots(owner), self.accounting.num_valid(owner), kept)
         self.accounting.commit(owner, token_ids)
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
         """[end - begin, width]: what a drafter asked to be kept of `owner`'s computed tokens `begin` to `end`."""
-        start = self.accounting.segment(owner).start
-        return self.pool.features[start + begin : start + end]
+        return self.pool.features[self.pool.index(self.accounting.slots(owner)[begin:end])]
+
+    def keep_features(self, slots: SlotMap, features: torch.Tensor) -> None:
+        """Keep `features` [tokens, width] with the entries in these slots."""
+        self.pool.features[self.pool.index(slots)] = features
 
     @property
     def feature_width(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.kv.slots import SlotMap
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -47,7 +49,12 @@ class KVPool:
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
 
     @property
-    def _tensors(self) -> list[torch.Tensor]:
+    def slots(self) -> range:
+        """Every slot, for a pool that holds one sequence."""
+        return range(self.num_slots)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
         """All that is kept of a token, by slot."""
         return [*self.keys, *self.values, *([self.features] if self.features.shape[1] else [])]
 
@@ -56,21 +63,31 @@ class KVPool:
         if count == 0 or source == destination:
             return
         overlap = abs(source - destination) < count
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             entries = tensor[source : source + count]
             tensor[destination : destination + count] = entries.clone() if overlap else entries
 
-    def gather(self, sources: Sequence[int], destination: int) -> None:
-        """Copy the entries at the slots `sources`, in order, to `destination` and the slots after it."""
-        if list(sources) == list(range(destination, destination + len(sources))):
+    def gather(self, slots: SlotMap, first: int, kept: Sequence[int]) -> None:
+        """Copy entry `first + kept[i]` of the sequence with these slots to its entry `first + i`, for every i."""
+        in_place = 0
+        while in_place < len(kept) and kept[in_place] == in_place:
+            in_place += 1
+        if in_place == len(kept):
             return
-        index = torch.tensor(sources, device=self.features.device)
-        for tensor in self._tensors:
-            tensor[destination : destination + len(sources)] = tensor[index]
+        destinations = self.index(slots[first + in_place : first + len(kept)])
+        sources = self.index([slots[first + row] for row in kept[in_place:]])
+        for tensor in self.tensors:
+            tensor[destinations] = tensor[sources]
+
+    def index(self, slots: SlotMap) -> slice | torch.Tensor:
+        """What picks these slots out of a tensor of the pool: a slice, and so no copy, where they are contiguous."""
+        if isinstance(slots, range) and slots.step == 1:
+            return slice(slots.start, slots.stop)
+        return torch.tensor(slots, dtype=torch.long, device=self.features.device)
 
     def memory_bytes(self) -> int:
         """Bytes of all keys, values and features."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

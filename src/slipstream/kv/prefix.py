@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from slipstream.text.common_prefix import common_prefix_length
-
-if TYPE_CHECKING:
-    from slipstream.kv.accounting import Segment
 
 BLOCK = 16
 """Prefixes are indexed at every 16th token; a match is then lengthened token by token."""
@@ -22,33 +19,45 @@ def block_keys(token_ids: Sequence[int], tenant: str, known: Sequence[int] = ())
         yield key
 
 
-class PrefixIndex:
-    """Segments by the hashes of their prefixes. Hashes only find candidates: tokens are always compared."""
+class Text(Protocol):
+    """A text whose entries lie in the cache."""
+
+    tenant: str
+    token_ids: list[int]
+    keys: list[int]
+    """Of the blocks that are indexed; the index keeps them."""
+
+
+T = TypeVar("T", bound=Text)
+
+
+class PrefixIndex(Generic[T]):
+    """Texts by the hashes of their prefixes. Hashes only find candidates: tokens are always compared."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, dict[Segment, None]] = {}
+        self._holders: dict[int, dict[T, None]] = {}
 
-    def extend(self, segment: Segment) -> None:
-        """Index the full blocks that `segment.token_ids` has gained."""
-        for key in list(block_keys(segment.token_ids, segment.tenant, segment.keys)):
-            segment.keys.append(key)
-            self._segments.setdefault(key, {})[segment] = None
+    def extend(self, text: T) -> None:
+        """Index the full blocks that `text.token_ids` has gained."""
+        for key in list(block_keys(text.token_ids, text.tenant, text.keys)):
+            text.keys.append(key)
+            self._holders.setdefault(key, {})[text] = None
 
-    def truncate(self, segment: Segment, num_tokens: int) -> None:
-        """Forget the blocks of `segment` beyond its first `num_tokens` tokens."""
+    def truncate(self, text: T, num_tokens: int) -> None:
+        """Forget the blocks of `text` beyond its first `num_tokens` tokens."""
         keep = num_tokens // BLOCK
-        for key in segment.keys[keep:]:
-            holders = self._segments[key]
-            del holders[segment]
+        for key in text.keys[keep:]:
+            holders = self._holders[key]
+            del holders[text]
             if not holders:
-                del self._segments[key]
-        del segment.keys[keep:]
+                del self._holders[key]
+        del text.keys[keep:]
 
-    def longest(self, token_ids: Sequence[int], tenant: str) -> tuple[Segment | None, int]:
-        """The segment that shares the longest prefix with `token_ids`, and that prefix's length."""
-        best: Segment | None = None
+    def longest(self, token_ids: Sequence[int], tenant: str) -> tuple[T | None, int]:
+        """The text that shares the longest prefix with `token_ids`, and that prefix's length."""
+        best: T | None = None
         for key in block_keys(token_ids, tenant):
-            holders = self._segments.get(key)
+            holders = self._holders.get(key)
             if not holders:
                 break
             best = next(reversed(holders))
@@ -57,8 +66,8 @@ class PrefixIndex:
         length = common_prefix_length(best.token_ids, token_ids)
         return (best, length) if length >= BLOCK else (None, 0)
 
-    def entries(self) -> Iterator[tuple[int, Segment]]:
-        """Every (key, segment) pair, for the integrity check."""
-        for key, holders in self._segments.items():
-            for segment in holders:
-                yield key, segment
+    def entries(self) -> Iterator[tuple[int, T]]:
+        """Every (key, text) pair, for the integrity check."""
+        for key, holders in self._holders.items():
+            for text in holders:
+                yield key, text

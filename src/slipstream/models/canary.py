@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from slipstream.kv.pool import KVPool, LayerShape
-from slipstream.models.attention.packed import ATTENTION_NAME, LayerProbe, Variant, slipstream_attention
-from slipstream.models.causal_lm import CausalLM, Route
+from slipstream.kv.pool import LayerShape
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
+from slipstream.models.attention.hook import slipstream_attention
+from slipstream.models.attention.probe import LayerProbe
+from slipstream.models.causal_lm import CausalLM
 from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, text_config, unsupported
 
@@ -44,11 +46,11 @@ class Probed:
     vocab_size: int
 
 
-def probe_layers(model: Any, route: Route) -> Probed:
-    """Try the model out on two rows; every layer must use the route."""
+def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
+    """Try the model out on two rows; every layer must go through the backend."""
     num_layers = text_config(model.config).num_hidden_layers
     probe = LayerProbe()
-    logits = _run_probe(model, route, probe)
+    logits = _run_probe(model, backend, probe)
     if sorted(probe.shapes) != list(range(num_layers)):
         raise unsupported(
             model.config,
@@ -63,14 +65,14 @@ def probe_layers(model: Any, route: Route) -> Probed:
 
 def check_masks(lm: CausalLM) -> None:
     """Compare each layer's mask, as Transformers would make it, with causality and the sliding window."""
-    if lm.route.attn_implementation != ATTENTION_NAME:
-        return  # the other routes hand over a mask of their own
+    if lm.backend.attn_implementation != ATTENTION_NAME:
+        return  # the other backends hand over a mask of their own
     with attention_implementation(lm.model, PROBE_NAME) as switched:
         if not switched:
             log.warning("%s: its masks were not checked, it cannot switch its attention", lm.family)
             return
         probe = LayerProbe()
-        _run_probe(lm.model, lm.route, probe)
+        _run_probe(lm.model, lm.backend, probe)
     positions = boundary_positions(lm.config)
     distance = positions[:, None] - positions[None, :]
     for layer, (variant, intended) in sorted(probe.masks.items()):
@@ -86,7 +88,7 @@ def check_masks(lm: CausalLM) -> None:
 def stock_logits(lm: CausalLM) -> Tensor | None:
     """Logits [rows, vocab] of a dozen rows under the model's own attention; None where it cannot be had."""
     ids = _canary_ids(lm)
-    hooked = lm.route.attn_implementation == ATTENTION_NAME
+    hooked = lm.backend.attn_implementation == ATTENTION_NAME
     with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
         if hooked and not switched:
             log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
@@ -99,9 +101,9 @@ def stock_logits(lm: CausalLM) -> Tensor | None:
 def check_logits(lm: CausalLM, expected: Tensor) -> None:
     """Compare a dozen rows, in two chunks over a cache, with `expected`, their logits as Transformers makes them."""
     ids = _canary_ids(lm)
-    pool = KVPool(lm.shapes, NUM_ROWS, lm.dtype, lm.device)
+    pool, slots = lm.trial_cache(NUM_ROWS)
     half = NUM_ROWS // 2
-    chunks = [RowGroup(0, start, ids[start : start + half].tolist(), range(half)) for start in (0, half)]
+    chunks = [RowGroup(slots, start, ids[start : start + half].tolist(), range(half)) for start in (0, half)]
     with _refusing(lm.config):
         ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks]).float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
@@ -144,7 +146,7 @@ def boundary_positions(config: Any) -> Tensor:
     return torch.tensor(sorted(edge for edge in edges | {0} if 0 <= edge < context_length(config)))
 
 
-def _run_probe(model: Any, route: Route, probe: LayerProbe) -> Tensor:
+def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tensor:
     """Logits of the second of two rows."""
     with _refusing(model.config), torch.inference_mode():
         output = model(
@@ -152,7 +154,7 @@ def _run_probe(model: Any, route: Route, probe: LayerProbe) -> Tensor:
             position_ids=torch.arange(2, device=model.device)[None],
             use_cache=False,
             logits_to_keep=torch.ones(1, dtype=torch.long, device=model.device),
-            **route.probe_arguments(probe),
+            **backend.probe_arguments(probe),
         )
     logits: Tensor = output.logits
     return logits

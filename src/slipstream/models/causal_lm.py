@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
+from slipstream.kv.slots import SlotMap
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, PassOutput
 from slipstream.models.attention.gpu import attention_kernels
-from slipstream.models.attention.packed import LayerProbe
+from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
 from slipstream.models.layers import LayerStack, layer_stack
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
-from slipstream.models.rows import Batch, RowGroup
+from slipstream.models.rows import RowGroup, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +34,8 @@ class ForwardOutput:
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
-
-
-class Route(Protocol):
-    """How a model is made to use our cache; chosen once, when the model is loaded."""
-
-    attn_implementation: str
-
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Keyword arguments of the model's forward that carry the batch."""
-
-    def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
-        """The same, with a probe in the batch's place."""
+    rows: Rows
+    """The rows that were computed."""
 
 
 class CausalLM:
@@ -51,7 +45,7 @@ class CausalLM:
         self,
         model: Any,
         path: str,
-        route: Route,
+        backend: AttentionBackend,
         shapes: Sequence[LayerShape],
         vocab_size: int,
         context_length: int,
@@ -59,7 +53,7 @@ class CausalLM:
     ) -> None:
         self.model = model
         self.path = path
-        self.route = route
+        self.backend = backend
         self.config = model.config
         self.shapes = tuple(shapes)
         self.vocab_size = vocab_size
@@ -70,7 +64,11 @@ class CausalLM:
         self.weight_format = weight_format
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
+        self.num_threads = threads.available()
+        """What its passes may use on a CPU."""
         self._layer_stack: LayerStack | None = None
+        self._lock = threading.RLock()
+        """Held for every pass in the Transformers model: one over some layers changes the model while it runs."""
 
     @property
     def hidden_size(self) -> int:
@@ -115,6 +113,33 @@ class CausalLM:
     def kv_bytes_per_token(self) -> int:
         return bytes_per_token(self.shapes, self.dtype)
 
+    @property
+    def kv_unit(self) -> int:
+        """Slots of this model's caches are given out in multiples of this many."""
+        return self.backend.layout.unit
+
+    def new_cache(self, num_slots: int, *, prefix_caching: bool = True, feature_width: int = 0) -> KVCache:
+        """A cache for this model's keys and values, in the layout that its attention reads.
+
+        `feature_width` numbers are kept of each token beside them.
+        """
+        return KVCache(
+            self.shapes,
+            num_slots,
+            self.dtype,
+            self.device,
+            prefix_caching,
+            feature_width,
+            self.backend.layout,
+        )
+
+    def trial_cache(self, num_tokens: int) -> tuple[KVPool, SlotMap]:
+        """A cache that holds one sequence of `num_tokens`, and its slots: for passes of nobody's request."""
+        unit = self.kv_unit
+        cache = self.new_cache(-(-(num_tokens + 1) // unit) * unit, prefix_caching=False)
+        cache.accounting.open(0, [0] * num_tokens)
+        return cache.pool, cache.accounting.slots(0)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -135,17 +160,24 @@ class CausalLM:
                 raise ValueError(
                     f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
                 )
+        rows = Rows(groups)
         if self.decoder is not None:
-            return ForwardOutput(*self.decoder.forward(groups, pool, hidden_layers, layers))
-        if layers is not None and self._layer_stack is not None:
-            with self._layer_stack.only(layers):
-                return self._forward(groups, pool)
-        return self._forward(groups, pool, hidden_layers)
+            return ForwardOutput(*self.decoder.forward(rows, pool, hidden_layers, layers), rows)
+        with self._lock, threads.operators(self.num_threads):
+            if layers is None or self._layer_stack is None:
+                done = self._forward(rows, pool, hidden_layers)
+            else:
+                with self._layer_stack.only(layers):
+                    done = self._run(rows, self.backend.prepare(rows, pool))
+        return ForwardOutput(done.logits, done.hidden, rows)
 
     def check_layers(self) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
-        if self.decoder is None and self._layer_stack is None:
-            self._layer_stack = layer_stack(self)
+        if self.decoder is not None:
+            return
+        with self._lock:
+            if self._layer_stack is None:
+                self._layer_stack = layer_stack(self)
 
     def pack_beside(self, module: nn.Module, quantization: str | None) -> None:
         """Pack the linear layers of a head that runs beside this model, for the same kernels.
@@ -157,22 +189,32 @@ class CausalLM:
         if native or fmt.name != UNCHANGED:
             pack_linears(module, fmt, native)
 
-    def _forward(
-        self, groups: Sequence[RowGroup], pool: KVPool, hidden_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
-        """The pass in the Transformers model."""
-        batch = Batch(groups, pool, self.device)
+    def _forward(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int]) -> PassOutput:
+        """A pass over all layers in the Transformers model: replayed where the backend can, else eagerly."""
+        backend = self.backend
+        if not backend.can_capture:
+            return self._run(rows, backend.prepare(rows, pool), hidden_layers)
+        replayed = backend.replay(rows, pool, hidden_layers)
+        if replayed is not None:
+            return replayed
+        return backend.capture(
+            rows, pool, hidden_layers, lambda attention: self._run(rows, attention, hidden_layers)
+        )
+
+    def _run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:
+        """The pass, computed by the Transformers model."""
+        on = rows.on(self.device)
         with attention_kernels(self.device):
             output = self.model(
-                input_ids=batch.input_ids(),
-                position_ids=batch.position_ids(),
+                input_ids=on.token_ids[None],
+                position_ids=on.positions[None],
                 use_cache=False,
-                logits_to_keep=batch.logit_rows(),
+                logits_to_keep=on.logit_rows,
                 output_hidden_states=list(hidden_layers) or False,
-                **self.route.arguments(batch),
+                **attention.arguments(),
             )
         hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
-        return ForwardOutput(output.logits[0], hidden)
+        return PassOutput(output.logits[0], hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
-from slipstream.kv.pool import KVPool
 from slipstream.models.rows import RowGroup
 
 if TYPE_CHECKING:
@@ -29,7 +28,10 @@ class LayerStack:
 
     @contextlib.contextmanager
     def only(self, layers: Sequence[int]) -> Iterator[None]:
-        """Let the model have no other layers within the body. Each keeps its own number in the cache."""
+        """Let the model have no other layers within the body. Each keeps its own number in the cache.
+
+        The model must run for nobody else meanwhile; see `CausalLM.forward`.
+        """
         setattr(self._parent, self._name, nn.ModuleList(self._layers[layer] for layer in layers))
         try:
             yield
@@ -91,9 +93,9 @@ def _check(lm: CausalLM, stack: LayerStack) -> None:
 
 
 def _logits(lm: CausalLM) -> Tensor:
-    pool = KVPool(lm.shapes, NUM_ROWS, lm.dtype, lm.device)
+    pool, slots = lm.trial_cache(NUM_ROWS)
     token_ids = [row * 7919 % lm.vocab_size for row in range(1, NUM_ROWS + 1)]
-    return lm.forward([RowGroup(0, 0, token_ids, range(NUM_ROWS))], pool).logits
+    return lm.forward([RowGroup(slots, 0, token_ids, range(NUM_ROWS))], pool).logits
 
 
 def _hand_on(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnsupportedModelError
-from slipstream.models.attention.packed import HookRoute
-from slipstream.models.attention.posed import CACHE_ROUTES, CacheRoute
+from slipstream.models.attention.base import ModelTraits
+from slipstream.models.attention.registry import AUTO, cannot_run, choose_backend
 from slipstream.models.canary import check_logits, check_masks, probe_layers, stock_logits
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.cpu.decoder import fuse
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.folder import (
     chat_template_beside,
@@ -122,6 +121,7 @@ def load_model(
     cpu_kernels: str = "auto",
     lora: str | None = None,
     max_model_len: int | None = None,
+    attention_backend: str = AUTO,
 ) -> CausalLM:
     """Load a decoder-only Transformers model from a folder or the hub.
 
@@ -129,8 +129,9 @@ def load_model(
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
     with the model's own attention (about two passes of a dozen rows). `pack=False` keeps the Transformers model as
-    it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `lora` and
-    `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images, the language model is loaded.
+    it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `attention_backend`,
+    `lora` and `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images, the language model
+    is loaded.
     """
     where = resolve_device(device)
     check_quantization(quantization)
@@ -139,7 +140,9 @@ def load_model(
         kind = resolve_dtype(dtype, where, source.config)
         checked_format(quantization, where, kind)
         kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
-        model = _load_weights(source, kind, _route(source.config).attn_implementation)
+        native = kernels == "native"
+        backend = choose_backend(attention_backend, ModelTraits(source.config, where, kind, native))
+        model = _load_weights(source, kind, backend.attn_implementation)
         return adapt(
             model.to(where).eval(),
             path,
@@ -147,7 +150,8 @@ def load_model(
             canary=canary,
             pack=pack,
             quantization=quantization,
-            native=kernels == "native",
+            native=native,
+            attention_backend=attention_backend,
         )
 
 
@@ -169,6 +173,7 @@ def adapt(
     quantization: str | None = None,
     native: bool = True,
     max_model_len: int | None = None,
+    attention_backend: str = AUTO,
 ) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
@@ -178,16 +183,23 @@ def adapt(
     fmt = checked_format(quantization, model.device, model.dtype)
     length = context_length(model.config, max_model_len)
     settle_frequencies(model, length)
-    route = _route(model.config)
-    probed = probe_layers(model, route)
-    lm = CausalLM(model, path, route, probed.shapes, probed.vocab_size, length, fmt)
+    traits = ModelTraits(model.config, model.device, model.dtype, native and pack)
+    backend = choose_backend(attention_backend, traits)
+    probed = probe_layers(model, backend)
+    reason = backend.misfit(model, probed.variants, fmt)
+    if reason is not None:
+        if attention_backend != AUTO:
+            raise cannot_run(attention_backend, traits, reason)
+        log.info("%s runs layer by layer: %s", model.config.model_type, reason)
+        backend = choose_backend(AUTO, replace(traits, native=False))
+    lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt)
     expected = None
     with _quiet():
         if canary:
             check_masks(lm)
             expected = stock_logits(lm)
         if pack:
-            lm.decoder = fuse(model, probed.variants, fmt.kernel) if native else None
+            lm.decoder = backend.take_over(model, probed.variants, fmt)
             if lm.decoder is None:
                 pack_linears(model, fmt, native)
         if expected is not None:
@@ -252,11 +264,6 @@ def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
         with _one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {path!r}"), _quiet():
             return merge_adapter(model, source.adapter)
     return model
-
-
-def _route(config: Any) -> HookRoute | CacheRoute:
-    make = CACHE_ROUTES.get(config.model_type)
-    return make(config) if make else HookRoute()
 
 
 def _is_tokenizer_folder(path: str) -> bool:

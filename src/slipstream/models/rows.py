@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.core import Proposal
-from slipstream.kv.pool import KVPool
+from slipstream.kv.slots import SlotMap
 
 
 @dataclass(slots=True)
 class RowGroup:
     """One sequence's rows in a forward pass.
 
-    Positions 0 .. num_past - 1 lie in the slots from `start` on. Behind them may lie
+    Entries 0 .. num_past - 1 of the sequence are those of its positions 0 .. num_past - 1. Behind them may lie
     `len(stored_positions)` entries of earlier passes over the same draft tree. This pass's rows are stored
-    after those. Without `tail_visible` the rows are a chain: each sees all before it. With it, only the first
-    `num_chain` rows are, which have no stored entries before them. Each row i behind them sees the past, the chain,
-    and entry j of the tail (the stored ones, then the rows behind the chain) where `tail_visible[i, j]`.
+    after those. Without `tail_seen` the rows are a chain: each sees all before it. With it, only the first
+    `num_chain` rows are, which have no stored entries before them. The *tail* is what lies behind the past and the
+    chain: the stored entries, then the rows behind the chain. Each of these rows sees the past, the chain, and those
+    entries of the tail that `tail_seen` lists.
     """
 
-    start: int
+    slots: SlotMap
+    """The slot of each entry, the first one's first; at least as many as there are entries."""
     num_past: int
     token_ids: Sequence[int]
     logit_rows: Sequence[int]
@@ -31,21 +38,20 @@ class RowGroup:
     positions: Sequence[int] | None = None
     """Absolute position of each row; None for a chain."""
     stored_positions: Sequence[int] = ()
-    tail_visible: Tensor | None = None
-    """bool [nodes, stored + nodes], where the nodes are the rows behind the chain"""
+    tail_seen: Sequence[Sequence[int]] | None = None
+    """For each row behind the chain the entries of the tail that it sees, itself included, ascending."""
     num_chain: int = 0
-    """Leading rows that see all before them, though others do not; counted where `tail_visible` is given."""
-    _views: dict[tuple[int | None, int], tuple[int, Tensor | None]] = field(default_factory=dict)
+    """Leading rows that see all before them, though others do not; counted where `tail_seen` is given."""
 
     @property
-    def first_new_slot(self) -> int:
-        """Where this pass's first row is stored."""
-        return self.start + self.num_past + len(self.stored_positions)
+    def num_before(self) -> int:
+        """Entries that were there before this pass."""
+        return self.num_past + len(self.stored_positions)
 
     @property
-    def end_slot(self) -> int:
-        """One beyond this pass's last row."""
-        return self.first_new_slot + len(self.token_ids)
+    def num_entries(self) -> int:
+        """Entries after this pass."""
+        return self.num_past + len(self.stored_positions) + len(self.token_ids)
 
     def row_positions(self) -> Sequence[int]:
         """Absolute position of each row."""
@@ -53,50 +59,11 @@ class RowGroup:
             return range(self.num_past, self.num_past + len(self.token_ids))
         return self.positions
 
-    def view(
-        self, sliding_window: int | None, repeats: int, device: torch.device
-    ) -> tuple[int, Tensor | None]:
-        """What the rows may see: how many of the oldest entries no row sees, and a mask over the others.
-
-        The mask is bool [repeats * rows, entries], True where a row may look, the block of rows repeated
-        for the heads that share a key head; None when every row may look everywhere. It is made once for
-        all layers that are alike.
-        """
-        if sliding_window is not None and self.end_slot - self.start <= sliding_window:
-            sliding_window = None
-        key = (sliding_window, repeats)
-        if key not in self._views:
-            self._views[key] = self._make_view(sliding_window, repeats, device)
-        return self._views[key]
-
-    def _make_view(
-        self, sliding_window: int | None, repeats: int, device: torch.device
-    ) -> tuple[int, Tensor | None]:
-        positions = self.row_positions()
-        skipped = 0
-        if sliding_window is not None:
-            skipped = min(max(min(positions) - sliding_window + 1, 0), self.num_past)
-        if len(positions) == 1 and self.tail_visible is None:
-            return skipped, None
-        rows = torch.tensor(positions)  # [rows]
-        keys = torch.tensor([*range(skipped, self.num_past), *self.stored_positions, *positions])  # [entries]
-        if self.tail_visible is None:
-            visible = keys[None, :] <= rows[:, None]
-        else:
-            nodes, tail = self.tail_visible.shape
-            visible = torch.ones(len(rows), len(keys), dtype=torch.bool)
-            chain = visible[: len(rows) - nodes]
-            chain &= keys[None, :] <= rows[: len(chain), None]
-            visible[len(chain) :, len(keys) - tail :] = self.tail_visible
-        if sliding_window is not None:
-            visible &= rows[:, None] - keys[None, :] < sliding_window
-        return skipped, visible.repeat(repeats, 1).to(device)
-
 
 def tree_rows(
-    start: int, past: int, token_ids: Sequence[int], proposal: Proposal, first_logit: int
+    slots: SlotMap, past: int, token_ids: Sequence[int], proposal: Proposal, first_logit: int
 ) -> RowGroup:
-    """The rows of `token_ids`, behind `past` entries from slot `start` on, and of the tree below the last of them.
+    """The rows of `token_ids`, behind `past` entries, and of the tree below the last of them.
 
     Logits are wanted from row `first_logit` on.
     """
@@ -104,61 +71,161 @@ def tree_rows(
     root = past + len(token_ids) - 1  # position of the last token
     is_chain = proposal.is_chain
     return RowGroup(
-        start,
+        slots,
         past,
         [*token_ids, *proposal.token_ids],
         range(first_logit, total),
         positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
-        tail_visible=None if is_chain else tree_visibility(proposal),
+        tail_seen=None if is_chain else paths(proposal),
         num_chain=0 if is_chain else len(token_ids),
     )
 
 
-def tree_visibility(proposal: Proposal) -> Tensor:
-    """bool [n, n]: each node sees its ancestors and itself."""
-    visible = torch.eye(len(proposal), dtype=torch.bool)
+def paths(proposal: Proposal) -> list[list[int]]:
+    """For each node its ancestors and itself, from the top down."""
+    seen: list[list[int]] = []
     for node, parent in enumerate(proposal.parents):
-        if parent >= 0:
-            visible[node] |= visible[parent]
-    return visible
+        seen.append([*seen[parent], node] if parent >= 0 else [node])
+    return seen
 
 
-class Batch:
-    """The packed rows of one forward pass and the cache that they read and write."""
+class RowTensors(NamedTuple):
+    """The arrays of `Rows` on a device: int64, views of one tensor."""
 
-    def __init__(self, groups: Sequence[RowGroup], pool: KVPool, device: torch.device) -> None:
+    token_ids: Tensor
+    """[N]"""
+    positions: Tensor
+    """[N]"""
+    slots: Tensor
+    """[N]"""
+    run_begin: Tensor
+    """[N]"""
+    run_length: Tensor
+    """[N]"""
+    tail_begin: Tensor
+    """[N + 1]"""
+    tail_slots: Tensor
+    """[T]"""
+    tail_positions: Tensor
+    """[T]"""
+    logit_rows: Tensor
+    """[wanted]"""
+    tail_entries: Tensor
+    """[T]"""
+
+
+class Rows:
+    """The rows of all groups of a pass, N of them, in flat int64 arrays that lie one after another in `buffer`.
+
+    Made once a pass and read by every attention backend. The arrays, in this order (`RowTensors` has their names):
+
+    - `token_ids`, `positions` and `slots`: what each row is, and where its keys and values are stored;
+    - `run_begin` and `run_length`: each row sees the first so many entries of its sequence, a *run*. They lie in
+      consecutive slots from `run_begin` on if the slots are `contiguous`, else where the group's slot map says;
+    - `tail_begin`: row i also sees the single entries `tail_begin[i]` to `tail_begin[i + 1]`, which lie behind its run;
+    - `tail_slots` and `tail_positions` of these T single entries;
+    - `logit_rows`: the rows whose logits are wanted, group after group;
+    - `tail_entries`: which entries of their sequence the T single entries are.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = groups
-        self.pool = pool
-        self.device = device
-        self._new_slots = self._find_new_slots()
+        self.tail_begin: Sequence[int]
+        """[N + 1]: of each row's single entries, as in the buffer."""
+        self.first_rows = [0]
+        """[groups + 1]: where each group's rows begin, and N."""
+        self.contiguous = True
+        """Whether every group's slots are consecutive."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        run_begin: list[int] = []
+        run_length: list[int] = []
+        tail_begin = self.tail_begin = [0]
+        tail_slots: list[int] = []
+        tail_positions: list[int] = []
+        tail_entries: list[int] = []
+        logit_rows: list[int] = []
+        for group in groups:
+            n, own, first_row = len(group.token_ids), group.slots, len(token_ids)
+            before = group.num_past + len(group.stored_positions)
+            if type(own) is not range or own.step != 1:
+                self.contiguous = False
+            logit_rows.extend([first_row + row for row in group.logit_rows])
+            token_ids.extend(group.token_ids)
+            positions.extend(group.row_positions())
+            slots.extend(own[before : before + n])
+            if len(slots) != first_row + n:
+                raise ValueError(f"{len(own)} slots for {before + n} entries")
+            self.first_rows.append(first_row + n)
+            run_begin.extend([own[0]] * n)
+            seen_of_tail = group.tail_seen
+            if seen_of_tail is None:
+                run_length.extend(range(before + 1, before + n + 1))
+                tail_begin.extend([len(tail_entries)] * n)
+                continue
+            chain = group.num_chain
+            run = group.num_past + chain
+            run_length.extend(range(before + 1, before + chain + 1))
+            run_length.extend([run] * (n - chain))
+            tail_begin.extend([len(tail_entries)] * chain)
+            tail = own[run : before + n]
+            held = [*group.stored_positions, *group.row_positions()[chain:]]
+            for seen in seen_of_tail:
+                tail_entries.extend([run + entry for entry in seen])
+                tail_slots.extend([tail[entry] for entry in seen])
+                tail_positions.extend([held[entry] for entry in seen])
+                tail_begin.append(len(tail_entries))
+        self.num_rows = len(token_ids)
+        self.num_logit_rows = len(logit_rows)
+        parts = (
+            token_ids,
+            positions,
+            slots,
+            run_begin,
+            run_length,
+            tail_begin,
+            tail_slots,
+            tail_positions,
+            logit_rows,
+            tail_entries,
+        )
+        self._sizes = [len(part) for part in parts]
+        numbers = array("q")
+        for part in parts:
+            numbers.fromlist(part)
+        self.buffer = np.frombuffer(numbers, dtype=np.int64)
+        self._tensors: dict[torch.device, RowTensors] = {}
 
-    def _find_new_slots(self) -> slice | Tensor:
-        """Where the rows are stored; a slice for a single group, since that is the cheaper way to write."""
+    def addresses(self) -> list[int]:
+        """Where each array begins in memory."""
+        base: int = self.buffer.__array_interface__["data"][0]
+        return [base + 8 * begin for begin in accumulate(self._sizes[:-1], initial=0)]
+
+    def on(self, device: torch.device) -> RowTensors:
+        """The arrays on `device`: one copy a pass, none on the CPU."""
+        if device not in self._tensors:
+            numbers = torch.from_numpy(self.buffer).to(device)
+            self._tensors[device] = RowTensors(*torch.split(numbers, self._sizes))
+        return self._tensors[device]
+
+    @cached_property
+    def slots(self) -> SlotMap:
+        """Where the rows are stored; a `range` for a single group whose slots are consecutive."""
         if len(self.groups) == 1:
-            return slice(self.groups[0].first_new_slot, self.groups[0].end_slot)
-        slots = [slot for group in self.groups for slot in range(group.first_new_slot, group.end_slot)]
-        return torch.tensor(slots, device=self.device)
+            (group,) = self.groups
+            return group.slots[group.num_before : group.num_entries]
+        begin = self._sizes[0] + self._sizes[1]
+        found: list[int] = self.buffer[begin : begin + self.num_rows].tolist()
+        return found
 
-    def input_ids(self) -> Tensor:
-        """[1, N]"""
-        return torch.tensor([[t for group in self.groups for t in group.token_ids]], device=self.device)
+    @cached_property
+    def entry_slots(self) -> SlotMap:
+        """The slots of all entries of all groups after this pass, group after group."""
+        if len(self.groups) == 1:
+            return self.groups[0].slots[: self.groups[0].num_entries]
+        return [slot for group in self.groups for slot in group.slots[: group.num_entries]]
 
-    def position_ids(self) -> Tensor:
-        """[1, N]"""
-        return torch.tensor([[p for group in self.groups for p in group.row_positions()]], device=self.device)
-
-    def logit_rows(self) -> Tensor:
-        """Indices into N of the rows whose logits are wanted, group after group."""
-        rows: list[int] = []
-        offset = 0
-        for group in self.groups:
-            rows.extend(offset + row for row in group.logit_rows)
-            offset += len(group.token_ids)
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the rows' keys and values, [kv_heads, N, dim]; returns all of the layer's."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        keys[self._new_slots] = key.transpose(0, 1)
-        values[self._new_slots] = value.transpose(0, 1)
-        return keys, values
+    def by_group(self, logits: Tensor) -> list[Tensor]:
+        """The logits, [wanted, vocab], group after group."""
+        return list(torch.split(logits, [len(group.logit_rows) for group in self.groups]))

@@ -17,7 +17,6 @@ import transformers
 from torch import nn
 
 import slipstream
-from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import fingerprint
@@ -67,20 +66,21 @@ def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> l
     The passes of all models and sizes and the readings of the device's limits take turns, so that a machine that
     becomes slower or faster meanwhile does not bias a comparison between them.
     """
-    limits = _Limits(models, survey)
-    benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
-    _take_turns(benches, limits, survey, on_progress)
+    with threads.limit(max(model.num_threads for model in models)):
+        limits = _Limits(models, survey)
+        benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
+        _take_turns(benches, limits, survey, on_progress)
     return [bench.profile(limits) for bench in benches]
 
 
 def profile_key(model: CausalLM) -> ProfileKey:
-    """The key under which this model's profile is saved and found, with the number of threads that is set now."""
+    """The key under which this model's profile is saved and found, with the number of threads that it uses."""
     on_cpu = model.device.type == "cpu"
     return ProfileKey(
         cpu=cpu_name(),
         num_cpus=num_cpus(),
         device="cpu" if on_cpu else torch.cuda.get_device_name(model.device),
-        num_threads=threads.available(),
+        num_threads=model.num_threads,
         model=_fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
@@ -216,8 +216,7 @@ class _Bench:
         contexts = sorted({min(context, longest - row_counts[-1]) for context in survey.contexts})
         self.cells = [(rows, context) for context in contexts for rows in row_counts]
         self.times_s: dict[tuple[int, int], list[float]] = {cell: [] for cell in self.cells}
-        num_slots = contexts[-1] + row_counts[-1]
-        self._pool = KVPool(model.shapes, num_slots, model.dtype, model.device)
+        self._pool, self._slots = model.trial_cache(contexts[-1] + row_counts[-1])
         generator = torch.Generator().manual_seed(seed)
         for tensor in (
             *self._pool.keys,
@@ -228,7 +227,7 @@ class _Bench:
 
     def pass_s(self, rows: int, context: int) -> float:
         """Seconds of one pass of a chain whose every row's logits are wanted."""
-        group = RowGroup(0, context, self._token_ids[:rows], range(rows))
+        group = RowGroup(self._slots, context, self._token_ids[:rows], range(rows))
         synchronize(self.model.device)
         started_s = time.perf_counter()
         self.model.forward([group], self._pool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from slipstream.core import Sequence, StepItem, StepPlan
-from slipstream.kv.accounting import KVAccounting
+from slipstream.kv.slots import SlotAccounting
 
 MAX_SCORED_ROWS = 256
 """The most rows a step of prompts whose log-probabilities are wanted: each has logits as wide as the vocabulary."""
@@ -26,7 +26,7 @@ class Scheduler:
 
     def __init__(
         self,
-        accounting: KVAccounting,
+        accounting: SlotAccounting,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,

@@ -29,8 +29,8 @@ from slipstream.core import (
     VerifierTraits,
 )
 from slipstream.draft.base import Drafter, Observation
-from slipstream.kv.accounting import CHUNK
 from slipstream.kv.cache import KVCache
+from slipstream.kv.segments import CHUNK
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
 
@@ -193,7 +193,7 @@ class Stage:
         if model is None:
             return None
         width = len(self.drafter.feature_layers()) * model.hidden_size
-        cache = KVCache(model.shapes, num_slots, model.dtype, model.device, False, width)
+        cache = model.new_cache(num_slots, prefix_caching=False, feature_width=width)
         self.call("attach", cache)
         return cache
 
@@ -213,11 +213,10 @@ class Stage:
             self._reserve(i, 0)
         groups: dict[int, RowGroup] = {}
         for i in ids:
-            segment = cache.accounting.segment(i)
-            past = len(segment.token_ids)
+            past = cache.accounting.num_valid(i)
             token_ids = self.live[i].token_ids[past:-1]
             if token_ids:
-                groups[i] = RowGroup(segment.start, past, token_ids, [])
+                groups[i] = RowGroup(cache.accounting.slots(i), past, token_ids, [])
         if not groups:
             return
         layers = tuple(self.drafter.feature_layers())
@@ -226,9 +225,9 @@ class Stage:
         for i, group in groups.items():
             begin, end = end, end + len(group.token_ids)
             if layers:
-                first = group.first_new_slot
                 features = [output.hidden[layer][begin:end] for layer in layers]
-                cache.pool.features[first : first + end - begin] = torch.cat(features, dim=-1)
+                slots = group.slots[group.num_before : group.num_entries]
+                cache.keep_features(slots, torch.cat(features, dim=-1))
             cache.accounting.commit(i, list(group.token_ids))
 
     def _forget(self, i: int) -> None:

@@ -61,7 +61,7 @@ def run(plan: BenchPlan) -> BenchResult:
         schema=SCHEMA,
         kind="engine",
         complete=complete,
-        provenance=provenance(),
+        provenance=provenance(num_threads=plan.engine_options.get("num_threads")),
         model=plan.model or EMBEDDED,
         labels=engines.labels,
         workload=plan.settings.summary(chosen),

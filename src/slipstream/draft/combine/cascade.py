@@ -182,7 +182,7 @@ class CascadeDrafter(DraftModelDrafter):
             rows = feed.rows
             if len(proposal):
                 first = rows.logit_rows[0]
-                feed.rows = tree_rows(rows.start, rows.num_past, rows.token_ids, proposal, first)
+                feed.rows = tree_rows(rows.slots, rows.num_past, rows.token_ids, proposal, first)
         logits = self._forward(feeds)
         seen: list[Observation] = []
         end = 0
@@ -192,7 +192,7 @@ class CascadeDrafter(DraftModelDrafter):
             if rows.logit_rows:
                 begin, end = end, end + 1 + len(proposal)
                 accepted = self._walk(feed.growth, proposal, logits[begin:end])
-                self.cache.pool.gather([rows.end_slot + node for node in accepted], rows.end_slot)
+                self.cache.pool.gather(rows.slots, rows.num_entries, accepted)
                 tokens = [node.token_id for node in feed.growth.nodes]
                 shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
                 seen.append(Observation(shadow, proposal, len(accepted), logits[begin:end]))

@@ -23,10 +23,11 @@ from slipstream.draft.model.growth import GrowthOptions
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
-from slipstream.models.attention.packed import PackedAttention, Variant
+from slipstream.models.attention.base import Variant
+from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
-from slipstream.models.rows import Batch
+from slipstream.models.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +97,18 @@ class EagleDrafter(CachedDrafter):
         return min(len(sequence.token_ids), sequence.num_computed + 1)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        batch = Batch([feed.rows for feed in feeds], self.cache.pool, self._device)
-        attention = PackedAttention(batch)
-        token_ids = batch.input_ids()  # [1, N]
+        rows = Rows([feed.rows for feed in feeds])
+        attention = PackedAttention(rows, self.cache.pool)
+        on = rows.on(self._device)
         states = torch.cat([self._states(feed) for feed in feeds])[None]  # [1, N, hidden]
         states = self.head(
-            self._embed(token_ids[0])[None],
+            self._embed(on.token_ids)[None],
             states,
-            batch.position_ids(),
-            lambda query, key, value: attention.attend(0, query, key, value, self._variant, None),
+            on.positions[None],
+            lambda query, key, value: attention.attend(0, query, key, value, self._variant),
         )[0]
         self._remember(feeds, states)
-        wanted = states[batch.logit_rows()]
+        wanted = states[on.logit_rows]
         if self.head.config.version == 1:
             return self.target.project(wanted)
         logits: Tensor = self.head.logits(wanted)  # [wanted, draft vocab]

@@ -119,7 +119,11 @@ class CachedDrafter(Drafter):
 
     def allocate(self, num_tokens: int) -> None:
         prefix_caching = self.context.engine_config.enable_prefix_caching
-        self._cache = KVCache(self._shapes, num_tokens, self._dtype, self._device, prefix_caching)
+        self._cache = self._new_cache(num_tokens, prefix_caching)
+
+    def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
+        """In the layout that `_forward` reads."""
+        return KVCache(self._shapes, num_tokens, self._dtype, self._device, prefix_caching)
 
     def memory_bytes(self) -> int:
         return self.weight_bytes() + (self.cache.memory_bytes() if self._cache else 0)
@@ -167,9 +171,10 @@ class CachedDrafter(Drafter):
                 continue
             first = growth.length
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
-            segment = self.cache.accounting.segment(sequence.id)
-            if segment.start != growth.start or len(segment.token_ids) != first:
-                continue  # the segment was moved, without the draft's entries; or the text was retokenised
+            slots, end = self.cache.accounting.slots(sequence.id), first + len(growth.stored)
+            moved = slots[first:end] != growth.slots[first:end]
+            if moved or self.cache.accounting.num_valid(sequence.id) != first:
+                continue  # the entries were moved, without the draft's; or the text was retokenised
             by_path = {self._own_path(node): node.stored for node in growth.stored}
             kept: list[int] = []
             while len(kept) < len(token_ids):
@@ -215,7 +220,7 @@ class CachedDrafter(Drafter):
             return False
         accounting = self.cache.accounting
         opened = sequence.id in accounting
-        seen = len(accounting.segment(sequence.id).token_ids) if opened else 0
+        seen = accounting.num_valid(sequence.id) if opened else 0
         if not self._can_read(token_ids[seen:]):
             return False
         if not opened and accounting.open(sequence.id, token_ids, sequence.tenant) is None:
@@ -228,7 +233,7 @@ class CachedDrafter(Drafter):
 
     def _begin(self, sequence: Sequence, budget: int) -> Growth:
         self._open.pop(sequence.id, None)
-        growth = self._growths.begin(sequence, budget, self.cache.accounting.segment(sequence.id).start)
+        growth = self._growths.begin(sequence, budget, self.cache.accounting.slots(sequence.id))
         growth.length = len(self._token_ids(sequence))
         return growth
 
@@ -241,16 +246,16 @@ class CachedDrafter(Drafter):
         The rows of one call are bounded as a target step's are, so that a long prompt does not delay other requests. A
         sequence whose tokens do not all fit proposes nothing in this step.
         """
+        accounting = self.cache.accounting
         rows_left = self.context.engine_config.max_num_batched_tokens
         feeds: list[Feed] = []
         for growth in growths:
             sequence = growth.sequence
             text = self._token_ids(sequence)
-            segment = self.cache.accounting.segment(sequence.id)
-            if len(segment.token_ids) < self.first_entry:
-                skipped = text[len(segment.token_ids) : self.first_entry]
-                self.cache.accounting.commit(sequence.id, skipped)
-            seen = len(segment.token_ids)
+            seen = accounting.num_valid(sequence.id)
+            if seen < self.first_entry:
+                accounting.commit(sequence.id, text[seen : self.first_entry])
+                seen = accounting.num_valid(sequence.id)
             length = len(text)
             # The last token is fed again when `propose` is called twice for the same text.
             past = max(min(seen, length - 1), self.first_entry)
@@ -260,7 +265,8 @@ class CachedDrafter(Drafter):
             token_ids = text[past:end]
             rows_left -= len(token_ids)
             wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
-            rows = RowGroup(segment.start + self.first_entry, past - self.first_entry, token_ids, wanted)
+            slots = accounting.slots(sequence.id)[self.first_entry :]
+            rows = RowGroup(slots, past - self.first_entry, token_ids, wanted)
             feeds.append(Feed(growth, rows, past, num_new=end - seen))
         return feeds
 
@@ -282,9 +288,10 @@ class CachedDrafter(Drafter):
             self.cache.accounting.commit(feed.growth.sequence.id, token_ids)
 
     def _frontier(self, growth: Growth) -> Feed:
-        segment = self.cache.accounting.segment(growth.sequence.id)
-        length = len(segment.token_ids)
+        accounting = self.cache.accounting
+        length = accounting.num_valid(growth.sequence.id)
         nodes = [node for node in growth.frontier if node is not None]
         first = self.first_entry
-        rows = growth.store_frontier(segment.start + first, length - first, self._own_id)
+        slots = accounting.slots(growth.sequence.id)[first:]
+        rows = growth.store_frontier(slots, length - first, self._own_id)
         return Feed(growth, rows, length + nodes[0].depth - 1, nodes)

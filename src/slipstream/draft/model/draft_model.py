@@ -12,6 +12,7 @@ from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter, Feed
 from slipstream.draft.model.growth import GrowthOptions
+from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.linear.formats import check_quantization
 from slipstream.text.vocabulary import check_same_vocabulary
@@ -63,6 +64,7 @@ class DraftModelDrafter(CachedDrafter):
             cpu_kernels=context.engine_config.cpu_kernels,
             lora=options.lora,
             max_model_len=context.engine_config.max_model_len,
+            attention_backend=context.engine_config.attention_backend,
         )
         super().__init__(
             options,
@@ -76,6 +78,9 @@ class DraftModelDrafter(CachedDrafter):
 
     def drafting_model(self) -> CausalLM:
         return self.model
+
+    def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
+        return self.model.new_cache(num_tokens, prefix_caching=prefix_caching)
 
     def weight_bytes(self) -> int:
         return self.model.weight_bytes

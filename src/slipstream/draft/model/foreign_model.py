@@ -48,5 +48,5 @@ class ForeignModelDrafter(DraftModelDrafter):
 
     def _forget_behind(self, sequence_id: int, num_tokens: int) -> None:
         accounting = self.cache.accounting
-        if sequence_id in accounting and len(accounting.segment(sequence_id).token_ids) > num_tokens:
+        if sequence_id in accounting and accounting.num_valid(sequence_id) > num_tokens:
             accounting.truncate(sequence_id, num_tokens)

@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
+from slipstream.kv.slots import SlotMap
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
@@ -184,6 +185,10 @@ class DraftNode:
         """The nodes from the top of the tree down to this one."""
         return [*(self.parent.path() if self.parent else []), self]
 
+    def stored_path(self) -> list[int]:
+        """Which entries hold the nodes of `path`, all of which were fed."""
+        return [node.stored for node in self.path() if node.stored is not None]
+
     def token_ids(self) -> list[int]:
         """The tokens of `path`."""
         return [node.token_id for node in self.path()]
@@ -228,8 +233,8 @@ class Growth:
     max_depth: int
     processor: LogitsProcessor
     noise: Noise
-    start: int = 0
-    """Where the sequence's segment began when the entries of the tree were written."""
+    slots: SlotMap = ()
+    """Where the sequence's entries lay when those of the tree were written."""
     length: int = 0
     """Length of the committed text then, in the drafter's own tokens."""
     nodes: list[DraftNode] = field(default_factory=list)
@@ -295,11 +300,12 @@ class Growth:
         return children
 
     def store_frontier(
-        self, start: int, past: int, own_id: Callable[[int], int] = lambda token_id: token_id
+        self, slots: SlotMap, past: int, own_id: Callable[[int], int] = lambda token_id: token_id
     ) -> RowGroup:
         """The frontier's rows, whose entries are stored behind those of the earlier levels.
 
-        The committed text's `past` entries begin at slot `start`. `own_id` maps a target's token id to the drafter's.
+        `past` entries of the committed text lie before the tree's, in the first of `slots`. `own_id` maps a target's
+        token id to the drafter's.
         """
         nodes = [node for node in self.frontier if node is not None]
         earlier = list(self.stored)
@@ -308,18 +314,15 @@ class Growth:
             self.stored.append(node)
         token_ids = [own_id(node.token_id) for node in nodes]
         if self.shape.is_chain:
-            return RowGroup(start, past + len(earlier), token_ids, [0])
-        visible = torch.zeros(len(nodes), len(self.stored), dtype=torch.bool)
-        for row, node in enumerate(nodes):
-            visible[row, [ancestor.stored for ancestor in node.path()]] = True
+            return RowGroup(slots, past + len(earlier), token_ids, [0])
         return RowGroup(
-            start,
+            slots,
             past,
             token_ids,
             range(len(nodes)),
             positions=[past + node.depth - 1 for node in nodes],
             stored_positions=[past + node.depth - 1 for node in earlier],
-            tail_visible=visible,
+            tail_seen=[node.stored_path() for node in nodes],
         )
 
     def _next_frontier(self, children: list[DraftNode]) -> list[DraftNode | None]:
@@ -416,7 +419,7 @@ class Growths:
         allowed = sequence.params.allowed_token_ids
         return allowed is None or any(token < self.vocab_size for token in allowed)
 
-    def begin(self, sequence: Sequence, budget: int, start: int = 0) -> Growth:
+    def begin(self, sequence: Sequence, budget: int, slots: SlotMap = ()) -> Growth:
         """An empty tree below the sequence's committed text, of at most `budget` nodes.
 
         It stays empty where `may_draft` is False.
@@ -438,7 +441,7 @@ class Growths:
             frontier=[None] if budget else [],
             processor=self._processors[sequence.id],
             noise=Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce),
-            start=start,
+            slots=slots,
             confidence_threshold=self.confidence_threshold if self.shape.is_chain else 0.0,
         )
 

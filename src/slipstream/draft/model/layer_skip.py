@@ -182,9 +182,9 @@ class LayerSkipDrafter(Drafter):
     def _draft(self, growths: list[Growth], layers: Layers) -> None:
         """Grow all trees, one pass a level: first the row of the last committed token, then the frontiers."""
         assert self._cache is not None, "attach() comes before the first proposal"
-        starts = {g.sequence.id: self._cache.accounting.segment(g.sequence.id).start for g in growths}
+        slots = {g.sequence.id: self._cache.accounting.slots(g.sequence.id) for g in growths}
         groups = [
-            RowGroup(starts[g.sequence.id], g.sequence.num_computed, g.sequence.token_ids[-1:], [0])
+            RowGroup(slots[g.sequence.id], g.sequence.num_computed, g.sequence.token_ids[-1:], [0])
             for g in growths
         ]
         while growths:
@@ -197,7 +197,7 @@ class LayerSkipDrafter(Drafter):
                 # No more slots than nodes are reserved behind the last committed token.
                 growth.frontier = growth.frontier[: growth.max_nodes - len(growth.stored)]
             growths = [growth for growth in growths if growth.frontier]
-            groups = [g.store_frontier(starts[g.sequence.id], len(g.sequence.token_ids)) for g in growths]
+            groups = [g.store_frontier(slots[g.sequence.id], len(g.sequence.token_ids)) for g in growths]
 
     def _forward(self, groups: list[RowGroup], layers: Layers) -> Tensor:
         assert self._cache is not None
@@ -222,8 +222,13 @@ def _model(quantization: str | None, context: DraftContext, target: CausalLM) ->
         cpu_kernels=config.cpu_kernels,
         lora=config.lora,
         max_model_len=config.max_model_len,
+        attention_backend=config.attention_backend,
     )
-    if copy.shapes != target.shapes or copy.dtype != target.dtype:
+    if (
+        copy.shapes != target.shapes
+        or copy.dtype != target.dtype
+        or copy.backend.layout is not target.backend.layout
+    ):
         raise ConfigError(f"{config.model!r} in {quantization} does not fit into the target's cache")
     return copy
 

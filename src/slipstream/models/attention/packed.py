@@ -1,164 +1,74 @@
-"""Attention of packed rows over Slipstream's own cache, reached through Transformers' attention interface.
+"""Attention in PyTorch's operators, sequence by sequence, over any layout of the cache.
 
-A forward pass is one row of tokens, [1, N], in which the rows of several sequences follow each other:
-prompt chunks, single tokens and draft trees. Each layer hands its queries, keys and values to
-`slipstream_attention`, which passes them to the sink that travels with the call. `PackedAttention` stores
-the new keys and values behind the valid entries of each sequence and attends to that one contiguous range.
+Contiguous entries are read where they lie; others are gathered first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
-from slipstream.kv.pool import LayerShape
-from slipstream.models.rows import Batch
-
-ATTENTION_NAME = "slipstream"
-
-_IGNORED = frozenset(
-    {
-        "cache_position",
-        "head_mask",
-        "is_causal",  # false for a single row; whether a layer looks ahead is found when the model is loaded
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "use_cache",
-    }
-)
-"""Arguments of the interface that say nothing about the arithmetic of packed, causal rows."""
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.masks import Masks
+from slipstream.models.attention.posed import asks_a_cache
+from slipstream.models.rows import Rows
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How a layer's attention departs from softmax(q·k)·v over all earlier positions."""
+class PackedAttention(AttentionPass):
+    """Stores the new keys and values behind each sequence's valid entries, and attends to these together."""
 
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    """[heads]: one logit a head that takes part in the softmax and carries no value."""
+    def __init__(self, rows: Rows, pool: KVPool) -> None:
+        self._rows = rows
+        self._pool = pool
+        device = pool.features.device
+        self._masks = Masks(rows, device)
+        own = rows.slots  # of a single group a slice, since that is the cheaper way to write
+        self._new = pool.index(own) if isinstance(own, range) else rows.on(device).slots
+        self._entries: dict[tuple[int, int], slice | Tensor] = {}
 
-
-class AttentionSink(Protocol):
-    """What travels with a forward pass and answers each layer's attention."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
-    ) -> Tensor:
-        """query [1, heads, N, key_dim], key/value [1, kv_heads, N, dim] -> [1, N, heads, value_dim].
-
-        `mask` is what the layer was told to mask with: nothing, unless it makes its own or is being probed.
-        """
-
-
-def slipstream_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    slipstream_batch: AttentionSink | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, None]:
-    """The function that Transformers calls in every layer."""
-    if slipstream_batch is None:
-        raise ValueError("it does not pass the arguments of a call on to its attention")
-    odd = [name for name, value in unknown.items() if name not in _IGNORED and value is not None]
-    if odd or dropout:
-        raise ValueError(f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported")
-    if getattr(module, "is_causal", True) is False:
-        raise ValueError("its attention is not causal")
-    variant = Variant(
-        scaling if scaling is not None else float(query.shape[-1]) ** -0.5, sliding_window, softcap, s_aux
-    )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return slipstream_batch.attend(layer, query, key, value, variant, attention_mask), None
-
-
-AttentionInterface.register(ATTENTION_NAME, slipstream_attention)
-
-
-class PackedAttention:
-    """Answers the attention of one forward pass over a `Batch`."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
-    ) -> Tensor:
-        """See `AttentionSink.attend`."""
-        if mask is not None:
-            raise ValueError("its attention layers mask on their own, which packed rows cannot follow")
-        batch = self._batch
-        keys, values = batch.store(layer, key[0], value[0])
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        rows = self._rows
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys[self._new] = key[0].transpose(0, 1)
+        values[self._new] = value[0].transpose(0, 1)
         repeats = query.shape[1] // key.shape[1]
         outputs: list[Tensor] = []
-        first_row = 0
-        for group in batch.groups:
-            last_row = first_row + len(group.token_ids)
-            skipped, visible = group.view(variant.sliding_window, repeats, batch.device)
-            entries = slice(group.start + skipped, group.end_slot)
+        for number in range(len(rows.groups)):
+            skipped, visible = self._masks.of_group(number, variant.sliding_window, repeats)
+            entries = self._entries_of(number, skipped)
             outputs.append(
                 attend(
-                    query[0, :, first_row:last_row],
+                    query[0, :, rows.first_rows[number] : rows.first_rows[number + 1]],
                     keys[entries].transpose(0, 1),
                     values[entries].transpose(0, 1),
                     visible,
                     variant,
                 )
             )
-            first_row = last_row
         heads = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # [heads, N, value_dim]
         return heads.transpose(0, 1)[None].contiguous()
 
-
-class LayerProbe:
-    """Stands in for a batch when a model is tried out: records what each layer would store, and its mask."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-        self.masks: dict[int, tuple[Variant, Tensor | None]] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
-    ) -> Tensor:
-        """See `AttentionSink.attend`; the answer is all zeros."""
-        self.record(layer, key, value)
-        self.masks[layer] = (variant, mask)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-    def record(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key/value [1, kv_heads, N, dim], as they would be stored."""
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    def _entries_of(self, number: int, skipped: int) -> slice | Tensor:
+        """What picks a group's entries, but the first `skipped`, out of the pool."""
+        if (number, skipped) not in self._entries:
+            group = self._rows.groups[number]
+            self._entries[number, skipped] = self._pool.index(group.slots[skipped : group.num_entries])
+        return self._entries[number, skipped]
 
 
-class HookRoute:
-    """How a model that attends through the attention interface is made to use our cache."""
+class PackedBackend(AttentionBackend):
+    """PyTorch's attention, on any device, for models that attend through the attention interface."""
 
-    attn_implementation = ATTENTION_NAME
+    @classmethod
+    def refusal(cls, traits: ModelTraits) -> str | None:
+        if asks_a_cache(traits.config):
+            return "its attention asks a cache for its keys, not the attention interface"
+        return None
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
-        return {"slipstream_batch": PackedAttention(batch)}
-
-    def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
-        """The same, with a probe in the batch's place."""
-        return {"slipstream_batch": probe}
+    def prepare(self, rows: Rows, pool: KVPool) -> PackedAttention:
+        return PackedAttention(rows, pool)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant) -> Tensor:

@@ -1,4 +1,4 @@
-"""The second way into a model: our batch poses as its `past_key_values`.
+"""The second way into a model: the pass poses as its `past_key_values`.
 
 For the few families whose attention does not go through the attention interface but asks a cache for its
 keys and takes a 4-D mask as it is. Keys of all sequences are packed side by side and a block-structured
@@ -9,37 +9,50 @@ for many sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from slipstream.models.attention.packed import LayerProbe
-from slipstream.models.rows import Batch
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.masks import Masks
+from slipstream.models.attention.probe import LayerProbe
+from slipstream.models.rows import Rows
 
 
-class PosedCache:
-    """Looks like a Transformers cache that holds the past of every sequence in the batch."""
+class PosedPass(AttentionPass):
+    """Looks like a Transformers cache that holds the past of every sequence in the pass."""
 
-    def __init__(self, batch: Batch, share: int) -> None:
-        self._batch = batch
+    def __init__(self, rows: Rows, pool: KVPool, share: int) -> None:
+        self._rows = rows
+        self._pool = pool
         self._share = share
-        slots = [slot for group in batch.groups for slot in range(group.start, group.end_slot)]
-        self._slots = torch.tensor(slots, device=batch.device)  # [total]
+        self._device = pool.features.device
+        self._new = pool.index(rows.slots)
+        self._entries = pool.index(rows.entry_slots)  # [total]
+
+    def arguments(self) -> dict[str, Any]:
+        mask = Masks(self._rows, self._device).of_all()
+        return {"past_key_values": self, "attention_mask": mask[None, None]}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        raise NotImplementedError("a model that asks a cache attends by itself")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions and mask are given, so that no offset may be added."""
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store the rows, [1, heads, N, dim]; returns every entry of the batch, [1, heads, total, dim].
+        """Store the rows, [1, heads, N, dim]; returns every entry of the pass, [1, heads, total, dim].
 
         `share` neighbouring heads are copies of one key head; one of them is kept.
         """
         share = self._share
-        pools = self._batch.store(layer_idx, key[0, ::share], value[0, ::share])
-        keys, values = (pool[self._slots].transpose(0, 1).repeat_interleave(share, dim=0) for pool in pools)
-        return keys[None], values[None]
+        found: list[Tensor] = []
+        for rows, stored in ((key, self._pool.keys[layer_idx]), (value, self._pool.values[layer_idx])):
+            stored[self._new] = rows[0, ::share].transpose(0, 1)
+            found.append(stored[self._entries].transpose(0, 1).repeat_interleave(share, dim=0)[None])
+        return found[0], found[1]
 
 
 class ProbedCache:
@@ -67,42 +80,38 @@ class ProbedCache:
         return key, value
 
 
-class CacheRoute:
-    """How such a model is made to use our cache. `share` heads are handed over for each distinct key head."""
+def _falcon(config: Any) -> int:
+    # The new decoder architecture copies its key heads for all query heads before it asks the cache.
+    return config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
 
-    attn_implementation = "sdpa"
 
-    def __init__(self, share: int) -> None:
-        self.share = share
+HEADS_SHARED: dict[str, Callable[[Any], int]] = {"falcon": _falcon}
+"""Families read and tested to honour the cache and the mask as described above, by model type. How many heads they hand
+over for each distinct key head."""
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
-        return {"past_key_values": PosedCache(batch, self.share), "attention_mask": block_mask(batch)}
+
+def asks_a_cache(config: Any) -> bool:
+    """Whether a family attends over what a cache hands out."""
+    return config.model_type in HEADS_SHARED
+
+
+class PosedBackend(AttentionBackend):
+    """The model's own attention, over keys and values that a cache hands out."""
+
+    attn_implementation: ClassVar[str] = "sdpa"
+
+    def __init__(self, traits: ModelTraits) -> None:
+        super().__init__(traits)
+        self._share = HEADS_SHARED[traits.config.model_type](traits.config)
+
+    @classmethod
+    def refusal(cls, traits: ModelTraits) -> str | None:
+        if not asks_a_cache(traits.config):
+            return f"only {', '.join(HEADS_SHARED)} is known to attend over what a cache hands out"
+        return None
+
+    def prepare(self, rows: Rows, pool: KVPool) -> PosedPass:
+        return PosedPass(rows, pool, self._share)
 
     def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
-        """The same, with a probe in the batch's place."""
-        return {"past_key_values": ProbedCache(probe, self.share)}
-
-
-def block_mask(batch: Batch) -> Tensor:
-    """bool [1, 1, N, total]: rows see what their group's mask says, and nothing of other groups."""
-    num_rows = sum(len(group.token_ids) for group in batch.groups)
-    total = sum(group.end_slot - group.start for group in batch.groups)
-    mask = torch.zeros(num_rows, total, dtype=torch.bool, device=batch.device)
-    row = entry = 0
-    for group in batch.groups:
-        end_row, end_entry = row + len(group.token_ids), entry + group.end_slot - group.start
-        _, visible = group.view(None, 1, batch.device)
-        mask[row:end_row, entry:end_entry] = True if visible is None else visible
-        row, entry = end_row, end_entry
-    return mask[None, None]
-
-
-def _falcon(config: Any) -> CacheRoute:
-    # The new decoder architecture copies its key heads for all query heads before it asks the cache.
-    share = config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
-    return CacheRoute(share)
-
-
-CACHE_ROUTES: dict[str, Callable[[Any], CacheRoute]] = {"falcon": _falcon}
-"""Model type to its route: families read and tested to honour the cache and the mask as described above."""
+        return {"past_key_values": ProbedCache(probe, self._share)}

@@ -1,6 +1,6 @@
 """A whole forward pass in one call: the CPU kernels' decoder for models that are shaped like Llama.
 
-`fuse` takes over a Transformers model of one of the families in `families.py` and leaves every other alone. Weights
+It takes over Transformers models of the families in `families.py`; `misfit` says why it cannot take another. Weights
 move into the kernels' layout layer by layer and are held once. Rows are computed independently of each other, bit for
 bit, so neither drafts nor neighbours can change a row's result.
 """
@@ -8,11 +8,9 @@ bit, so neither drafts nor neighbours can change a row's result.
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -21,17 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
-from slipstream.models.attention.packed import Variant
+from slipstream.models.attention.base import Variant
 from slipstream.models.cpu import native, threads
 from slipstream.models.cpu.families import FAMILIES, Family, find_family
 from slipstream.models.cpu.native import BatchStruct, Kernel, LayerStruct, ModelStruct, PackedWeight
-from slipstream.models.rows import RowGroup
-
-log = logging.getLogger(__name__)
+from slipstream.models.rows import Rows
 
 
 class Decoder:
-    """A model in the kernels' layout. Make one with `fuse`."""
+    """A model in the kernels' layout: takes over a float32 CPU model that is no `misfit`."""
 
     def __init__(self, model: Any, family: Family, variants: Sequence[Variant], kernel: Kernel) -> None:
         config = model.config
@@ -106,14 +102,15 @@ class Decoder:
 
     def forward(
         self,
-        groups: Sequence[RowGroup],
+        rows: Rows,
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `CausalLM.forward`."""
-        rows = _Rows(groups)
-        logits = native.empty_rows(len(rows.logit_rows), self.vocab_size)
+        """See `CausalLM.forward`; returns logits and hidden states. A run must lie in consecutive slots."""
+        if not rows.contiguous:
+            raise ValueError("the native kernels read contiguous slots; give the cache another layout")
+        logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
         hidden = {layer: native.empty_rows(rows.num_rows, self.hidden_size) for layer in hidden_layers}
         keys, values = self._addresses(pool)
         tap_layers = np.array(list(hidden), dtype=np.int64)
@@ -121,10 +118,10 @@ class Decoder:
         run = np.array(range(self.num_layers) if layers is None else layers, dtype=np.int64)
         batch = BatchStruct(
             rows.num_rows,
-            len(rows.logit_rows),
+            rows.num_logit_rows,
             len(hidden),
             len(run),
-            *rows.addresses(),
+            *rows.addresses()[:9],  # token_ids to logit_rows
             ctypes.addressof(keys),
             ctypes.addressof(values),
             tap_layers.ctypes.data,
@@ -192,22 +189,25 @@ class Decoder:
         return self._pools[pool]
 
 
-def fuse(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> Decoder | None:
-    """Take over a float32 CPU model; None, with the model untouched, when it is not of the kernels' shape.
+def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
+    """Why the kernels' decoder does not compute a model; None where it does.
 
     `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
     """
     family = find_family(model)
     if family is None:
-        reason: str | None = f"the fused decoder knows {', '.join(FAMILIES.names())}"
-    elif kernel is None:
-        reason = "its weight format has no kernel"
-    else:
-        reason = next(_misfits(model, family, variants), None)
-        if reason is None:
-            return Decoder(model, family, variants, kernel)
-    log.info("%s runs layer by layer: %s", model.config.model_type, reason)
-    return None
+        return f"the fused decoder knows {', '.join(FAMILIES.names())}"
+    if kernel is None:
+        return "its weight format has no kernel"
+    return next(_misfits(model, family, variants), None)
+
+
+def fuse(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> Decoder:
+    """Take over a float32 CPU model that is no `misfit`."""
+    family = find_family(model)
+    assert family is not None
+    assert kernel is not None
+    return Decoder(model, family, variants, kernel)
 
 
 def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
@@ -215,58 +215,3 @@ def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterato
     if model.device.type != "cpu" or model.dtype != torch.float32:
         yield f"the fused decoder computes float32 on a CPU, not {model.dtype} on {model.device.type}"
     yield from family.misfits(model, variants)
-
-
-class _Rows:
-    """The rows of a pass as the kernels take them: flat int64 arrays in one buffer."""
-
-    def __init__(self, groups: Sequence[RowGroup]) -> None:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        run_begin: list[int] = []
-        run_length: list[int] = []
-        tail_size: list[int] = []
-        tail_slots: list[int] = []
-        tail_positions: list[int] = []
-        self.logit_rows: list[int] = []
-        for group in groups:
-            n, first = len(group.token_ids), group.first_new_slot
-            self.logit_rows.extend(len(token_ids) + row for row in group.logit_rows)
-            token_ids.extend(group.token_ids)
-            positions.extend(group.row_positions())
-            slots.extend(range(first, first + n))
-            run_begin.extend([group.start] * n)
-            chain = n if group.tail_visible is None else group.num_chain
-            run_length.extend(range(first - group.start + 1, first - group.start + chain + 1))
-            tail_size.extend([0] * chain)
-            if group.tail_visible is None:
-                continue
-            run = group.num_past + chain
-            run_length.extend([run] * (n - chain))
-            tail = group.start + run
-            held = [*group.stored_positions, *group.row_positions()[chain:]]
-            for visible in group.tail_visible.tolist():
-                seen = [entry for entry, sees in enumerate(visible) if sees]
-                tail_size.append(len(seen))
-                tail_slots.extend(tail + entry for entry in seen)
-                tail_positions.extend(held[entry] for entry in seen)
-        self.num_rows = len(token_ids)
-        parts = (
-            token_ids,
-            positions,
-            slots,
-            run_begin,
-            run_length,
-            list(accumulate(tail_size, initial=0)),
-            tail_slots,
-            tail_positions,
-            self.logit_rows,
-        )
-        self._ends = list(accumulate(map(len, parts), initial=0))[:-1]
-        self._buffer = np.array([number for part in parts for number in part], dtype=np.int64)
-
-    def addresses(self) -> list[int]:
-        """Where each array begins, in the order of `BatchStruct`."""
-        base = self._buffer.ctypes.data
-        return [base + 8 * end for end in self._ends]

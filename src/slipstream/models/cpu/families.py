@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from slipstream.registry import Registry
 
 if TYPE_CHECKING:
-    from slipstream.models.attention.packed import Variant
+    from slipstream.models.attention.base import Variant
 
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not change with the length of the text."""

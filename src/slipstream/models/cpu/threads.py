@@ -1,7 +1,8 @@
 """How many threads arithmetic may use, whoever asks and whatever another engine's step is doing.
 
-PyTorch counts for each thread separately, and a thread that is new takes the count that was set last, by anybody. Steps
-of the CPU kernels lower that count for their duration, so a thread that begins meanwhile would keep the lower one.
+PyTorch counts for each thread separately, and a thread that is new takes the count that was set last, by anybody. So
+nothing here sets it for good: `limit` and `operators` set it for their body and put it back. A thread that begins
+meanwhile would keep the count of such a body; `available` sees through that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 
 _lock = threading.Lock()
 _lowered_from: int | None = None
-"""What PyTorch used outside `operators` when that lowered the count last; None before the first time."""
+"""What PyTorch used before a body lowered the count last; None before the first time."""
 _here = threading.local()
-"""`outside`: what this thread uses outside the `operators` that it is in."""
+"""`available`: what `available` answers in the body that this thread is in."""
 
 
 def num_cores() -> int:
@@ -33,46 +34,56 @@ def available() -> int:
     That is PyTorch's count, unless this thread may have taken over the one of another engine's step: a thread other
     than the main one that is to use a single thread asks for it by `num_threads`.
     """
-    outside: int | None = getattr(_here, "outside", None)
-    if outside is not None:
-        return outside
+    here: int | None = getattr(_here, "available", None)
+    if here is not None:
+        return here
     own = torch.get_num_threads()
     if own > 1 or _lowered_from is None or threading.current_thread() is threading.main_thread():
         return own
     return _lowered_from
 
 
-def adopt(number: int | None) -> int:
-    """Let PyTorch's operators use `number` threads in this thread, None the `available` ones; returns how many."""
+@contextlib.contextmanager
+def limit(number: int | None) -> Iterator[int]:
+    """Let this thread use `number` threads within the body, None all that are available; yields how many.
+
+    Models that are loaded in the body keep this number for their passes.
+    """
     number = available() if number is None else number
-    with _lock:
-        if torch.get_num_threads() != number:
-            torch.set_num_threads(number)
-    return number
+    with _counting(number, number):
+        yield number
 
 
 @contextlib.contextmanager
 def operators(number: int) -> Iterator[None]:
-    """Let PyTorch's operators use `number` threads within the body.
+    """Let PyTorch's operators use `number` threads within the body; `available` stays as it is.
 
     One, where the kernels compute. After each parallel operator its other threads wait awake for the next one, for a
     millisecond or more, on the very cores that the kernels' threads then want; and the operators between passes are too
     small to share out.
     """
-    global _lowered_from
-    before = torch.get_num_threads()
-    if before == number:
+    if torch.get_num_threads() == number:
         yield
         return
-    outside = available()
+    with _counting(number, available()):
+        yield
+
+
+@contextlib.contextmanager
+def _counting(number: int, within: int) -> Iterator[None]:
+    """PyTorch's operators use `number` threads within the body, and `within` are available."""
+    global _lowered_from
+    outside, outer = available(), getattr(_here, "available", None)
+    # Outside any body this thread may have another body's count, which is not to be put back.
+    before = outside if outer is None else torch.get_num_threads()
     with _lock:
         if number < before:
             _lowered_from = outside
         torch.set_num_threads(number)
-    _here.outside = outside
+    _here.available = within
     try:
         yield
     finally:
-        _here.outside = None
+        _here.available = outer
         with _lock:
-            torch.set_num_threads(outside)
+            torch.set_num_threads(before)

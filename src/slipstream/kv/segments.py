@@ -1,21 +1,19 @@
-"""Which slots of the cache belong to whom. No tensors: the pool moves entries when it is told to.
+"""The contiguous layout of the cache: a sequence's slots are one segment. No tensors: the pool moves entries when told.
 
-A sequence's entries lie in one contiguous segment, in the order of its tokens, so that attention reads them without
-a copy. Segments grow in place where they can and are moved where they cannot. A finished sequence's segment is
-*retained*: it holds nothing back (it is evicted, least recently used first, as soon as room is needed) but a later
-prompt that begins with the same tokens takes it over or copies the common part.
+A sequence's entries lie in one segment, in the order of its tokens, so that attention reads them without a copy.
+Segments grow in place where they can and are moved where they cannot. A later prompt takes a retained segment over, or
+copies the common part.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from slipstream.kv.prefix import BLOCK, PrefixIndex, block_keys
-
-Move = Callable[[int, int, int], None]
-"""`move(source, destination, count)` copies entries between slots; the ranges may overlap."""
+from slipstream.kv.slots import Held, Move, SlotAccounting
 
 CHUNK = 64
 """Segments are sized in multiples of this many slots, so that a growing one moves rarely."""
@@ -38,47 +36,45 @@ class Segment:
     def end(self) -> int:
         return self.start + self.capacity
 
+    @property
+    def slots(self) -> range:
+        return range(self.start, self.start + self.capacity)
 
-class KVAccounting:
-    """Bounded memory for keys and values, in slots of one token each."""
+
+class SegmentAccounting(SlotAccounting):
+    """Every owner has one segment; see `SlotAccounting` for the contract."""
+
+    unit: ClassVar[int] = CHUNK
 
     def __init__(self, num_slots: int, move: Move, prefix_caching: bool = True) -> None:
-        self.num_slots = num_slots
-        self._move = move
-        self._prefix_caching = prefix_caching
+        super().__init__(num_slots, move, prefix_caching)
         self._segments: list[Segment] = []  # by start
         self._by_owner: dict[int, Segment] = {}
-        self._index = PrefixIndex()
+        self._index: PrefixIndex[Segment] = PrefixIndex()
         self._clock = 0
 
     @property
     def num_owners(self) -> int:
-        """Running sequences that hold slots."""
         return len(self._by_owner)
 
     @property
     def num_held(self) -> int:
-        """Slots of running sequences; 0 when the engine is idle."""
         return sum(segment.capacity for segment in self._by_owner.values())
 
     @property
     def num_retained(self) -> int:
-        """Slots of finished sequences, kept for prefix reuse and given up on demand."""
         return sum(segment.capacity for segment in self._segments if segment.owner is None)
 
     def __contains__(self, owner: int) -> bool:
         return owner in self._by_owner
 
-    def segment(self, owner: int) -> Segment:
-        """Where a running sequence's entries lie. Valid until the next `open` or `reserve`, which may move it."""
-        return self._by_owner[owner]
+    def slots(self, owner: int) -> range:
+        return self._by_owner[owner].slots
+
+    def token_ids(self, owner: int) -> Sequence[int]:
+        return self._by_owner[owner].token_ids
 
     def open(self, owner: int, token_ids: Sequence[int], tenant: str = "", reuse: bool = True) -> int | None:
-        """Give `owner` room for `token_ids` and one more; returns how many leading entries are already valid.
-
-        Never reuses the last token's entry: its row must be computed for its logits. Returns None, with nothing
-        changed for running sequences, when there is no room.
-        """
         reuse = reuse and self._prefix_caching
         source, common = self._index.longest(token_ids, tenant) if reuse else (None, 0)
         common = min(common, len(token_ids) - 1)
@@ -108,7 +104,6 @@ class KVAccounting:
         return common
 
     def reserve(self, owner: int, num_tokens: int) -> bool:
-        """Make sure `owner` has at least `num_tokens` slots; False, with nothing lost, when there is no room."""
         segment = self._by_owner[owner]
         if segment.capacity >= num_tokens:
             return True
@@ -116,7 +111,6 @@ class KVAccounting:
         return self._grow(segment, with_headroom) or self._grow(segment, num_tokens)
 
     def commit(self, owner: int, token_ids: Sequence[int]) -> None:
-        """The next `len(token_ids)` entries of `owner` are valid and hold these tokens."""
         segment = self._by_owner[owner]
         segment.token_ids.extend(token_ids)
         if len(segment.token_ids) > segment.capacity:
@@ -124,13 +118,11 @@ class KVAccounting:
         self._index_tokens(segment)
 
     def truncate(self, owner: int, num_tokens: int) -> None:
-        """Only the first `num_tokens` entries of `owner` are valid, if there were more."""
         segment = self._by_owner[owner]
         if num_tokens < len(segment.token_ids):
             self._truncate(segment, num_tokens)
 
     def close(self, owner: int, retain: bool = True) -> None:
-        """End `owner`'s claim. The entries are retained for prefix reuse when that can be of use."""
         segment = self._by_owner.pop(owner)
         segment.owner = None
         segment.last_used = self._tick()
@@ -139,12 +131,14 @@ class KVAccounting:
             self._free(segment)
 
     def clear(self) -> None:
-        """Give up everything that is retained."""
         for segment in [s for s in self._segments if s.owner is None]:
             self._free(segment)
 
+    def contents(self) -> Iterator[Held]:
+        for segment in self._segments:
+            yield Held(segment.tenant, segment.token_ids, segment.slots[: len(segment.token_ids)])
+
     def integrity(self) -> list[str]:
-        """What is wrong with the books; empty when nothing is."""
         faults: list[str] = []
         end = 0
         for segment in self._segments:

@@ -1,0 +1,68 @@
+"""The way into a Transformers model: its attention interface.
+
+A forward pass is one row of tokens, [1, N], in which the rows of several sequences follow each other: prompt chunks,
+single tokens and draft trees. Each layer hands its queries, keys and values to `slipstream_attention`, which passes
+them to the `AttentionPass` that travels with the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, Variant
+from slipstream.models.attention.probe import LayerProbe
+
+_IGNORED = frozenset(
+    {
+        "cache_position",
+        "head_mask",
+        "is_causal",  # false for a single row; whether a layer looks ahead is found when the model is loaded
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
+"""Arguments of the interface that say nothing about the arithmetic of packed, causal rows."""
+
+
+def slipstream_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    slipstream_pass: AttentionPass | LayerProbe | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """The function that Transformers calls in every layer."""
+    if slipstream_pass is None:
+        raise ValueError("it does not pass the arguments of a call on to its attention")
+    odd = [name for name, value in unknown.items() if name not in _IGNORED and value is not None]
+    if odd or dropout:
+        raise ValueError(f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError("its attention is not causal")
+    variant = Variant(
+        scaling if scaling is not None else float(query.shape[-1]) ** -0.5, sliding_window, softcap, s_aux
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(slipstream_pass, LayerProbe):
+        return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None
+    if attention_mask is not None:
+        raise ValueError("its attention layers mask on their own, which packed rows cannot follow")
+    return slipstream_pass.attend(layer, query, key, value, variant), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slipstream_attention)

@@ -1,0 +1,70 @@
+"""Masks for PyTorch, made of `Rows` on the device, once for all layers that are alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.models.rows import Rows
+
+
+class Masks:
+    """What the rows of each group may see of their sequence's entries."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        self._made: dict[tuple[int, int | None, int], tuple[int, Tensor | None]] = {}
+
+    def of_group(self, number: int, sliding_window: int | None, repeats: int) -> tuple[int, Tensor | None]:
+        """How many of the oldest entries no row of a group sees, and a mask over the others.
+
+        The mask is bool [repeats * rows, entries], True where a row may look, the block of rows repeated
+        for the heads that share a key head; None when every row may look everywhere.
+        """
+        if sliding_window is not None and self._rows.groups[number].num_entries <= sliding_window:
+            sliding_window = None
+        key = (number, sliding_window, repeats)
+        if key not in self._made:
+            self._made[key] = self._make(number, sliding_window, repeats)
+        return self._made[key]
+
+    def _make(self, number: int, sliding_window: int | None, repeats: int) -> tuple[int, Tensor | None]:
+        rows, group = self._rows, self._rows.groups[number]
+        skipped = 0
+        if sliding_window is not None:
+            first = min(group.row_positions()) if group.positions is not None else group.num_past
+            skipped = min(max(first - sliding_window + 1, 0), group.num_past)
+        if len(group.token_ids) == 1 and group.tail_seen is None:
+            return skipped, None
+        on = rows.on(self._device)
+        own = slice(rows.first_rows[number], rows.first_rows[number + 1])
+        entries = torch.arange(skipped, group.num_entries, device=self._device)
+        positions = on.positions[own, None]  # [rows, 1]
+        visible = entries < on.run_length[own, None]  # [rows, entries]
+        if sliding_window is not None:
+            visible &= entries > positions - sliding_window
+        if group.tail_seen is not None:
+            begin, end = rows.tail_begin[own.start], rows.tail_begin[own.stop]
+            lengths = on.tail_begin[own.start + 1 : own.stop + 1] - on.tail_begin[own]
+            row = torch.arange(own.stop - own.start, device=self._device)
+            row = row.repeat_interleave(lengths, output_size=end - begin)  # [T]: which row sees it
+            seen: bool | Tensor = True
+            if sliding_window is not None:
+                seen = on.tail_positions[begin:end] > positions[row, 0] - sliding_window
+            visible[row, on.tail_entries[begin:end] - skipped] = seen
+        return skipped, visible.repeat(repeats, 1) if repeats > 1 else visible
+
+    def of_all(self) -> Tensor:
+        """bool [N, all entries], the sequences' entries side by side: rows see those of their own sequence only."""
+        rows = self._rows
+        total = sum(group.num_entries for group in rows.groups)
+        mask = torch.zeros(rows.num_rows, total, dtype=torch.bool, device=self._device)
+        entry = 0
+        for number, group in enumerate(rows.groups):
+            end = entry + group.num_entries
+            _, visible = self.of_group(number, None, 1)
+            own = slice(rows.first_rows[number], rows.first_rows[number + 1])
+            mask[own, entry:end] = True if visible is None else visible
+            entry = end
+        return mask

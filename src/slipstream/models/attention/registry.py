@@ -1,0 +1,59 @@
+"""Attention backends by name, and the choice of one for a model.
+
+A package adds a backend with one line of its own `pyproject.toml`:
+
+    [project.entry-points."slipstream.attention"]
+    my_backend = "my_package.module:MyBackend"
+
+and code with `ATTENTION.register("my_backend", MyBackend)`. Without either, `attention_backend` may itself be
+`"my_package.module:MyBackend"`.
+"""
+
+from __future__ import annotations
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.models.attention.base import AttentionBackend, ModelTraits
+from slipstream.registry import Registry
+
+ENTRY_POINT_GROUP = "slipstream.attention"
+
+AUTO = "auto"
+
+BY_PREFERENCE = ("posed", "native", "packed")
+"""What `auto` takes: the first that can run the model."""
+
+ATTENTION: Registry[AttentionBackend] = Registry(
+    "attention backend",
+    AttentionBackend,  # type: ignore[type-abstract]
+    ENTRY_POINT_GROUP,
+    {
+        "native": "slipstream.models.attention.native:NativeBackend",
+        "packed": "slipstream.models.attention.packed:PackedBackend",
+        "posed": "slipstream.models.attention.posed:PosedBackend",
+    },
+)
+
+
+def choose_backend(name: str, traits: ModelTraits) -> AttentionBackend:
+    """The backend called `name`, or with `auto` the best built-in one, for a model with these traits.
+
+    Raises `ConfigError` for an unknown name, and where the named backend cannot run the model.
+    """
+    if name == AUTO:
+        found = (ATTENTION.load(each) for each in BY_PREFERENCE)
+        return next(backend for backend in found if backend.refusal(traits) is None)(traits)
+    if ":" not in name:
+        reject_unknown([name], [AUTO, *ATTENTION.names()], "attention backend")
+    backend = ATTENTION.load(name)
+    reason = backend.refusal(traits)
+    if reason is not None:
+        raise cannot_run(name, traits, reason)
+    return backend(traits)
+
+
+def cannot_run(name: str, traits: ModelTraits, reason: str) -> ConfigError:
+    """The error for a backend that was asked for by name."""
+    return ConfigError(
+        f"attention backend {name!r} cannot run {traits.config.model_type}: {reason}; use {AUTO!r}"
+    )

@@ -1,0 +1,227 @@
+"""Attention backends: found by name, chosen by what a model and a device can, recorded and replayed where they can."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from slipstream import registry
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.errors import ConfigError
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup, adapt, load_model
+from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits, PassOutput, Run
+from slipstream.models.attention.native import NativeBackend
+from slipstream.models.attention.packed import PackedBackend
+from slipstream.models.attention.posed import PosedBackend
+from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
+from slipstream.models.cpu import native
+from slipstream.models.rows import Rows
+from slipstream.testing.paged import PagedBackend
+
+VOCAB = 61
+TEXT = [(7 * i + 3) % VOCAB for i in range(12)]
+needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+
+
+def traits(family: str, *, kernels: bool = True, device: str = "cpu") -> ModelTraits:
+    config = SimpleNamespace(
+        model_type=family, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
+    )
+    return ModelTraits(config, torch.device(device), torch.float32, kernels)
+
+
+def llama(**options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        attn_implementation=ATTENTION_NAME,
+    )
+    return adapt(LlamaForCausalLM(config).eval(), **options)
+
+
+def logits(lm: CausalLM, layers: Sequence[int] | None = None, token_ids: Sequence[int] = TEXT) -> Tensor:
+    pool, slots = lm.trial_cache(len(token_ids))
+    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool, layers=layers).logits
+
+
+# --- names and choice -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "backend"),
+    [
+        ("llama", {}, NativeBackend),
+        ("llama", {"kernels": False}, PackedBackend),
+        ("llama", {"device": "meta"}, PackedBackend),
+        ("falcon", {}, PosedBackend),
+        ("falcon", {"kernels": False}, PosedBackend),
+    ],
+)
+def test_auto_takes_the_best_that_can_run_the_model(family: str, options: Any, backend: type) -> None:
+    assert type(choose_backend("auto", traits(family, **options))) is backend
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("posed", traits("llama"), "'posed' cannot run llama: only falcon is known to .*; use 'auto'"),
+        ("packed", traits("falcon"), "'packed' cannot run falcon: its attention asks a cache"),
+        ("native", traits("llama", kernels=False), "'native' cannot run llama: .*cpu_kernels"),
+        ("native", traits("llama", device="meta"), "'native' cannot run llama"),
+        ("paked", traits("llama"), "unknown attention backend 'paked'; did you mean 'packed'?"),
+        ("atuo", traits("llama"), "unknown attention backend 'atuo'; did you mean 'auto'?"),
+        ("slipstream.no_such:Backend", traits("llama"), "cannot be loaded: No module named"),
+        ("slipstream.models:CausalLM", traits("llama"), "is not a subclass of .*AttentionBackend"),
+    ],
+)
+def test_what_cannot_be_used_is_said(name: str, asked: ModelTraits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(name, asked)
+
+
+def test_a_backend_is_found_as_an_entry_point_by_registration_and_by_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "slipstream.testing.paged:PagedBackend"
+    entry = EntryPoint("from_a_package", place, ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+    ATTENTION.register("from_code", PagedBackend)
+    try:
+        for name in ("from_a_package", "from_code", place):
+            assert type(choose_backend(name, traits("llama"))) is PagedBackend
+    finally:
+        ATTENTION.unregister("from_code")
+    assert "from_a_package" in ATTENTION.names()
+
+
+def test_an_unknown_backend_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.models.loading._load_weights", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(ConfigError, match="did you mean 'packed'"):
+        load_model(EMBEDDED_TARGET, attention_backend="pakced")
+
+
+@needs_kernels
+def test_the_native_backend_computes_whole_passes() -> None:
+    for name in ("auto", "native"):
+        lm = llama(attention_backend=name)
+        assert lm.decoder is not None
+        assert type(lm.backend) is NativeBackend
+    lm = llama(attention_backend="packed")
+    assert lm.decoder is None
+    torch.testing.assert_close(logits(lm), logits(llama()), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_a_model_that_the_kernels_do_not_know() -> None:
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, attn_implementation=ATTENTION_NAME)
+    with pytest.raises(ConfigError, match="'native' cannot run gpt2: the fused decoder knows llama"):
+        adapt(GPT2LMHeadModel(config).eval(), attention_backend="native")
+    lm = adapt(GPT2LMHeadModel(config).eval())
+    assert lm.decoder is None
+    assert type(lm.backend) is PackedBackend
+
+
+@needs_kernels
+def test_the_native_kernels_refuse_slots_that_are_not_contiguous() -> None:
+    lm = llama()
+    pool = KVPool(lm.shapes, 20, lm.dtype, lm.device)
+    with pytest.raises(ValueError, match="contiguous"):
+        lm.forward([RowGroup([3, 1, 2], 0, [5, 6, 7], [2])], pool)
+
+
+def test_too_few_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 slots for 3 entries"):
+        Rows([RowGroup(range(2), 0, [5, 6, 7], [2])])
+
+
+# --- capture and replay -----------------------------------------------------------------------------------------
+
+
+class Recorder(PackedBackend):
+    """Replays shapes that it has seen, with logits that tell that it did."""
+
+    can_capture = True
+
+    def __init__(self, traits: ModelTraits) -> None:
+        super().__init__(traits)
+        self.captured: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def replay(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int]) -> PassOutput | None:
+        if (rows.num_rows, tuple(hidden_layers)) not in self.captured:
+            return None
+        return PassOutput(torch.full((rows.num_logit_rows, VOCAB), 7.0), {})
+
+    def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
+        key = (rows.num_rows, tuple(hidden_layers))
+        self.captured[key] = self.captured.get(key, 0) + 1
+        return run(self.prepare(rows, pool))
+
+
+@pytest.fixture
+def recorder() -> Iterator[str]:
+    ATTENTION.register("recorder", Recorder)
+    yield "recorder"
+    ATTENTION.unregister("recorder")
+
+
+def test_passes_are_captured_once_and_replayed(recorder: str) -> None:
+    expected = logits(llama(attention_backend="packed"))
+    lm = llama(attention_backend=recorder, canary=False)
+    assert torch.equal(logits(lm), expected)
+    assert bool((logits(lm) == 7.0).all())
+    assert torch.equal(
+        logits(lm, token_ids=TEXT[:5]), logits(llama(attention_backend="packed"), None, TEXT[:5])
+    )
+    assert isinstance(lm.backend, Recorder)
+    assert lm.backend.captured == {(12, ()): 1, (5, ()): 1}
+    some = logits(lm, [0, 2])
+    assert bool((some != 7.0).any()), "a pass over some of the layers is never a recorded one"
+
+
+# --- one model, several threads ---------------------------------------------------------------------------------
+
+
+def test_no_pass_runs_while_another_one_has_taken_layers_out() -> None:
+    lm = llama(attention_backend="packed")
+    whole, some = logits(lm), logits(lm, [0, 2])
+    assert not torch.allclose(whole, some)
+    inside, go_on = threading.Event(), threading.Event()
+    found: dict[str, Tensor] = {}
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread().name == "some":
+            inside.set()
+            assert go_on.wait(60)
+
+    def run(name: str, layers: Sequence[int] | None) -> None:
+        found[name] = logits(lm, layers)
+
+    hook = lm.model.model.embed_tokens.register_forward_hook(wait)
+    first = threading.Thread(target=run, args=("some", [0, 2]), name="some")
+    second = threading.Thread(target=run, args=("whole", None), name="whole")
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive(), "it waits for the layers"
+    go_on.set()
+    first.join()
+    second.join()
+    hook.remove()
+    assert torch.equal(found["whole"], whole)
+    assert torch.equal(found["some"], some)
