@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: HTTP in, the engine's answers out, its figures beside them."""
+"""The OpenAI-compatible server: HTTP requests to an engine, its answers, and metrics."""

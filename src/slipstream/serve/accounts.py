@@ -1,4 +1,4 @@
-"""Tasks of different API keys, which statistics keep apart."""
+"""Names under which statistics keep the tasks of different API keys apart."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class Accounts:
     """
 
     def __init__(self, has_keys: bool, make_labels: Callable[[], TaskLabels]) -> None:
-        """`make_labels` makes what bounds the tasks that an account is shown by name."""
+        """`make_labels` makes the bounded set of task labels of one account."""
         self._has_keys = has_keys
         self._make_labels = make_labels
         self._labels: dict[str, TaskLabels] = {}
 
     def account(self, options: RequestOptions) -> str:
-        """Whose request it is."""
+        """The account that a request belongs to."""
         return options.tenant.partition("/")[0] if self._has_keys else ""
 
     def name_of(self, options: RequestOptions) -> str:
-        """What statistics call the task of a request."""
+        """The name of a request's task in statistics."""
         return self.name(self.account(options), options.task)
 
     def name(self, account: str, task: str) -> str:
-        """What statistics call a task of an account."""
+        """The name of an account's task in statistics."""
         return f"{account}/{task}" if self._has_keys else task
 
     def split(self, name: str) -> tuple[str, str]:
-        """The account and its task."""
+        """The account and the task of a name."""
         if not self._has_keys:
             return "", name
         account, _, task = name.partition("/")
@@ -44,7 +44,7 @@ class Accounts:
         return self.split(name)[1]
 
     def label(self, name: str) -> str:
-        """The name, or the one that stands for the account's many others."""
+        """The name, or the account's label `other` once it has too many tasks."""
         account, task = self.split(name)
         if account not in self._labels:
             self._labels.setdefault(account, self._make_labels())

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The ASGI application: its middleware and its routes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ B = TypeVar("B", bound=Body)
 LARGE_BYTES = 64 * 2**10
 """Bodies of this size are parsed off the event loop."""
 STATE_TIMEOUT_S = 2.0
-"""How long a scrape waits for a step to end; after that, queue and cache are as they were at the last one."""
+"""How long a scrape waits for a step to end; after that it shows the queue and the cache of the last read."""
 
 
 def create_app(
@@ -68,8 +68,8 @@ def create_app(
     """The ASGI application around a running engine; its `state.service` is what the routes use.
 
     `model_name` is how clients name the model unless the configuration says otherwise. The engine is closed when
-    the application shuts down. `traces` is where spans go, instead of where the configuration and the environment
-    say. Raises `ConfigError` for limits that the model cannot have.
+    the application shuts down. `traces` receives the spans, instead of the endpoint in the configuration or the
+    environment. Raises `ConfigError` for limits that the model cannot have.
     """
     traces = traces or make_provider(config.otlp_traces_endpoint, os.environ)
     service = Service(engine, config, model_name)
@@ -106,7 +106,7 @@ def create_app(
 
 
 def _middleware(service: Service, routes: RouteTable, traces: TracerProvider | None) -> list[Middleware]:
-    """From the outside in."""
+    """The middleware, the outermost first."""
     layers = [
         Middleware(RequestLog, metrics=service.metrics, routes=routes),
         Middleware(BodyRoom, max_body_bytes=service.config.max_body_bytes),
@@ -129,7 +129,7 @@ def _middleware(service: Service, routes: RouteTable, traces: TracerProvider | N
 
 
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """Reads and checks a body of `cls`."""
+    """A function that reads and checks a body of `cls`."""
     config = service.config
 
     async def read(request: Request) -> B:
@@ -190,7 +190,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _num_each(body: GenerationBody) -> int:
-    """Answers a prompt; what is no number of them is refused later."""
+    """Number of answers for each prompt; a bad `n` is refused later."""
     return max(body.n or 1, 1)
 
 
@@ -202,7 +202,7 @@ def _job(
     kind: str,
     constraint: Constraint | None,
 ) -> Job:
-    """What the engine is to do; raises `ApiError` 400 for what it cannot."""
+    """The job for the engine; raises `ApiError` 400 for parameters that it does not support."""
     facts = request.scope[FACTS]
     if service.config.log_prompts:
         [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
@@ -277,14 +277,14 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine can work."""
+        """200 while the engine runs."""
         if service.engine.has_stopped:
             raise errors.unavailable("the engine has stopped")
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while new requests are taken in."""
+        """200 while new requests are accepted."""
         if not service.is_ready:
             raise errors.unavailable("the server takes no new requests")
         return JSONResponse({"status": "ready"})
@@ -295,7 +295,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        with suppress(EngineStoppedError, TimeoutError):  # the counters still tell what was
+        with suppress(EngineStoppedError, TimeoutError):  # the counters are valid all the same
             async with asyncio.timeout(STATE_TIMEOUT_S):
                 await service.watching.read(service.engine)
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and what they keep apart."""
+"""API keys, and the accounts and tenants that they separate."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from slipstream.serve.api.errors import ApiError
 from slipstream.serve.routes import RouteTable
 
 ACCOUNT = "slipstream.account"
-"""Where in an ASGI scope is kept whose key a request came with."""
+"""Key in an ASGI scope of the account that a request's API key belongs to."""
 
 
 def account_of(scope: Scope) -> str:
-    """Whose request it is: a digest of its API key, since keys themselves belong into no file and no log; '' where the
+    """The account of a request: a digest of its API key, since keys must not be in files or logs; '' where the
     server has no keys."""
     account: str = scope.get(ACCOUNT, "")
     return account
 
 
 def tenant_of(scope: Scope, user: str | None) -> str:
-    """What is remembered of a request is for its tenant only: the key's, and within it the one that `user` names."""
+    """The tenant of a request: its account, and within it the `user`. Tenants share neither prefixes nor drafters'
+    state."""
     account = account_of(scope)
     return f"{account}/{user or ''}" if account else user or ""
 
@@ -48,7 +49,7 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _account(self, authorization: str | None) -> str:
-        """Of a key that is known; raises `ApiError` 401. Every key is compared in full, so that time tells nothing."""
+        """The account of a known key; raises `ApiError` 401. Every key is compared in constant time."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "an API key is needed: send the header 'Authorization: Bearer KEY'"
@@ -63,5 +64,5 @@ class KeyGuard:
 
 
 def digest(key: str) -> str:
-    """What stands for a key."""
+    """A digest that identifies a key without revealing it."""
     return hashlib.sha256(b"slipstream account " + key.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What the server is told: where it listens, whom it serves, and how much at once."""
+"""The server's configuration: addresses, keys, limits, logs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "text")
 METRICS_ALIASES = ("vllm",)
 MIN_HEAD_BYTES = 1024
-"""Below it browsers and clients with long keys are refused."""
+"""With less, browsers and clients with long keys would be refused."""
 MAX_STREAM_INTERVAL_S = 10.0
-"""Beyond it a stream is none."""
+"""With more, a stream would not be one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,14 @@ class ServeConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface of the machine."""
     port: int = 8000
-    """0 takes a free one, which the log names."""
+    """0 takes a free port, which the log names."""
     served_model_name: str | None = None
-    """The model's name for clients; MODEL as it was given unless set."""
+    """The model's name for clients; by default MODEL as it was given."""
     api_key: Seq[str] = field(default=(), repr=False)
-    """A key that clients must send as `Authorization: Bearer KEY`; guards all but /health, /ready, /metrics,
-    /version, /openapi.json and the dashboard's empty page. Without one everybody is served."""
+    """A key that clients must send as `Authorization: Bearer KEY`; needed for all paths but /health, /ready,
+    /metrics, /version, /openapi.json and the dashboard's empty page. Without keys every client is served."""
     cors_origins: Seq[str] = ()
-    """A web page's origin, as in https://example.org, whose scripts may call; * is any. None unless given."""
+    """A web page's origin whose scripts may send requests, as in https://example.org; * is any. None unless given."""
     max_body_bytes: int = 4 * 2**20
     """The largest request body."""
     body_timeout_s: float = 30.0
@@ -42,56 +42,57 @@ class ServeConfig:
     head_timeout_s: float = 10.0
     """From a connection's opening to the first byte on it, and from a request's first byte to the end of its head."""
     idle_timeout_s: float = 75.0
-    """How long a connection stays open between two requests: longer than clients and proxies keep theirs (mostly 60 s
-    at most), so that they close first. A server that does so loses the request that is just then on its way."""
+    """How long a connection stays open between two requests: longer than clients and proxies keep theirs (mostly 60
+    s at most), so that they close first. Where the server closes first, a request that is on its way is lost."""
     max_connections: int | None = None
-    """Connections at once; as many as the limit on open files allows unless set. Beyond it the one that was idle for
-    longest is closed."""
+    """Most open connections; by default as many as the limit on open files allows. Beyond it the connection that
+    was idle for longest is closed."""
     max_prompt_tokens: int | None = None
-    """The longest prompt; the model's context is a limit anyway."""
+    """The longest prompt; by default the model's context is the limit."""
     max_output_tokens: int | None = None
-    """The most tokens an answer may be asked for, and its length where a chat asks for none."""
+    """The most tokens of an answer, and the default length of a chat's answer."""
     max_waiting: int = 256
-    """Answers that may wait for their turn; a request that would make it more is refused with 429."""
+    """Most answers that wait; a request with more is refused with 429."""
     max_logprobs: int = 20
-    """The most alternatives a token that a request may ask for."""
+    """The most alternatives for each token that a request may ask for."""
     max_stored_responses: int = 256
-    """Responses of /v1/responses that are kept in memory for each API key (without keys each user), to be continued
-    and read again. 0 keeps none."""
+    """Responses of /v1/responses that are stored in memory for each API key (without keys each user), to be
+    continued and read again. 0 stores none."""
     stored_responses_bytes: int = 64 * 2**20
-    """The memory for them all; over it the key or user that holds the most loses the oldest."""
+    """The memory for all stored responses; beyond it the oldest of the key or user that holds the most are removed."""
     strict_parameters: bool = False
-    """Refuse names in a body that nobody knows, instead of ignoring them and naming them in the response's header
+    """Refuse unknown names in a body, instead of ignoring them and naming them in the response's header
     X-Slipstream-Ignored."""
     tool_call_parser: str | None = None
-    """How the model writes calls of tools: hermes, llama3_json, mistral, mistral_tekken or mistral_args. Unless set it
-    goes by the chat template, and is hermes where that shows none."""
+    """The format of the model's tool calls: hermes, llama3_json, mistral, mistral_tekken or mistral_args. By
+    default it is found from the chat template, and is hermes where that shows none."""
     request_timeout_s: float = 600.0
     """From the end of a request's body to the end of its answer."""
     grace_period_s: float = 30.0
-    """After SIGTERM, for answers under way to end; then they are broken off with an error."""
+    """After SIGTERM, time for answers under way to end; then they are aborted with an error."""
     stream_interval_s: float = 0.02
-    """A stream gets what came within it as one event; its first and last tokens come at once. 0 is an event a step."""
+    """Tokens of a stream that come within this time are sent as one event; its first and last tokens are sent at
+    once. 0 sends an event a step."""
     per_request_metrics: bool = False
-    """Put a request's own acceptance and times into its response, as `metrics`."""
+    """Add a request's own acceptance and times to its response, as `metrics`."""
     metrics_alias: str | None = None
-    """`vllm`: show the metrics that vLLM has too under its names as well."""
+    """`vllm` also shows the metrics that vLLM has under vLLM's names."""
     task_labels: Seq[str] = ()
-    """A task that gets metrics of its own; those that are not named share the label `other`. Unless given, the first
-    tasks that clients name get them, but with an api_key none, since /metrics needs no key."""
+    """A task with metrics of its own; other tasks share the label `other`. Unless given, the first tasks that
+    clients name have them; with an api_key none has, since /metrics needs no key."""
     max_task_labels: int = 32
-    """Tasks that get metrics of their own where none are named."""
+    """Tasks with metrics of their own where no task_labels are given."""
     dashboard_texts: bool = False
-    """Show the last answers' texts on the dashboard, to everybody who may read it. Off, it keeps no text."""
+    """Show the texts of the last answers on the dashboard, to everybody who may read it. Off, it stores no text."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "json"
     """json, one object a line, or text."""
     log_prompts: bool = False
-    """Write what was asked into the log. Off, no text of a request or answer is ever logged."""
+    """Write prompts into the log. Off, no text of a request or answer is ever logged."""
     otlp_traces_endpoint: str | None = None
-    """Send OpenTelemetry traces there, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The standard
-    OTEL_* variables work as well."""
+    """Endpoint for OpenTelemetry traces, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The
+    standard OTEL_* variables work as well."""
 
     def __post_init__(self) -> None:
         check_types(self, "serve")

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, checked and tokenised."""
+"""The work of one HTTP request for the engine, validated and tokenised."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slipstream.serve.api.constraints import Constraint
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Prompts that are given back."""
+    """Prompts that are returned with the answers."""
 
     texts: tuple[str, ...]
-    """One a prompt."""
+    """One for each prompt."""
     logprobs: int | None
-    """Alternatives to report for each of their tokens; None reports nothing of them."""
+    """Alternatives to report for each of their tokens; None reports no log-probabilities."""
     with_answers: bool
-    """False where `max_tokens` is 0: the token that the engine yields anyway is not shown."""
+    """False where `max_tokens` is 0: the token that the engine makes is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +28,25 @@ class Job:
     """One request: every prompt gets `params.n` answers."""
 
     id: str
-    """As the client sees it."""
+    """The id that the client sees."""
     prompts: list[list[int]]
     params: SamplingParams
     seeds: tuple[int, ...]
-    """One a prompt: several prompts that share one would share their luck."""
+    """One for each prompt, so that the prompts of a request are sampled independently."""
     constraint: Constraint | None = None
-    """Where the parameters' structured output is from."""
+    """The source of the parameters' structured output."""
     options: RequestOptions = DEFAULT_OPTIONS
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
-    """Alternatives a token under the response's `prompt_logprobs`; None leaves it out. The engine may tell more."""
+    """Alternatives a token under the response's `prompt_logprobs`; None leaves it out. The engine may report more."""
     echo: Echo | None = None
-    """The prompts come back before the answers."""
+    """The prompts that are returned before the answers."""
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the log will say about the request."""
+    """Fields of the request's line in the access log."""
 
     @property
     def num_answers(self) -> int:

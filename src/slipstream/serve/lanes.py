@@ -1,4 +1,4 @@
-"""Threads for work of different sizes, so that what is small never waits for what is large."""
+"""Threads for work of different sizes, so that small work never waits for large work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 T = TypeVar("T")
 
 BOUNDS = (4 * 2**10, 128 * 2**10)
-"""Characters up to which work belongs into the first lane and into the second; the rest goes into a third. A tokenizer
+"""Most characters of work in the first and in the second lane; larger work is in a third. A tokenizer
 reads about a million characters a second."""
 
 
@@ -25,13 +25,13 @@ class Lanes:
         ]
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` makes of `size` characters. Cancelled before its turn, it is not done at all."""
+        """The result of `work` on `size` characters. Cancelled before it begins, it does not run."""
         lane = sum(size > bound for bound in BOUNDS)
         return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
 
 
 def size_of(*values: Any) -> int:
-    """About how many characters there are in values as clients send them; counts no further than the last bound."""
+    """The approximate number of characters in decoded JSON; counts no further than the last bound."""
     size, waiting = 0, list(values)
     while waiting and size <= BOUNDS[-1]:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""A server's life: it listens, it serves, and on a signal it ends what it began before it goes."""
+"""The server process: it listens, serves, and on a signal drains before it exits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slipstream.serve.service import Service
 logger = logging.getLogger(__name__)
 
 _LAST_WRITES_S = 5
-"""For responses that were broken off to reach their clients."""
+"""Time for the last bytes of aborted responses to reach their clients."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not yet listen; raises `ConfigError` when the address cannot be had."""
+    """A socket that is bound and does not yet listen; raises `ConfigError` where the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -43,9 +43,9 @@ def bind(host: str, port: int) -> socket.socket:
 class DrainingServer(uvicorn.Server):
     """Drains on SIGTERM and SIGINT.
 
-    From the first signal on nothing new is taken in, /ready answers 503, and answers under way go on. The server
-    leaves when they have ended, or after `grace_period_s`, when they are broken off with an error. A second signal
-    breaks them off at once.
+    From the first signal on new requests are refused, /ready answers 503, and answers under way continue. The
+    server exits when they have ended, or after `grace_period_s`, when they are aborted with an error. A second
+    signal aborts them at once.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -56,7 +56,7 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(Any, partial(Connection, limits=config, connections=connections)),
-                ws="none",  # a web socket would be outside of all bounds
+                ws="none",  # web sockets would bypass the limits
                 backlog=connections.backlog,
                 log_config=None,
                 access_log=False,
@@ -68,20 +68,20 @@ class DrainingServer(uvicorn.Server):
         self._announced = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal comes; returns when everything is over."""
+        """Serve until a signal comes; returns after the drain."""
         for bound in sockets or []:
             host, port = bound.getsockname()[:2]
             logger.info("listening", extra={"facts": {"host": host, "port": port}})
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one begins the drain, the second one ends it."""
+        """Handle a signal: the first begins the drain, the second ends it."""
         grace_s = self._service.config.grace_period_s
         self._deadline_s = time.monotonic() + (grace_s if self._deadline_s is None else 0.0)
         self._service.admission.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Every tenth of a second: True when it is time to go."""
+        """Called every tenth of a second; True when the server shall exit."""
         if await super().on_tick(counter):
             return True
         if self._deadline_s is None:

@@ -1,4 +1,4 @@
-"""How much is taken in: the size of a body, and the answers that run and wait."""
+"""Limits on requests: the size of a body, and the number of answers that run and wait."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from slipstream.serve.network.body_room import taken
 
 DRAIN_BYTES = 64 * 2**20
 DRAIN_S = 5.0
-"""What is read of a body that is too large, and for how long, before it is refused. Closing a connection on bytes that
-nobody has read resets it, and many a client then never sees the refusal."""
+"""How much of a body that is too large is read before it is refused, and for how long. Closing a connection with
+unread bytes resets it, and many clients then do not see the error."""
 
 
 def check_json(request: Request) -> None:
-    """Raise `ApiError` 415 for a body that does not say that it is JSON.
+    """Raise `ApiError` 415 for a Content-Type other than application/json.
 
-    A web page of any origin may make its readers' browsers post text and forms anywhere, unasked; with JSON a browser
-    asks first.
+    A browser posts text and forms for a web page of any origin; for JSON it sends a CORS preflight request first.
     """
     sent = request.headers.get("content-type", "")
     if sent.partition(";")[0].strip().lower() != "application/json":
@@ -31,8 +30,8 @@ def check_json(request: Request) -> None:
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body; raises `ApiError` 413 when it is larger than `max_bytes`, of which no more is kept, and 408 when
-    it is not complete within `timeout_s` seconds, and 429 when the bodies of all requests have no room left."""
+    """The whole body; raises `ApiError` 413 where it is larger than `max_bytes`, 408 where it is not complete
+    within `timeout_s` seconds, and 429 where the bodies of all requests together are too large."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         await forget_body(request)
@@ -44,7 +43,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
                 body += chunk
                 if len(body) > max_bytes or not room.grow(len(body)):
                     break
-    except ClientDisconnect:  # nobody will read this; the log and the metrics will
+    except ClientDisconnect:  # for the log and the metrics alone
         message = "the client left before its body was complete"
         raise ApiError(CLIENT_LEFT, message, code="client_left") from None
     except TimeoutError:
@@ -60,7 +59,8 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
 
 
 async def forget_body(request: Request) -> None:
-    """Read and forget a body that is to be refused, within bounds; one that has not been sent is not asked for."""
+    """Read and discard the body of a request that is refused, within bounds; one that was not sent yet is not
+    requested."""
     announced = request.headers.get("content-length", "")
     waits = request.headers.get("expect", "").lower() == "100-continue"
     if not waits and not (announced.isdecimal() and int(announced) > DRAIN_BYTES):
@@ -68,7 +68,7 @@ async def forget_body(request: Request) -> None:
 
 
 async def _drain(request: Request) -> None:
-    """Read and forget, within bounds."""
+    """Read and discard the rest of the body, within bounds."""
     num_bytes = 0
     with suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(DRAIN_S):
@@ -81,7 +81,7 @@ async def _drain(request: Request) -> None:
 
 def _too_large(max_bytes: int) -> ApiError:
     message = f"the body is larger than {max_bytes:,} bytes"
-    # Closing spares reading what is still left of the body.
+    # After closing, the rest of the body need not be read.
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
@@ -92,18 +92,19 @@ def _no_room() -> ApiError:
 
 
 class Admission:
-    """Counts the answers under way, and refuses what would be too many. Used from the event loop only."""
+    """Counts the answers under way, and refuses requests beyond the limit. Used from the event loop only."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.capacity = max_running + max_waiting
         self.num_answers = 0
-        """Under way: being read into tokens, running, or waiting for their turn."""
+        """Answers under way: being tokenised, running, or waiting."""
         self.draining = False
-        """True once nothing new is taken in."""
+        """True once new requests are refused."""
 
     @contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
-        """Hold places for a request's answers; raises `ApiError` 400, 429 or 503 where there are none."""
+        """Count a request's answers as under way; raises `ApiError` 400, 429 or 503 where they are too many or the
+        server drains."""
         self.check_open()
         if num_answers > self.capacity:
             message = f"the request asks for {num_answers} answers; this server takes {self.capacity} at once"
@@ -116,7 +117,7 @@ class Admission:
             self.num_answers -= num_answers
 
     def check_room(self, num_answers: int = 1) -> None:
-        """Raise `ApiError` 429 where there are not places for so many answers now."""
+        """Raise `ApiError` 429 where so many more answers would exceed the limit."""
         if self.num_answers + num_answers > self.capacity:
             raise ApiError(
                 429,

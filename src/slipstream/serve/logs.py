@@ -1,4 +1,5 @@
-"""Structured logs: one JSON object a line, and one line a request. Texts of users are not in them unless asked for."""
+"""Structured logs: one JSON object a line, and one line a request. They hold no texts of users unless configured
+so."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ logger = logging.getLogger("slipstream.serve.access")
 
 ID_HEADER = "X-Request-Id"
 MAX_PATH = 500
-"""Characters of a request's path in its line."""
+"""Most characters of a request's path in its line."""
 _SANE_ID = re.compile(r"[\w.:-]{1,128}")
 _PLAIN_WORD = re.compile(r"[\w.:/+%@,-]+")
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger, message, and whatever a record has under `facts`."""
+    """Writes time, level, logger, message, and the fields that a record has under `facts`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -43,13 +44,12 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str).replace(
             "\x7f", "\\u007f"
-        )  # all else that is no character is escaped
+        )  # all other control characters are escaped
 
 
 class TextFormatter(logging.Formatter):
-    """The same for a person: one line a record, and below it, indented, the lines of an exception.
-
-    A value with anything but plain characters is quoted: no client can make it look like another line or another fact.
+    """The same for a person: one line a record, and below it the indented lines of an exception. A value with other
+    than plain characters is quoted, so that no client can forge a line or a field.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class TextFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """The text with what is not printable spelled out: line ends of any kind, terminals' escape sequences, controls
-    of the direction of writing."""
+    """The text with characters that are not printable escaped: line ends, terminals' escape sequences, controls of
+    the direction of writing."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _value(value: Any) -> str:
-    """A fact's value; quoted unless it is one plain word or what Python says of numbers and lists."""
+    """A field's value as text; quoted unless it is one plain word, a number or a list."""
     text = str(value)
     if not isinstance(value, str) or _PLAIN_WORD.fullmatch(text):
         return escaped(text)
@@ -81,7 +81,7 @@ def _value(value: Any) -> str:
 
 
 def configure(config: ServeConfig) -> None:
-    """Send this process's logs to standard error in the configured form."""
+    """Send this process's logs to standard error in the configured format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=config.log_level.upper(), force=True)
@@ -89,7 +89,7 @@ def configure(config: ServeConfig) -> None:
 
 
 def take_over_transformers() -> None:
-    """Have Transformers, which writes to standard error by itself, log like everybody; imports it."""
+    """Send the logs of Transformers through our handlers; imports it."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_default_handler()
@@ -142,5 +142,5 @@ class RequestLog:
         }
         level = (
             logging.INFO if api else logging.DEBUG
-        )  # probes, scrapes and the dashboard would drown the rest
+        )  # probes, scrapes and the dashboard would flood the log
         logger.log(level, "request", extra={"facts": line | scope[FACTS]})

@@ -1,4 +1,4 @@
-"""The engine as the routes see it: admitted, timed, counted, and stopped when nobody listens any more."""
+"""The engine for the routes: requests are admitted, timed, counted, and aborted when their client disconnects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.watching import Watching
 
 PromptUpdate = tuple[int, Update]
-"""Which prompt of the request, and what was added to one of its answers."""
+"""The number of the prompt in its request, and an update of one of its answers."""
 
 
 class Service:
-    """An engine with what a server keeps beside it. Used from one event loop; the engine steps in its own thread."""
+    """An engine with the server's state. Used from one event loop; the engine steps in its own thread."""
 
     def __init__(self, engine: AsyncEngine, config: ServeConfig, model_name: str) -> None:
         inner = engine.engine
@@ -51,7 +51,7 @@ class Service:
             config.tool_call_parser,
         )
         self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
-        # Everybody may read the metrics, also where only holders of keys may read the dashboard's data.
+        # The metrics need no key, unlike the dashboard's data.
         num_public = 0 if config.task_labels or config.api_key else config.max_task_labels
         self.metrics = Metrics(
             self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
@@ -67,14 +67,14 @@ class Service:
         return not self.admission.draining and not self.engine.has_stopped
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 unless `name` is what is served; None is whatever that is."""
+        """Raise `ApiError` 404 unless `name` is the served model or None."""
         if name not in (None, self.model_name):
             message = f"the model {name!r} is not served here; {self.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @asynccontextmanager
     async def answering(self, job: Job, deadline_s: float) -> AsyncIterator[AsyncIterator[PromptUpdate]]:
-        """The job's updates; leaving it stops what is still under way.
+        """The job's updates; leaving the context aborts what is still under way.
 
         The iterator raises what the engine raises, or `ApiError` 504 at `deadline_s` of the event loop's clock.
         """
@@ -83,7 +83,7 @@ class Service:
 
     @asynccontextmanager
     async def until(self, deadline_s: float) -> AsyncIterator[None]:
-        """Raises `ApiError` 504 where what is within lasts longer."""
+        """Raises `ApiError` 504 at the deadline."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 yield
@@ -92,7 +92,7 @@ class Service:
 
     @asynccontextmanager
     async def tokenizing(self) -> AsyncIterator[None]:
-        """A place, and bounded time, for text that nobody answers; raises `ApiError` as `admit` and `until` do."""
+        """Admission and a deadline for requests that only tokenise; raises `ApiError` as `admit` and `until` do."""
         deadline_s = asyncio.get_running_loop().time() + self.config.request_timeout_s
         with self.admission.admit(1):
             async with self.until(deadline_s):
@@ -101,7 +101,7 @@ class Service:
     async def _updates(self, job: Job, deadline_s: float) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
         arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
-        # One timer a request: one for every update would cost more than the rest of the waiting.
+        # One timer a request: a timer for every update would cost more than the rest of the loop.
         late = _too_late(self.config.request_timeout_s)
         timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
         watch = self.metrics.watch(job.num_answers, job.params)
@@ -121,7 +121,7 @@ class Service:
                 watch.add(number, update)
                 follower.add(number, update)
                 yield item
-        except RequestError as error:  # all else in a job has been checked
+        except RequestError as error:  # all other fields of a job have been checked
             watch.refuse()
             raise (error if job.constraint is None else job.constraint.refusal(error)) from None
         finally:

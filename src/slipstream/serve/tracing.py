@@ -1,9 +1,9 @@
 """OpenTelemetry traces, one span a generation request, in the names of the GenAI semantic conventions.
 
-Off unless there is somewhere to send them: `--otlp-traces-endpoint`, or the standard variables
-`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`. Off, nothing of OpenTelemetry is imported here
-and requests pass through nothing. The `OTEL_*` variables set the rest: sampler, resource, propagators, headers,
-batches. No text of a request or answer is in a span.
+Off unless an endpoint is configured: `--otlp-traces-endpoint`, or the standard variables
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`. Off, nothing of OpenTelemetry is imported
+and no middleware is added. The `OTEL_*` variables set the rest: sampler, resource, propagators, headers, batches.
+No text of a request or answer is in a span.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INSTALL = "install slipstream-llm[otel]"
 
 
 def make_provider(endpoint: str | None, environment: Mapping[str, str]) -> TracerProvider | None:
-    """Where spans go; None when nobody asked for traces.
+    """The provider of spans; None where traces are off.
 
     `endpoint` is used as it is (over HTTP with its `/v1/traces`); without one the variables decide. Raises
     `ConfigError` when the packages that `endpoint` needs are missing; for the variables alone, which may be meant
@@ -143,7 +143,7 @@ class TraceRequests:
 
 
 def _finish(span: Span, scope: Scope, status: int | None) -> None:
-    """What is known when the request is over."""
+    """Set the attributes that are known at the end of a request."""
     from opentelemetry.trace import StatusCode
 
     facts: dict[str, Any] = scope[FACTS]
@@ -156,20 +156,20 @@ def _finish(span: Span, scope: Scope, status: int | None) -> None:
         span.set_attribute("error.type", "client_left")
     elif status >= 400:
         span.set_attribute("error.type", str(status))
-    elif "error" in facts:  # a stream that had begun
+    elif "error" in facts:  # a stream that failed after it had begun
         span.set_attribute("error.type", "stream_broken_off")
     if "error" in facts or (status is not None and status >= 500):
         span.set_status(StatusCode.ERROR)
 
 
 def _of_answer(answer: ApiAnswer) -> Iterator[tuple[str, Any]]:
-    """What was asked, and what it cost. Times are in seconds."""
+    """Attributes of the request and its cost. Times are in seconds."""
     job, params = answer.job, answer.job.params
     yield "gen_ai.response.id", job.id
     yield "gen_ai.request.choice.count", job.num_answers
     for name in ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
         yield f"gen_ai.request.{name}", getattr(params, name)
-    if len(set(job.seeds)) == 1:  # the attribute is one number
+    if len(set(job.seeds)) == 1:  # the attribute holds one number
         yield "gen_ai.request.seed", params.seed
     yield "gen_ai.usage.input_tokens", sum(map(len, job.prompts))
     yield "gen_ai.usage.output_tokens", answer.num_output_tokens

@@ -1,4 +1,4 @@
-"""What the server sees of its engine: the one place where steps, requests and the control's reports are told on."""
+"""Observes the engine: passes on steps, requests and the controller's reports to metrics, history and alarms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from slipstream.serve.metrics.metrics import Metrics
 logger = logging.getLogger("slipstream.serve.alarms")
 
 READ_EVERY_S = 2.0
-"""How often the engine is asked for its state, whether or not somebody looks."""
+"""Interval at which the engine's state is read, whether or not a client asks for it."""
 
 
 class Watching:
@@ -42,7 +42,7 @@ class Watching:
     def __init__(
         self, engine: Engine, metrics: Metrics, method: str, accounts: Accounts, with_texts: bool
     ) -> None:
-        """`accounts` name tasks for all but `metrics`, which have labels of their own."""
+        """`accounts` gives the names of tasks for all but `metrics`, which have labels of their own."""
         self._method = method
         self._max_model_len = engine.max_model_len
         self.metrics = metrics
@@ -54,7 +54,7 @@ class Watching:
         self.recent = Recent(with_texts)
         self.alarms = Alarms(self._on_raise, self._on_clear, task_name=accounts.task)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
-        """Alarms that are over, the latest first: when they were cleared, and why."""
+        """Cleared alarms, the latest first: alarm, time and reason."""
         self._control = ControlMetrics(self.history, lambda name: metrics.task_label(accounts.task(name)))
         metrics.register(self._control)
         engine.on_step = self._on_step
@@ -63,12 +63,12 @@ class Watching:
 
     @property
     def report(self) -> ControlReport | None:
-        """The control's last one; None before the first."""
+        """The controller's last report; None before the first."""
         return self._control.report
 
     @property
     def age_s(self) -> float:
-        """Since the engine was last read: long only where a step takes long, or the engine has stopped."""
+        """Time since the engine was last read: long only where a step takes long or the engine has stopped."""
         return time.monotonic() - self._read_s
 
     async def run(self, engine: AsyncEngine) -> None:
@@ -93,11 +93,11 @@ class Watching:
         self.alarms.on_report(report)
 
     def follow(self, job: Job) -> Follower:
-        """Watches one job's updates."""
+        """A follower of one job's updates."""
         return Follower(self, job)
 
     def on_request(self, job: Job, output: RequestOutput, num_streamed: int, pieces: Pieces) -> None:
-        """A prompt's last answer has ended."""
+        """Record that a prompt's last answer has ended."""
         self.recent.add(self.accounts.account(job.options), job, output, pieces.by_answer)
         for kind in TASK_KINDS:
             self.metrics.expect_alarm(kind, job.options.task, None)
@@ -165,7 +165,7 @@ class Watching:
         logger.warning("alarm cleared: %s", why, extra={"facts": self._alarm_facts(alarm)})
 
     def _told(self, alarm: Alarm) -> Alarm:
-        """With the task as its client named it."""
+        """The alarm with the task as its client named it."""
         return alarm if alarm.task is None else replace(alarm, task=self.accounts.task(alarm.task))
 
     def _alarm_facts(self, alarm: Alarm) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Watching:
 
 
 class Follower:
-    """One job's updates as they are given out."""
+    """Follows one job's updates."""
 
     def __init__(self, watching: Watching, job: Job) -> None:
         self._watching = watching
@@ -191,7 +191,7 @@ class Follower:
         self._pieces = [Pieces() for _ in job.prompts]
 
     def add(self, prompt: int, update: Update) -> None:
-        """Take in an update of the `prompt`-th prompt."""
+        """Record an update of the `prompt`-th prompt."""
         self._num_streamed[prompt] += len(update.token_ids)
         if self._watching.recent.with_texts:
             self._pieces[prompt].add(update)
@@ -202,5 +202,5 @@ class Follower:
 
 
 def _counted(metrics: RequestMetrics) -> int:
-    """Output tokens by the counters of steps: one a step that was not cut, and the accepted ones."""
+    """Output tokens by the step counters: one for each step that was not cut, and the accepted draft tokens."""
     return metrics.num_steps + metrics.num_accepted_tokens - metrics.num_cut_steps

@@ -1,4 +1,4 @@
-"""What chats and completions have in common: the books of one response while the engine works on it."""
+"""What chats and completions have in common: one response while the engine works on it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from slipstream.serve.service import Service
 
 
 class ApiAnswer(ABC):
-    """A response in the making. `add` takes every update; then come chunks as they are, or `whole` at the end."""
+    """A response in progress. `add` takes every update; then `chunks` are sent as they come, or `whole` at the end."""
 
     names_events: ClassVar[bool] = False
-    """Events of a stream have their type as a name, and the last one says so by it; else that is `[DONE]`."""
+    """True where the events of a stream are named by their type. Otherwise the stream ends with `[DONE]`."""
 
     def __init__(self, job: Job, service: Service) -> None:
         self.job = job
@@ -48,22 +48,22 @@ class ApiAnswer(ABC):
 
     @abstractmethod
     def chunks(self, prompt: int, update: Update) -> list[dict[str, Any]]:
-        """What a stream sends for an update that was added; nothing while its text is held back."""
+        """The chunks that a stream sends for an update; none while its text is held back."""
 
     def closing_chunk(self) -> dict[str, Any] | None:
-        """What a stream sends behind all updates."""
+        """The chunks that a stream sends after all updates."""
         return None
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """What a stream that has begun sends at last where it cannot go on."""
+        """The last event of a stream that failed after it had begun."""
         return error.body()
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The response that is not streamed."""
+        """The whole response, where it is not streamed."""
 
     def usage(self) -> dict[str, Any]:
-        """Prompts, and the tokens of all updates so far."""
+        """OpenAI's `usage`, of the prompts and the tokens of all updates so far."""
         cached = sum(output.outputs[0].metrics.num_cached_tokens for output in self.outputs)
         return usage(sum(map(len, self.job.prompts)), cached, self.num_output_tokens)
 
@@ -110,7 +110,7 @@ class Choices(ApiAnswer):
         """A finished choice."""
 
     def says_something(self, update: Update, text: str) -> bool:
-        """Whether an update is worth a chunk: not while its text is held back and nothing else is to be told."""
+        """Whether an update needs a chunk: not while its text is held back and it carries nothing else."""
         return bool(text or update.finish_reason or update.logprobs) or (
             self.job.return_token_ids and bool(update.token_ids)
         )
@@ -126,7 +126,7 @@ class Choices(ApiAnswer):
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what is impossible."""
+    """JSON has no infinity; OpenAI writes -9999 for a log-probability of minus infinity."""
     return max(logprob, -9999.0)
 
 
@@ -135,7 +135,7 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None] | None:
     """A prompt's log-probabilities in vLLM's shape: token id to log-probability, rank and text.
 
-    `num_top` alternatives are told, of however many `entries` hold; None where none were asked for.
+    At most `num_top` of the alternatives in `entries` are shown; None where no log-probabilities were requested.
     """
     if entries is None or num_top is None:
         return None
@@ -143,7 +143,7 @@ def prompt_logprobs(
 
 
 def first_top(entries: Seq[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
-    """The entries with no more than `num_top` alternatives each."""
+    """The entries with at most `num_top` alternatives each."""
     return [None if entry is None else replace(entry, top=entry.top[:num_top]) for entry in entries]
 
 

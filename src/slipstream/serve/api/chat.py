@@ -54,7 +54,7 @@ class ChatAnswer(Choices):
         return [choice]
 
     def _reader(self, number: int) -> CallReader | None:
-        """What reads the calls of a choice; None where the request has no tools."""
+        """The reader of a choice's tool calls; None where the request has no tools."""
         constraint = self.job.constraint
         if constraint is None or constraint.tools is None:
             return None
@@ -93,7 +93,7 @@ class ChatAnswer(Choices):
 
 
 def _finish_reason(reason: FinishReason | None, reader: CallReader | None) -> str | None:
-    """Why an answer has ended; the end of one with calls has a name of its own."""
+    """Why an answer has ended; `tool_calls` where it has calls."""
     has_called = reader is not None and bool(reader.calls)
     return "tool_calls" if has_called and reason == FinishReason.STOP else reason
 

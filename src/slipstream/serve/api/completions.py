@@ -31,7 +31,7 @@ class CompletionAnswer(Choices):
             self.num_output_tokens = 0
 
     def deltas(self, prompt: int, update: Update) -> list[dict[str, Any]]:
-        """The prompt that is given back comes in a choice's first delta."""
+        """An echoed prompt comes in a choice's first chunk."""
         number = self.number(prompt, update.index)
         text = self._echoed(number) if number not in self._offsets else ""
         if self._shows_answers:
@@ -73,7 +73,7 @@ class CompletionAnswer(Choices):
     def _entries(
         self, output: RequestOutput, answer: CompletionOutput
     ) -> list[tuple[int, TokenLogprob | None]]:
-        """Token ids and what is told of them: of the prompt, where it is given back with that, and of the answer."""
+        """Token ids and log-probabilities: of the prompt, where it is echoed with them, and of the answer."""
         echo = self.job.echo
         entries: list[tuple[int, TokenLogprob | None]] = []
         if echo is not None and echo.logprobs is not None and output.prompt_token_logprobs is not None:
@@ -94,7 +94,7 @@ class CompletionAnswer(Choices):
         return "" if echo is None else echo.texts[number // self.job.params.n]
 
     def _reason(self, reason: FinishReason | None) -> FinishReason | None:
-        """An answer of no tokens ends because of its length, whatever the token was that is not shown."""
+        """An answer with `max_tokens` 0 ends with `length`; the token that the engine made is not shown."""
         return reason if reason is None or self._shows_answers else FinishReason.LENGTH
 
 
@@ -111,7 +111,8 @@ async def echo_of(body: CompletionBody, prompts: Seq[Seq[int]], tokens: Tokens) 
 def completion_logprobs(
     tokens: Tokens, entries: Seq[tuple[int, TokenLogprob | None]], offset: int
 ) -> tuple[dict[str, Any] | None, int]:
-    """Parallel lists, an entry a token, and the offset behind them; a prompt's first token follows nothing: null.
+    """Parallel lists with an entry a token, and the offset after them. A prompt's first token has no
+    log-probability: null.
 
     `text_offset` counts the characters of the tokens' own texts from the beginning of the choice's text.
     """
@@ -132,7 +133,8 @@ def completion_logprobs(
 
 
 def _by_text(tokens: Tokens, entry: TokenLogprob) -> dict[str, float]:
-    """Alternatives, most probable first. Of tokens with one text, as parts of characters have, it tells the first."""
+    """Alternatives, most probable first. Of tokens with the same text, such as parts of characters, it shows the
+    first."""
     found: dict[str, float] = {}
     for token_id, logprob in entry.top:
         found.setdefault(tokens.text_of(token_id), finite(logprob))

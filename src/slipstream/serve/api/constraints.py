@@ -1,6 +1,6 @@
-"""What a request wants its text to obey: JSON, a schema, a form, or calls of tools.
+"""What a request's text must conform to: JSON, a schema, a grammar, or tool calls.
 
-The one place where `response_format`, `structured_outputs` and `tools` become what the engine is asked.
+The one place where `response_format`, `structured_outputs` and `tools` become sampling parameters.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.tools.tools import ToolUse, tool_use
 
 Check = Callable[[StructuredOutput], Awaitable[None]]
-"""Raises `RequestError` for what llguidance cannot follow."""
+"""Raises `RequestError` for a constraint that llguidance cannot follow."""
 MAX_GRAMMAR_BYTES = 32 * 2**10
-"""The largest grammar in the client's own words: one of 110 KB, terminal in terminal, takes the compiler 20 s."""
+"""The largest grammar, in bytes: one of 110 KB with nested terminals takes the compiler 20 s."""
 
 _KINDS = ("json_", "json_object", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form of an answer, and the parameter that asked for it."""
+    """The constraint on an answer, and the parameter that set it."""
 
     param: str
     structured: StructuredOutput
     tools: ToolUse | None = None
     shows_special: bool = False
-    """Special tokens are part of the form, so the text must have them."""
+    """Special tokens are part of the constraint, so the text must include them."""
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What the sampling parameters say about it."""
+        """The fields of the sampling parameters that it sets."""
         values: dict[str, Any] = {"structured": self.structured}
         return values | {"skip_special_tokens": False} if self.shows_special else values
 
     def refusal(self, error: RequestError) -> ApiError:
-        """What the engine's compiler refused."""
+        """The client's error for a constraint that the engine's compiler refused."""
         return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
 
 
 async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> Constraint | None:
-    """What the text of an answer has to obey; None where it is free.
+    """The constraint on the text of an answer; None where it is free.
 
-    Raises `ApiError` 400 for what contradicts itself, and for parts that cannot be followed by themselves; of the whole
-    the engine's compiler says it.
+    Raises `ApiError` 400 for parameters that contradict each other and for parts that cannot be followed; the
+    engine's compiler checks the whole.
     """
     use = asked = None
-    # What may be large is read in another thread. Changing threads takes longer than seeing that nothing is asked.
+    # Large values are parsed in another thread, but only where there are any: switching costs more than the check.
     if isinstance(body, ChatBody):
         if body.tools:
             use = await asyncio.to_thread(tool_use, body, tokens.tool_format)
         else:
-            tool_use(body, tokens.tool_format)  # raises for a choice among none
+            tool_use(body, tokens.tool_format)  # raises for an empty choice
     if body.response_format is not None or body.structured_outputs is not None:
         asked = await asyncio.to_thread(_asked, body)
     if use is None:
@@ -81,7 +81,7 @@ async def _check(constraint: Constraint, check: Check) -> None:
 
 
 def _asked(body: GenerationBody) -> Constraint | None:
-    """The form of the text itself."""
+    """The constraint on the text itself."""
     given = {
         "response_format": _of_response_format(body.response_format),
         "structured_outputs": _of_structured_outputs(body.structured_outputs),
@@ -94,7 +94,7 @@ def _asked(body: GenerationBody) -> Constraint | None:
 
 
 def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, int]) -> Constraint:
-    """Tools beside the form that the text has otherwise."""
+    """Tools, beside the constraint on text without calls."""
     schema = None
     if asked is not None and not use.must_call:
         if asked.param != "response_format":

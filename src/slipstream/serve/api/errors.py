@@ -1,4 +1,4 @@
-"""Every refusal in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from slipstream.errors import EngineStoppedError, RequestError
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""The status under which a request is logged whose client did not wait for a response, as in nginx."""
+"""The status in the log of a request whose client disconnected before the response, as in nginx."""
 FACTS = "slipstream.facts"
-"""Where in an ASGI scope is kept what the log shall say of a request."""
+"""Key in an ASGI scope of the fields that the access log writes for the request."""
 
 
 MAX_MESSAGE = 2000
 MAX_NAME = 200
-"""Characters of a refusal's message and parameter, which may repeat what the client sent; the log repeats them too."""
+"""Most characters of an error's message and parameter, which may repeat what the client sent, also in the log."""
 
 
 class ApiError(Exception):
-    """A request that is not served, with the HTTP status that says so. The message is for the client to read."""
+    """A request that is refused, with its HTTP status and a message for the client."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class ApiError(Exception):
         return {"error": error}
 
     def note(self, scope: Scope) -> None:
-        """Have the log say what was refused. Messages name parameters and bounds, and hold no text of a prompt."""
+        """Add the error to the request's log line. Messages name parameters and bounds; they hold no text of a
+        prompt."""
         told = {"error_code": self.code, "error_param": self.param, "error_message": self.message}
         scope.get(FACTS, {}).update({key: value for key, value in told.items() if value is not None})
 
@@ -66,12 +67,12 @@ class ApiError(Exception):
 
 
 def clipped(text: str, most: int) -> str:
-    """The text, or its beginning and an ellipsis: `most` characters of it."""
+    """The text, cut to `most` characters with an ellipsis where it is longer."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
-    """503: not now."""
+    """503, with `Retry-After`."""
     return ApiError(
         503,
         message,
@@ -82,13 +83,14 @@ def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
 
 
 def context_exceeded(param: str, max_model_len: int, however: str) -> ApiError:
-    """400: prompt and answer do not fit into the context. Clients know it by its first sentence, as by its code."""
+    """400: prompt and answer do not fit into the context. Clients recognise the first sentence as well as the code."""
     message = f"This model's maximum context length is {max_model_len} tokens. However, {however}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any exception; what is our fault is logged and not described."""
+    """The error that a client gets for an exception. A fault of the server is logged and not described to the
+    client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -106,7 +108,7 @@ def as_api_error(error: Exception) -> ApiError:
         "the server failed; its log says why",
         kind="server_error",
         code="internal_error",
-        headers={"Connection": "close"},  # which the HTTP server does after an exception
+        headers={"Connection": "close"},  # the HTTP server closes after an exception
     )
 
 
@@ -117,7 +119,7 @@ _HTTP_ERRORS = {
 
 
 def _of_http_error(request: Request, error: HTTPException) -> ApiError:
-    """What the routing itself refuses."""
+    """The error for an unknown path or method."""
     words, code = _HTTP_ERRORS.get(error.status_code, (str(error.detail), None))
     message = words.format(method=request.method, path=request.url.path)
     if error.status_code == 404 and (meant := _meant(request)) is not None:
@@ -126,7 +128,7 @@ def _of_http_error(request: Request, error: HTTPException) -> ApiError:
 
 
 def _meant(request: Request) -> str | None:
-    """The path that differs from the one asked for by `/v1`, too much or too little of it, or by a slip of the pen."""
+    """The known path that differs from the requested one by a missing or repeated `/v1`, or by a typing error."""
     known = {
         _bare(path): path for route in request.app.routes if "{" not in (path := getattr(route, "path", "{"))
     }
@@ -139,7 +141,7 @@ def _bare(path: str) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Have every exception of a route answered in shape."""
+    """Answer every exception of a route in OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
         told = _of_http_error(request, error) if isinstance(error, HTTPException) else as_api_error(error)

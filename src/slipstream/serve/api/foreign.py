@@ -1,8 +1,7 @@
-"""Names in a body that are not ours: other servers' parameters and what front ends send beside them.
-
-A parameter of another server that would change the answer is refused, unless its value asks for nothing. A misspelt
-name is refused. What is left is what front ends keep for themselves, such as `chat_id`: it is ignored, and the response
-names it.
+"""Unknown names in a body: parameters of other servers, and fields that front ends add. A parameter of another
+server that would change the answer is refused, except at a value that changes nothing. A misspelt name is refused.
+The rest are fields that front ends use themselves, such as `chat_id`: they are ignored, and the response names
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
-"""The values at which a parameter asks for nothing. One of `IGNORED` that is not here never does."""
+"""The values at which a parameter changes nothing; other values are refused. A parameter of `IGNORED` without an
+entry is ignored at any value."""
 
 _FORM = "give structured_outputs.{} instead"
 _REASONING = "give chat_template_kwargs what the model's own template knows instead"
@@ -109,13 +109,13 @@ _FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 FOREIGN = {name: advice for name, (advice, _) in _FOREIGN.items()}
-"""Names of other servers' parameters, and what to do without them."""
+"""Names of other servers' parameters, and what to use instead."""
 HARMLESS |= {name: values for name, (_, values) in _FOREIGN.items()}
 
 MAX_IGNORED = 64
-"""Names of a body that may be ignored."""
+"""Most names of a body that are ignored."""
 _SANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""What a header and a log line may repeat."""
+"""Names that may be repeated in a header and a log line."""
 
 
 def left_out(
@@ -126,17 +126,17 @@ def left_out(
     harmless: Mapping[str, tuple[Any, ...]],
     ignores_unknown: bool,
 ) -> tuple[set[str], tuple[str, ...]]:
-    """The names of a body that are not to be validated, and those of them that the client is told of.
+    """The names of a body that are left out of validation, and those among them that the response names.
 
-    `known` are the body's own names; `ignored`, `foreign` and `harmless` are as above. Without `ignores_unknown` the
-    validation is left to refuse what nobody knows. Raises `ApiError` 400 that names the parameter.
+    `known` are the body's own names; `ignored`, `foreign` and `harmless` are as above. Without `ignores_unknown`
+    validation refuses unknown names. Raises `ApiError` 400 that names the parameter.
     """
     out: set[str] = set()
     told: list[str] = []
     for name, item in value.items():
         if name in known:
             continue
-        if item is None:  # the same as leaving it out, whatever it is
+        if item is None:  # null is the same as leaving it out
             out.add(name)
         elif name in ignored or name in foreign:
             out.add(name)
@@ -147,7 +147,7 @@ def left_out(
                     raise _unsupported(
                         name, f"{name} must be {' or '.join(map(json.dumps, harmless[name]))} here"
                     )
-                told.append(name)  # that nothing is stored changes no answer
+                told.append(name)  # not storing does not change the answer
         elif ignores_unknown and len(told) < MAX_IGNORED and _SANE_NAME.fullmatch(name):
             if (meant := near(name, known)) is not None:
                 raise unknown(name, meant)
@@ -164,13 +164,13 @@ def near(name: str, known: Collection[str]) -> str | None:
 
 
 def unknown(param: str, meant: str | None) -> ApiError:
-    """400 for a name that nobody knows."""
+    """400 for an unknown name."""
     hint = f"; did you mean {meant}?" if meant else ""
     return ApiError(400, f"unknown parameter {param!r}{hint}", param=param, code="unknown_parameter")
 
 
 def _plain(name: str) -> str:
-    """Without what differs between ways to write names: topP, top-p, top_p."""
+    """A name without case and separators: topP, top-p and top_p are equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -1,4 +1,4 @@
-"""Conversations as clients send them, as chat templates read them."""
+"""Conversations, from what clients send to what chat templates read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def for_template(
 ) -> list[dict[str, Any]]:
     """The messages, each with its text in one piece and only the fields that were given.
 
-    Arguments of calls are decoded, as templates expect them. A template that does not know tools has `spelled`: then
-    calls are written into the text in that format, and what `tools` there are into the system's message.
-    Raises `ApiError` 400 that names the message.
+    Arguments of calls are decoded, as templates expect them. For a template without tools `spelled` is a format:
+    calls are written into the text in it, and `tools` into the system message. Raises `ApiError` 400 that names the
+    message.
     """
     plain = [_plain(number, message, spelled) for number, message in enumerate(messages)]
     if spelled is None or not tools:
@@ -55,7 +55,7 @@ def _plain(number: int, message: Message, spelled: ToolFormat | None) -> dict[st
 
 
 def _joined(param: str, parts: list[dict[str, Any]]) -> str:
-    """The text of parts; others cannot be read."""
+    """The joined text of parts; raises `ApiError` 400 for parts of other types."""
     for part in parts:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             message = f"{param} has a part of type {part.get('type')!r}; this model reads text only"
@@ -64,7 +64,7 @@ def _joined(param: str, parts: list[dict[str, Any]]) -> str:
 
 
 def _decoded(number: int, arguments: str) -> dict[str, Any]:
-    """The arguments of an earlier call; none where a client streamed none."""
+    """The decoded arguments of an earlier call; an empty text has none."""
     if not arguments.strip():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes take and answer, errors and keys included."""
+"""`/openapi.json`: requests and responses of the routes, with errors and keys."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from slipstream.serve.routes import RouteTable
 Schema = dict[str, Any]
 
 _ERRORS = {
-    400: "The body is not valid, or asks for what cannot be had.",
+    400: "The body is not valid, or a parameter is not supported.",
     401: "No API key, or an unknown one.",
     404: "The model is not served here, or the response is unknown.",
-    408: "The body was too slow.",
+    408: "The body was not complete in time.",
     413: "The body is too large.",
-    415: "The body does not say that it is JSON.",
-    429: "Too many answers are waiting already.",
+    415: "The Content-Type is not application/json.",
+    429: "Too many answers are waiting.",
     500: "The server failed.",
-    503: "The server takes no new requests, or cannot work.",
-    504: "The answer took too long.",
+    503: "The server is shutting down, or its engine has stopped.",
+    504: "The answer was not complete in time.",
 }
 _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
 _GENERATION = (400, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -64,8 +64,8 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "best_of": {"minimum": 1},
     "suffix": {"enum": ["", None]},
 }
-"""What `SamplingParams` checks and a schema can say. What goes together it cannot: some requests that it allows are
-refused with 400."""
+"""Bounds of `SamplingParams` that a schema can express. It cannot express how parameters depend on each other: some
+requests that it allows are refused with 400."""
 
 STRING: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}
@@ -114,7 +114,7 @@ def _answer(kind: str, *reasons: str, **choice: Schema) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What is said of one route."""
+    """The documentation of one route."""
 
     summary: str
     answer: Schema
@@ -201,8 +201,8 @@ OPERATIONS: dict[str, _Operation] = {
         "What is served.", _object(object={"const": "list"}, data=_list(_MODEL)), errors=(500,)
     ),
     "GET /v1/models/{model}": _Operation("One model.", _MODEL, errors=(404, 500)),
-    "GET /health": _Operation("200 while the engine can work.", _STATUS, errors=(503,)),
-    "GET /ready": _Operation("200 while new requests are taken in.", _STATUS, errors=(503,)),
+    "GET /health": _Operation("200 while the engine runs.", _STATUS, errors=(503,)),
+    "GET /ready": _Operation("200 while new requests are accepted.", _STATUS, errors=(503,)),
     "GET /version": _Operation("The server's version.", _object(version=STRING)),
     "GET /metrics": _Operation("Prometheus metrics.", STRING, media_type="text/plain"),
 }
@@ -257,12 +257,12 @@ def _body_schema(cls: type[Body], model_name: str, strict: bool, schemas: dict[s
     schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     schema["properties"]["model"] = {"enum": [model_name, None]}
-    if cls.ignores_unknown and not strict:  # names that nobody knows are ignored
+    if cls.ignores_unknown and not strict:  # unknown names are ignored
         del schema["additionalProperties"]
     for name, bounds in _BOUNDS.items():
         if name in schema["properties"]:
             schema["properties"][name] |= bounds
-    if cls is CompletionBody:  # nothing but the prompt, with echo
+    if cls is CompletionBody:  # 0 with echo: the prompt alone
         for name in ("max_tokens", "max_completion_tokens"):
             schema["properties"][name]["minimum"] = 0
     for name in sorted(cls.ignored):

@@ -1,4 +1,4 @@
-"""From a request's body to what the engine is asked. The only place where that happens."""
+"""From a request's body to sampling parameters and options. The only place where that happens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.serve.api.schema import ChatBody, CompletionBody, GenerationBody
 from slipstream.serve.config import ServeConfig
 
 COMPLETION_TOKENS = 16
-"""The length of a completion that asks for none, as at OpenAI's. A chat may fill the context."""
+"""The default length of a completion, as at OpenAI. A chat may fill the context."""
 
 _SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
@@ -30,18 +30,18 @@ _SAME_NAME = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the server allow."""
+    """The limits of the model and the server."""
 
     max_model_len: int
     vocab_size: int
     config: ServeConfig
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that the checkpoint recommends: for requests that do not say otherwise."""
+    """Sampling parameters that the checkpoint recommends, the defaults of requests."""
 
 
 def check_unsupported(body: GenerationBody) -> None:
-    """Raise `ApiError` 400 for what can be told to be wrong before any work."""
-    if body.best_of not in (None, body.n or 1):  # as many as are returned: there is nothing to choose
+    """Raise `ApiError` 400 for parameters that are wrong by themselves, before any work."""
+    if body.best_of not in (None, body.n or 1):  # as many as are returned, so there is nothing to choose
         message = "best_of is not supported: ask for n answers with logprobs and choose among them"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
@@ -69,7 +69,8 @@ def sampling_params(
     limits: Limits,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """The engine's parameters for all prompts of a request; raises `ApiError` 400 for what cannot be had.
+    """The engine's parameters for all prompts of a request; raises `ApiError` 400 for values that are not
+    supported.
 
     `prompt_lengths` are in tokens; `seed` is the first prompt's of `seeds_of`.
     """
@@ -100,10 +101,8 @@ def sampling_params(
 
 
 def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
-    """A seed for every prompt: the one that was given, else each prompt's own, drawn so that the client can be told.
-
-    -1 draws one, as at vLLM. Any other negative seed is one of the engine's, which has none below 0: the one that is
-    2**63 higher.
+    """A seed for every prompt: the given one, else one drawn for each prompt, so that the response can name it. -1
+    draws one, as in vLLM. Any other negative seed is raised by 2**63, since the engine's seeds are not negative.
     """
     if body.seed is not None and body.seed != -1:
         if not -MAX_SEED - 1 <= body.seed <= MAX_SEED:
@@ -136,7 +135,7 @@ def request_options(body: GenerationBody, tenant: str, methods: Seq[str]) -> Req
 
 
 def scores_only(body: GenerationBody) -> bool:
-    """Whether the prompt is to be given back, and no answer."""
+    """Whether the request wants the prompt echoed and no answer."""
     return (
         isinstance(body, CompletionBody)
         and bool(body.echo)
@@ -150,12 +149,12 @@ def scores_only(body: GenerationBody) -> bool:
 
 
 def echoed_logprobs(body: GenerationBody) -> int | None:
-    """Alternatives to report for each token of a prompt that is given back; None reports nothing."""
+    """Alternatives to report for each token of an echoed prompt; None reports no log-probabilities."""
     return body.logprobs if isinstance(body, CompletionBody) and body.echo else None
 
 
 def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:
-    """How long an answer may be: as asked, if that fits, else what is left of the context."""
+    """The most tokens of an answer: the requested number, or without one what is left of the context."""
     asked = body.max_tokens
     name = "max_tokens"
     if body.max_completion_tokens is not None:
@@ -171,7 +170,7 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
         default = max(default, body.min_tokens or 0)
         return max(1, min(default, room, most or room))
     if scores_only(body):
-        return 1  # the engine's step yields a token in any case; it is not shown
+        return 1  # the engine's step makes a token in any case; it is not shown
     if asked < 1:
         also = "; only with echo it may be 0" if asked == 0 and isinstance(body, CompletionBody) else ""
         raise ApiError(400, f"{name} must be at least 1, got {asked}{also}", param=name, code="invalid_value")
@@ -188,7 +187,7 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
 
 
 def _logprobs(body: GenerationBody) -> int | None:
-    """Alternatives to report for each token; None reports nothing."""
+    """Alternatives to report for each token; None reports no log-probabilities."""
     if isinstance(body, ChatBody):
         return (body.top_logprobs or 0) if body.logprobs else None
     assert isinstance(body, CompletionBody)

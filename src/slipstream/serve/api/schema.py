@@ -1,4 +1,4 @@
-"""What clients may send, as Pydantic models. Strict: a misspelt name is refused, not ignored.
+"""Request bodies as Pydantic models. A misspelt name is refused, not ignored.
 
 `null` means the same as leaving a field out. Values are checked where they are used: `serve.sampling`.
 """
@@ -23,16 +23,16 @@ from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED, left_out, n
 from slipstream.serve.network.json_body import decode
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-"""What OpenAI calls functions and schemas."""
+"""Names that OpenAI allows for functions and schemas."""
 
 
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong element is told. Millions of them, told of one by one, would take gigabytes."""
+"""A list of which only the first wrong element is reported. Reports on millions of them would take gigabytes."""
 
 
 def _first_wrong(value: Any) -> Any:
-    """Of an object that should map names to numbers, the first entry that does not, alone; likewise."""
+    """A mapping of names to numbers, of which only the first wrong entry is reported."""
     if isinstance(value, dict):
         for name, number in value.items():
             if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -41,30 +41,30 @@ def _first_wrong(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Exact types, known names."""
+    """A request's body: types are exact, and unknown names are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     ignored: ClassVar[frozenset[str]] = IGNORED
     harmless: ClassVar[dict[str, tuple[Any, ...]]] = HARMLESS
     foreign: ClassVar[dict[str, str]] = {}
-    """Names that are refused but at their `harmless` values, and what to do without them."""
+    """Names that are refused except at their `harmless` values, and what to use instead."""
     ignores_unknown: ClassVar[bool] = False
-    """Names that nobody knows are ignored where the server is not strict: front ends send some of their own."""
+    """Unknown names are ignored where the server is not strict: front ends send some of their own."""
     _without_effect: tuple[str, ...] = PrivateAttr(())
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """Names that were sent and are ignored, of which the client is told."""
+        """Names that were sent and are ignored; the response names them."""
         return self._without_effect
 
     @classmethod
     def refuse(cls, value: dict[str, Any]) -> None:
-        """Raise `ApiError` 400 for what is known and cannot be had, before types are looked at."""
+        """Raise `ApiError` 400 for parameters that are known and not supported, before types are checked."""
 
     @model_validator(mode="before")
     @classmethod
     def _first_unknown(cls, value: Any) -> Any:
-        """Leaves one unknown name of however many, for the same reason."""
+        """Keeps only the first unknown name, for the same reason."""
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -73,17 +73,17 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """What a stream has beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Running counts in every chunk, as in vLLM."""
     include_obfuscation: bool | None = None
-    """Known, and without effect: chunks are never padded."""
+    """Without effect: chunks are never padded."""
 
 
 class Speculation(Body):
-    """How this request speculates; the text is the same in any case."""
+    """Speculation of this request; it does not change the text."""
 
     enabled: bool | None = None
     max_tokens: int | None = None
@@ -98,18 +98,18 @@ class JsonSchemaFormat(Body):
     schema_: dict[str, Any] | bool = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Without effect: every schema is kept to."""
+    """Without effect: schemas are always enforced."""
 
 
 class ResponseFormat(Body):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's parameter for JSON output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to ask for a form; exactly one of the first five is given."""
+    """vLLM's parameter for structured output; exactly one of the first five fields is given."""
 
     json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -125,9 +125,9 @@ class ToolFunction(Body):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments; none are taken where it is missing."""
+    """JSON schema of the arguments; without one the function has no arguments."""
     strict: bool | None = None
-    """Arguments have no other names than those of the schema. That every schema is kept to holds anyway."""
+    """Arguments have no other names than those of the schema. Schemas are always enforced."""
 
 
 class Tool(Body):
@@ -220,12 +220,12 @@ class CompletionBody(GenerationBody):
     prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    """The prompt's text before the answer's, and with `logprobs` its tokens too. Then `max_tokens` may be 0."""
+    """Return the prompt's text before the answer's, and with `logprobs` its tokens too. Then `max_tokens` may be 0."""
     suffix: str | None = None
 
 
 class CalledFunction(BaseModel):
-    """A function and what it was called with."""
+    """A function and its arguments."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: str
@@ -245,14 +245,14 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-"""The only content that is read; others are known, and refused."""
+"""A part of a content. Text is read; other parts are recognised and refused."""
 
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Message(BaseModel):
-    """One message; what else a chat template may read is passed on to it."""
+    """One message; other fields are passed on to the chat template."""
 
     model_config = ConfigDict(
         strict=True,
@@ -262,9 +262,9 @@ class Message(BaseModel):
     role: ROLES
     content: str | List[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
     tool_calls: List[MessageCall] | None = None
-    """What an earlier answer called."""
+    """The calls of an earlier answer."""
     tool_call_id: str | None = None
-    """Which of the calls a tool's message answers; such a message must have it."""
+    """The call that a tool's message answers; such a message must have it."""
 
 
 class ChatBody(GenerationBody):
@@ -294,7 +294,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: List[Message] | None = None
     add_special_tokens: bool | None = None
-    """For a text; on unless false."""
+    """For a text; true unless given."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -313,13 +313,13 @@ _SHAPES = {
     "tool_choice": "tool_choice must be 'none', 'auto', 'required' or "
     '{"type": "function", "function": {"name": ...}}',
 }
-"""What is said of parameters that may have several types."""
+"""Messages for parameters of several types."""
 
 
 def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
     """The body as `cls`; raises `ApiError` 400 that names the parameter.
 
-    Where it is not `strict`, names of which nobody knows are left out, and told by the body's `without_effect`.
+    Where it is not `strict`, unknown names are left out and listed in the body's `without_effect`.
     """
     value = decode(raw)
     known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -335,10 +335,10 @@ def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
 
 
 def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in words."""
+    """The message for the first error."""
     first = error.errors(include_url=False)[0]
     *within, last = first["loc"]
-    # What a client calls a parameter may look like a type.
+    # A client's name of a parameter may look like a type.
     is_name = first["type"] in ("extra_forbidden", "missing")
     path = [part for part in within if not _names_a_type(part)]
     path += [last] if is_name or not _names_a_type(last) else []
@@ -357,12 +357,12 @@ def _refusal(cls: type[Body], error: ValidationError) -> ApiError:
 
 
 def _names_a_type(part: int | str) -> bool:
-    """Pydantic puts the alternative of a union that it tried into the path."""
+    """Whether a part of an error's path is the alternative of a union that Pydantic tried."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
 
 
 def _known_names(cls: type[BaseModel], path: list[int | str]) -> list[str]:
-    """The names that the object at `path` knows."""
+    """The field names of the object at `path`."""
     for part in path:
         if isinstance(part, str):
             fields = {field.alias or name: field for name, field in cls.model_fields.items()}

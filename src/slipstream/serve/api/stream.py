@@ -1,4 +1,4 @@
-"""The response to a generation request: an answer in one piece, or server-sent events."""
+"""The response to a generation request: a whole answer, or server-sent events."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ IGNORED_HEADER = "X-Slipstream-Ignored"
 IGNORED_FACT = "ignored_parameters"
 """The same for the log."""
 LAST_WRITES_S = 5.0
-"""For what says that the time is over to reach the client."""
+"""Time for the error that says that the deadline has passed to reach the client."""
 DONE = b"data: [DONE]\n\n"
 ANSWER = "slipstream.answer"
-"""Where in an ASGI scope a reply leaves its answer for those who look on."""
+"""Key in an ASGI scope under which a reply leaves its answer for the tracing middleware."""
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def event(payload: Any, name: str | None = None) -> bytes:
-    """One server-sent event, without any character that some client takes for the end of a line.
+    """One server-sent event, without characters that clients may take for the end of a line.
 
-    JSON escapes the control characters up to U+001F; U+0085, U+2028 and U+2029 it may hold as they are, and
-    `str.splitlines`, by which httpx and others read lines, splits at them.
+    JSON escapes the control characters up to U+001F, but not U+0085, U+2028 and U+2029, at which `str.splitlines`
+    splits, as httpx and others use it.
     """
     text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
     text = _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -41,17 +41,16 @@ def event(payload: Any, name: str | None = None) -> bytes:
 
 
 class Reply(Response):
-    """Runs its request when it is sent, and watches the client meanwhile: one that leaves ends the work.
+    """Runs its request when it is sent; a client that disconnects aborts it.
 
-    No status is sent before the engine has taken the request and made its first tokens, so that whatever goes wrong
-    until then is an error with its own status. Later failures of a stream are an event that says so, without
-    `[DONE]`.
+    No status is sent before the engine has made the first tokens, so that an error until then has its own status. A
+    later failure of a stream is an event with the error, without `[DONE]`.
     """
 
     def __init__(
         self, service: Service, num_answers: int, prepare: Callable[[], Awaitable[ApiAnswer]]
     ) -> None:
-        """`prepare` reads what is asked into tokens, once `num_answers` have their places."""
+        """`prepare` tokenises the request, once `num_answers` answers are admitted."""
         super().__init__(media_type="text/event-stream")
         self._service = service
         self._num_answers = num_answers
@@ -61,7 +60,7 @@ class Reply(Response):
         work = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:
-            # A client that does not read holds its places no longer than one that waits.
+            # A client that does not read stays admitted no longer than the request's deadline.
             limit_s = self._service.config.request_timeout_s + LAST_WRITES_S
             await asyncio.wait({work, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -131,7 +130,7 @@ class Reply(Response):
 
 
 def _note(answer: ApiAnswer) -> None:
-    """Tell the log what became of the request."""
+    """Add the outcome to the request's log line."""
     job = answer.job
     job.facts.update(
         prompt_tokens=sum(map(len, job.prompts)),
@@ -144,6 +143,6 @@ def _note(answer: ApiAnswer) -> None:
 
 
 async def _client_leaves(receive: Receive) -> None:
-    """Returns when the client has gone; the body has been read before."""
+    """Returns when the client has disconnected; the body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,15 +1,15 @@
-"""Which of the tasks that clients name are shown by name."""
+"""Bounded labels for the tasks that clients name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 OTHER = "other"
-"""The label that the rest have in common; their figures cannot be put together."""
+"""The label of all other tasks; gauges are not shown under it."""
 
 
 class TaskLabels:
-    """Those that the operator named, and the first few others: clients cannot make labels without end."""
+    """The tasks that the operator named and the first few others, so that clients cannot add labels without end."""
 
     def __init__(self, named: Seq[str], num_others: int) -> None:
         self._known = set(named)

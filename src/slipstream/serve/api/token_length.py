@@ -1,4 +1,4 @@
-"""How much text a token can stand for, so that what cannot fit the context is known before it is tokenised."""
+"""The most text that a token can represent: text that cannot fit the context is refused before it is tokenised."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 from slipstream.text.token_bytes import TokenBytes
 
 SHRINKS = 4
-"""How far a tokenizer may shorten text before it reads it: composed characters have at least a third of the bytes."""
+"""The most that normalisation may shorten a text: composed characters have at least a third of the bytes."""
 
 
 def max_bytes_a_token(tokenizer: Any, said: TokenBytes | None) -> int | None:
-    """UTF-8 bytes of text that one token of `tokenizer` stands for at most; `said` are its tokens' bytes where known.
+    """The most UTF-8 bytes of text that one token of `tokenizer` represents; `said` are its tokens' bytes where
+    known.
 
     Tokenizers that write characters in another form, or drop spaces beside special tokens, get `SHRINKS` times their
-    longest token. None where one token may stand for any text that is unknown.
+    longest token. None where one token may represent unknown text of any length.
     """
     if said is None or len(said.single_bytes()) < 256:
         return None

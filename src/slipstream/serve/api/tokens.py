@@ -18,10 +18,9 @@ from slipstream.text.token_bytes import TokenBytes
 
 
 class Tokens:
-    """The tokenizer, used from threads of its own: long prompts hold up no stream and no short prompt.
+    """The tokenizer, run in threads of its own, so that long prompts delay neither streams nor short prompts.
 
-    Text that is longer than the longest prompt could be, were all its tokens the vocabulary's longest, is refused
-    before it is tokenised.
+    Text that could not fit even if all its tokens were the vocabulary's longest is refused before it is tokenised.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Tokens:
         tool_call_parser: str | None = None,
     ) -> None:
         """A prompt leaves one token of the context to answer with, and has at most `max_prompt_tokens` where that is
-        less. `tool_call_parser` names the format of calls; without one it goes by the chat template."""
+        less. `tool_call_parser` names the format of tool calls; without one it is found from the chat template."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -41,9 +40,9 @@ class Tokens:
         template = chat_template(tokenizer)
         self.tool_format = tool_format(tool_call_parser, template)
         self.special: dict[str, int] = dict(tokenizer.get_added_vocab())
-        """Added tokens, which llguidance does not take for text."""
+        """Added tokens, which llguidance does not treat as text."""
         self._shows_tools = shows_tools(template)
-        tokenizer("", verbose=False)  # settles what later calls, several at once, only read
+        tokenizer("", verbose=False)  # fills caches that later concurrent calls only read
         self._lanes = Lanes("slipstream-tokenizer")
         said: TokenBytes | None = None
         try:
@@ -55,7 +54,7 @@ class Tokens:
         self._max_text_bytes = None if longest is None else (max_prompt_tokens or max_model_len) * longest
 
     async def prompts(self, prompt: str | Seq[str] | Seq[int] | Seq[Seq[int]]) -> list[list[int]]:
-        """The token ids of every prompt of a completion; raises `ApiError` 400 for what cannot be answered."""
+        """The token ids of every prompt of a completion; raises `ApiError` 400 for a prompt that cannot be served."""
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not many:
             raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
@@ -76,14 +75,14 @@ class Tokens:
         options: Mapping[str, Any] | None,
         tools: Seq[dict[str, Any]] | None = None,
     ) -> list[int]:
-        """The token ids of a conversation; raises `ApiError` 400 for what cannot be answered."""
+        """The token ids of a conversation; raises `ApiError` 400 for a prompt that cannot be served."""
         return await self._lanes.run(
             size_of(messages, options, tools),
             lambda: self._checked(self._encode_chat(messages, options, tools), "messages"),
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids; raises `ApiError` 400 for more text than any prompt may be."""
+        """The text's token ids; raises `ApiError` 400 for text that is longer than any prompt."""
         self._check_text(text, "prompt")
         return await self._lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
@@ -93,8 +92,8 @@ class Tokens:
         return await self._lanes.run(size, lambda: self._encode_chat(messages, options, None))
 
     async def decode(self, token_ids: Seq[int]) -> str:
-        """The text of the token ids, special tokens included; raises `ApiError` 400 for ids that are none, and for more
-        of them than the context holds."""
+        """The text of the token ids, special tokens included; raises `ApiError` 400 for unknown ids, and for more
+        than fit the context."""
         if len(token_ids) > self._max_model_len:
             however = f"tokens has {len(token_ids)} of them; send them in parts"
             raise context_exceeded("tokens", self._max_model_len, however)
@@ -106,7 +105,7 @@ class Tokens:
         return await self._lanes.run(size_of(token_ids), decode)
 
     def text_of(self, token_id: int) -> str:
-        """One token's own text; a byte that is no character alone shows as a replacement character."""
+        """One token's own text; incomplete characters are shown as replacement characters."""
         said = self._bytes.get(token_id)
         if said is not None:
             return said.decode(errors="replace")
@@ -133,11 +132,11 @@ class Tokens:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
     def _check_chat(self, text: str) -> None:
-        """What the template has made of a conversation: it may leave out much of it."""
+        """Checks the rendered text of a conversation, of which the template may have left out much."""
         self._check_text(text, "messages")
 
     def _check_text(self, text: str, param: str) -> None:
-        """Raise `ApiError` 400 where no tokenising could make the text fit."""
+        """Raise `ApiError` 400 where the text cannot fit in any tokenisation."""
         most = self._max_text_bytes
         if most is not None and (len(text) > most or (4 * len(text) > most and len(text.encode()) > most)):
             however = (

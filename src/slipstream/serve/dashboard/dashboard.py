@@ -1,4 +1,4 @@
-"""`/dashboard`: one page that shows what the engine does, and the data that it asks for."""
+"""`/dashboard`: a page that shows the engine's activity, and the data for it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from slipstream.serve.limits import check_json, read_body
 from slipstream.serve.service import Service
 
 READ_TIMEOUT_S = 1.0
-"""How long the page waits for a step to end; after that it shows what was read last."""
+"""How long the page waits for a step to end; after that it shows the data of the last read."""
 _MAX_ACKNOWLEDGE_BYTES = 4096
 _COUNTED = ("num_passes", "num_tokens", "num_drafted", "num_accepted", "num_reached")
-"""What the history has of a task, in its order."""
+"""The counters of a task in the history, in its order."""
 
 
 class AcknowledgeBody(Body):
-    """Which alarm somebody has taken note of."""
+    """The alarm that is acknowledged."""
 
     kind: str
     task: str | None = None
@@ -43,13 +43,13 @@ class AcknowledgeBody(Body):
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """The page itself holds no data and needs no key; what it asks for does where the server has keys."""
+    """The page itself holds no data and needs no key; its data need one where the server has keys."""
     page, policy = _page()
     started = time.time()
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return RedirectResponse("dashboard")  # relative: a proxy may have put us below a path of its own
+        return RedirectResponse("dashboard")  # relative, since a proxy may serve this below a path of its own
 
     @app.get("/dashboard", include_in_schema=False)
     async def dashboard() -> Response:
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/dashboard/data", include_in_schema=False)
     async def data(request: Request) -> Response:
-        with suppress(EngineStoppedError, TimeoutError):  # what was read last is still worth showing
+        with suppress(EngineStoppedError, TimeoutError):  # then the data of the last read are shown
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await service.watching.read(service.engine)
         told = {"uptime_s": time.time() - started, **_data(service, account_of(request.scope))}
@@ -74,7 +74,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/dashboard/acknowledge", include_in_schema=False)
     async def acknowledge(request: Request) -> Response:
-        """Clears an alarm: what is now counts as usual from here on."""
+        """Clear an alarm: the present level is the reference from now on."""
         check_json(request)
         body = parse(
             AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES, service.config.body_timeout_s)
@@ -90,7 +90,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 def _page() -> tuple[str, str]:
-    """The page, and a policy under which nothing but its own style and script counts, and its own server is asked."""
+    """The page, and its Content-Security-Policy: no style or script but its own, no requests but to its own server."""
     page = (
         resources.files("slipstream.serve.dashboard").joinpath("dashboard.html").read_text(encoding="utf-8")
     )
@@ -115,7 +115,7 @@ def _hash(text: str) -> str:
 
 
 def _data(service: Service, account: str) -> dict[str, Any]:
-    """All that the page shows to an account: the engine's figures, and its own tasks, alarms and answers."""
+    """The data of the page for an account: the engine's figures, and the account's own tasks, alarms and answers."""
     watching, config = service.watching, service.config
     accounts = watching.accounts
 
@@ -160,7 +160,7 @@ def _data(service: Service, account: str) -> dict[str, Any]:
 
 
 def _tasks(service: Service, account: str, counted: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """What was counted by an account's tasks, beside what the control and the test of drift know of them."""
+    """The counters of an account's tasks, with the controller's report and the state of the drift test."""
     watching, accounts = service.watching, service.watching.accounts
     reports = {accounts.label(task.task): task for task in (watching.report.tasks if watching.report else ())}
     shown = [(accounts.split(name), name, sums) for name, sums in counted.items()]
@@ -177,7 +177,7 @@ def _tasks(service: Service, account: str, counted: dict[str, list[int]]) -> lis
 
 
 def _drift(watch: ShiftWatch | None) -> dict[str, Any]:
-    """Of a task's conditional α."""
+    """The state of the drift test of a task's conditional α."""
     if watch is None:
         return {"state": "unwatched"}
     if watch.reference is None:
@@ -187,7 +187,7 @@ def _drift(watch: ShiftWatch | None) -> dict[str, Any]:
 
 
 def _told(task: TaskReport | None) -> dict[str, Any]:
-    """Of the control's report on a task."""
+    """The controller's report on a task."""
     if task is None:
         return {}
     return {

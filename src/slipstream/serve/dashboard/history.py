@@ -19,11 +19,11 @@ K = TypeVar("K", int, str)
 BUCKET_S = 2.0
 NUM_BUCKETS = 180
 MAX_POSITIONS = 32
-"""Deeper draft tokens are not told apart from these."""
+"""Deeper draft tokens are not counted by position."""
 
 
 class _Bucket:
-    """Two seconds."""
+    """The counters of two seconds."""
 
     __slots__ = (
         *("index", "num_tokens", "num_steps", "draft_s", "verify_s", "other_s"),
@@ -37,14 +37,15 @@ class _Bucket:
         self.reached = [0] * MAX_POSITIONS
         self.accepted = [0] * MAX_POSITIONS
         self.tasks: dict[str, list[int]] = {}
-        """Label to passes, and emitted, drafted, accepted and reached tokens."""
+        """Label to the numbers of passes, and of emitted, draft, accepted and reached tokens."""
         self.batches: dict[int, list[int]] = {}
-        """Sequences that decode to steps and answers in them, and the depths of their drafts, added up."""
+        """Number of decoding sequences in a step, to the sums of such steps, of their sequences, and of the draft
+        depths."""
         self.num_running = self.num_waiting = 0
         self.kv_usage = 0.0
 
     def copy(self) -> _Bucket:
-        """One that is not counted in."""
+        """A copy that later steps do not change."""
         other = copy.copy(self)
         other.reached, other.accepted = self.reached[:], self.accepted[:]
         other.tasks = {label: sums[:] for label, sums in self.tasks.items()}
@@ -54,11 +55,11 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What no step changes any more."""
+    """The counters at one moment; later steps do not change them."""
 
     buckets: list[_Bucket]
     newest: int
-    """The index of the bucket that was being counted in."""
+    """The index of the bucket that was incomplete."""
 
     def told(self) -> dict[str, Any]:
         """As JSON: series of buckets, oldest first, the newest left out; and sums over all of them."""
@@ -82,23 +83,24 @@ class Snapshot:
         }
 
     def batches(self) -> dict[int, list[int]]:
-        """Answers in a step to such steps, and the answers and the depths of the drafts in them."""
+        """Number of decoding sequences in a step, to the sums of such steps, of their sequences, and of the draft
+        depths."""
         return _by_key([bucket.batches for bucket in self.buckets])
 
 
 class History:
-    """Counts in the engine's thread, where `snapshot` is to be called as well."""
+    """Counts in the engine's thread; `snapshot` must be called there too."""
 
     def __init__(
         self, task_label: Callable[[Sequence], str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`task_label` says under what a sequence is counted, and bounds how many of these there are."""
+        """`task_label` returns the label under which a sequence is counted, from a bounded set."""
         self._task_label = task_label
         self._clock = clock
         self._buckets: deque[_Bucket] = deque(maxlen=NUM_BUCKETS)
         self.positions: dict[str, tuple[list[int], list[int]]] = {}
-        """Since the start, by drafter: drafts that were checked at each position below an accepted path, and of them
-        those that were accepted."""
+        """Since the start, by drafter: how often each position was reached, and how often its draft token was
+        accepted."""
 
     def on_step(self, step: StepReport) -> None:
         """Count a step's time."""
@@ -109,7 +111,7 @@ class History:
         bucket.other_s += max(step.other_s, 0.0)
 
     def on_observe(self, items: Seq[StepItem]) -> None:
-        """Count what a step drafted, accepted and emitted."""
+        """Count a step's draft, accepted and emitted tokens."""
         if not items:
             return
         bucket = self._bucket()
@@ -148,17 +150,17 @@ class History:
         bucket.kv_usage = stats.cache_usage
 
     def snapshot(self) -> Snapshot:
-        """All of it at this moment; quick."""
+        """A copy of the counters; quick."""
         buckets = list(self._buckets)
         if buckets:
-            buckets[-1] = buckets[-1].copy()  # it may still be counted in
+            buckets[-1] = buckets[-1].copy()  # later steps may still change it
         return Snapshot(buckets, self._index())
 
     def _index(self) -> int:
         return int(self._clock() / BUCKET_S)
 
     def _bucket(self) -> _Bucket:
-        """The one of this moment."""
+        """The bucket of this moment."""
         index = self._index()
         if not self._buckets or self._buckets[-1].index != index:
             self._buckets.append(_Bucket(index))
@@ -166,7 +168,7 @@ class History:
 
 
 def _added(lists: Seq[Seq[int]]) -> list[int]:
-    """Element by element; the zeros at the end are left out."""
+    """Sums element by element, without the zeros at the end."""
     sums = [sum(values) for values in zip(*lists, strict=True)]
     while sums and not sums[-1]:
         sums.pop()

@@ -1,4 +1,4 @@
-"""The last few answers of each account, token by token: which of them the drafts had right."""
+"""The last few answers of each account, with the tokens that came from accepted drafts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slipstream.serve.job import Job
 
 MAX_ANSWERS = 8
 MAX_TOKENS = 400
-"""Of an answer; what is behind them is not shown."""
+"""Tokens of an answer that are shown."""
 
 
 class Recent:
-    """Used from the event loop. Without `with_texts` no text is kept, nor how long any token's text is: from lengths
-    alone texts can be guessed (Weiss et al., "What Was Your Prompt? A Remote Keylogging Attack on AI Assistants",
-    2024)."""
+    """Used from the event loop. Without `with_texts` no text is kept, nor how long any token's text is: texts can
+    be reconstructed from lengths alone (Weiss et al., "What Was Your Prompt? A Remote Keylogging Attack on AI
+    Assistants", 2024)."""
 
     def __init__(self, with_texts: bool) -> None:
         self.with_texts = with_texts
@@ -27,13 +27,13 @@ class Recent:
     def add(
         self, account: str, job: Job, output: RequestOutput, pieces: dict[int, list[tuple[str, bool]]]
     ) -> None:
-        """A request that has finished; `pieces` are the texts of its answers, by index, where they are kept."""
+        """Add a finished request; `pieces` are the texts of its answers, by index, where they are kept."""
         answers = self._answers.setdefault(account, deque(maxlen=MAX_ANSWERS))
         for answer in output.outputs:
             answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
 
     def told(self, account: str) -> list[dict[str, Any]]:
-        """An account's own as JSON, the latest first."""
+        """The answers of an account as JSON, the latest first."""
         return list(self._answers.get(account, ()))
 
 
@@ -44,7 +44,7 @@ class Pieces:
         self.by_answer: dict[int, list[tuple[str, bool]]] = {}
 
     def add(self, update: Update) -> None:
-        """Take in an update's text; what is behind the first few hundred tokens is left out."""
+        """Add an update's text, up to the first few hundred tokens."""
         pieces = self.by_answer.setdefault(update.index, [])
         pieces += [(piece.text, piece.from_draft) for piece in update.pieces[: MAX_TOKENS - len(pieces)]]
 

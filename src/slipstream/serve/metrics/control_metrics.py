@@ -1,4 +1,4 @@
-"""What the control of speculation has found out, as metrics: as they are at the moment of a scrape."""
+"""The controller's report as metrics, read at the moment of a scrape."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from slipstream.serve.dashboard.history import MAX_POSITIONS, History
 
 
 class ControlMetrics(Collector):
-    """Metrics of the last report, and of the acceptance by position. A task or drafter that is gone has none."""
+    """Metrics of the last report, and of the acceptance by position. Tasks and drafters that the report no longer
+    has have no metrics."""
 
     def __init__(self, history: History, task_label: Callable[[str], str]) -> None:
-        """`task_label` makes a label of what reports call a task; of several of one label the latest is shown."""
+        """`task_label` makes a label of a task's name; of several tasks with one label the latest is shown."""
         self._history = history
         self._task_label = task_label
         self.report: ControlReport | None = None
@@ -36,9 +37,13 @@ class ControlMetrics(Collector):
     def _positions(self) -> Iterator[Metric]:
         labels = ("method", "position")
         reached = CounterMetricFamily(
-            "conditional_reached", "Drafts checked at this position below an accepted path.", labels=labels
+            "conditional_reached",
+            "How often a draft token at this position was checked after all before it were accepted.",
+            labels=labels,
         )
-        accepted = CounterMetricFamily("conditional_accepted", "Of them, those accepted.", labels=labels)
+        accepted = CounterMetricFamily(
+            "conditional_accepted", "How often such a draft token was accepted.", labels=labels
+        )
         for method, counts in list(self._history.positions.items()):
             for position, (num_reached, num_accepted) in enumerate(zip(*counts, strict=True)):
                 if num_reached:
@@ -48,7 +53,7 @@ class ControlMetrics(Collector):
         yield accepted
 
     def _batches(self) -> Metric:
-        """Sizes are rounded up to powers of two, to have few."""
+        """Mean draft depth by the number of decoding sequences, rounded up to a power of two to bound the labels."""
         sums: dict[int, list[int]] = {}
         for size, (_, num_answers, depths) in self.batches.items():
             rounded = sums.setdefault(1 << (size - 1).bit_length(), [0, 0])
@@ -56,7 +61,7 @@ class ControlMetrics(Collector):
             rounded[1] += depths
         family = GaugeMetricFamily(
             "batch_draft_depth",
-            "Mean depth of drafts in the last minutes, by answers in a step, rounded up to a power of two.",
+            "Mean draft depth in the last minutes, by number of answers in a step, rounded up to a power of two.",
             labels=["batch"],
         )
         for size, (num_answers, depths) in sorted(sums.items()):
@@ -71,18 +76,28 @@ def _gauge(name: str, help_: str, value: float | None) -> Iterator[Metric]:
 
 
 def _overall(report: ControlReport) -> Iterator[Metric]:
-    yield from _gauge("speculation_adaptive", "1 where drafter and depth are chosen.", report.adaptive)
-    yield from _gauge("speculation_active", "1 while anything is drafted for.", report.speculating)
+    yield from _gauge(
+        "speculation_adaptive", "1 where the controller chooses drafter and depth.", report.adaptive
+    )
+    yield from _gauge("speculation_active", "1 while any task is drafted for.", report.speculating)
     yield from _gauge(
         "speculation_stands_back",
-        "1 while nothing is drafted because drafts lost in probes.",
+        "1 while drafting is off because probes measured a speedup below 1.",
         report.stands_back,
     )
-    yield from _gauge("probe_share", "Share of the time that probes and tries cost.", report.probe_share)
-    yield from _gauge("estimated_speedup", "By the model of costs.", report.estimated_speedup)
+    yield from _gauge("probe_share", "Share of time spent on probes and exploration.", report.probe_share)
+    yield from _gauge(
+        "estimated_speedup",
+        "Speedup over no speculation, estimated by the cost model.",
+        report.estimated_speedup,
+    )
     if report.realised is not None:
         for suffix, value in _parts(report.realised).items():
-            yield from _gauge(f"realised_speedup{suffix}", "By paired probes; 95 % interval.", value)
+            yield from _gauge(
+                f"realised_speedup{suffix}",
+                "Speedup over no speculation, measured by paired probes; with a 95 % interval.",
+                value,
+            )
 
 
 def _parts(speedup: Speedup) -> dict[str, float]:
@@ -90,13 +105,23 @@ def _parts(speedup: Speedup) -> dict[str, float]:
 
 
 def _methods(methods: tuple[MethodReport, ...]) -> Iterator[Metric]:
-    rate = GaugeMetricFamily("drafter_acceptance_rate", "Pooled α of late.", labels=["method"])
-    survival = GaugeMetricFamily(
-        "drafter_survival", "Chance that a draft stands down to here.", labels=["method", "position"]
+    rate = GaugeMetricFamily(
+        "drafter_acceptance_rate", "Recent acceptance rate of all tasks.", labels=["method"]
     )
-    steps = CounterMetricFamily("drafter_steps", "How often a sequence was drafted for.", labels=["method"])
-    failures = CounterMetricFamily("drafter_failures", "How often it failed a sequence.", labels=["method"])
-    retired = GaugeMetricFamily("drafter_retired", "1 once it is never asked again.", labels=["method"])
+    survival = GaugeMetricFamily(
+        "drafter_survival",
+        "Probability that a draft is accepted up to this position.",
+        labels=["method", "position"],
+    )
+    steps = CounterMetricFamily(
+        "drafter_steps", "Steps of sequences that this drafter drafted for.", labels=["method"]
+    )
+    failures = CounterMetricFamily(
+        "drafter_failures", "Failures of the drafter, counted by sequence.", labels=["method"]
+    )
+    retired = GaugeMetricFamily(
+        "drafter_retired", "1 once the drafter is retired and not used again.", labels=["method"]
+    )
     for method in methods:
         if method.acceptance_rate is not None:
             rate.add_metric([method.name], method.acceptance_rate)
@@ -110,11 +135,17 @@ def _methods(methods: tuple[MethodReport, ...]) -> Iterator[Metric]:
 
 def _tasks(tasks: list[tuple[str, TaskReport]]) -> Iterator[Metric]:
     figures: dict[str, tuple[str, Callable[[TaskReport], float | None]]] = {
-        "draft_depth": ("Draft tokens a step, of late.", lambda task: task.depth),
-        "acceptance_rate": ("α of late.", lambda task: task.acceptance_rate),
-        "acceptance_length": ("Tokens a target pass, of late.", lambda task: task.acceptance_length),
-        "break_even": ("The α under which drafting does not pay.", lambda task: task.break_even),
-        "estimated_speedup": ("By the model of costs.", lambda task: task.estimated_speedup),
+        "draft_depth": ("Recent draft tokens a step.", lambda task: task.depth),
+        "acceptance_rate": ("Recent acceptance rate.", lambda task: task.acceptance_rate),
+        "acceptance_length": ("Recent tokens a target pass.", lambda task: task.acceptance_length),
+        "break_even": (
+            "Break-even acceptance rate: below it drafting does not pay.",
+            lambda task: task.break_even,
+        ),
+        "estimated_speedup": (
+            "Speedup over no speculation, estimated by the cost model.",
+            lambda task: task.estimated_speedup,
+        ),
     }
     for name, (help_, figure) in figures.items():
         family = GaugeMetricFamily(f"task_{name}", help_, labels=["task"])
@@ -125,13 +156,17 @@ def _tasks(tasks: list[tuple[str, TaskReport]]) -> Iterator[Metric]:
         yield family
     for suffix in ("", "_low", "_high", "_pairs"):
         family = GaugeMetricFamily(
-            f"task_realised_speedup{suffix}", "By paired probes; 95 % interval.", labels=["task"]
+            f"task_realised_speedup{suffix}",
+            "Speedup over no speculation, measured by paired probes; with a 95 % interval.",
+            labels=["task"],
         )
         for label, task in tasks:
             if task.realised is not None:
                 family.add_metric([label], _parts(task.realised)[suffix])
         yield family
-    method = GaugeMetricFamily("task_method", "1 for what drafts for it now.", labels=["task", "method"])
+    method = GaugeMetricFamily(
+        "task_method", "1 for the drafter that is used now.", labels=["task", "method"]
+    )
     for label, task in tasks:
         method.add_metric([label, task.method or "off"], 1)
     yield method

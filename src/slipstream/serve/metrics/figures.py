@@ -1,4 +1,4 @@
-"""What a response says about its own cost: `usage`, and `metrics` where the server shows them."""
+"""The cost of a response: `usage`, and `metrics` where the server shows them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
 
 
 def request_metrics(outputs: Seq[RequestOutput], num_speculative_tokens: int | None) -> dict[str, Any]:
-    """A request's own figures: `speculative_decoding` as in vLLM, which counts steps that drafted only, and times.
+    """A request's own metrics: `speculative_decoding` as in vLLM, which counts only steps that drafted, and times.
 
-    `num_speculative_tokens` is what the drafter is configured with. Several answers count together, as
-    `RequestMetrics.merged` has it.
+    `num_speculative_tokens` is the drafter's configured depth. Several answers are merged by
+    `RequestMetrics.merged`.
     """
     merged = RequestMetrics.merged([answer.metrics for output in outputs for answer in output.outputs])
     return {

@@ -1,8 +1,8 @@
-"""Every metric of the server, from the engine's own figures of steps and requests.
+"""Every metric of the server, from the engine's reports on steps and requests.
 
-Prometheus text with the prefix `slipstream_`; what vLLM has too bears its name behind the prefix, and can be shown
-under vLLM's own names as well. Counters of tokens and drafts count in the engine's step, so they hold for answers
-that are broken off too.
+Prometheus text with the prefix `slipstream_`; metrics that vLLM has too use its names after the prefix, and can
+also be shown under vLLM's own names. Tokens and drafts are counted in the engine's step, so aborted answers are
+included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
-"""What responses are counted under from the start: PromQL's `increase` and `rate` miss the first event of a series that
+"""Statuses whose counters exist from the start: PromQL's `increase` and `rate` miss the first event of a series that
 begins with it."""
 
 _AS_VLLM = frozenset(
@@ -55,14 +55,14 @@ _AS_VLLM = frozenset(
         *("request_inference_time_seconds", "cache_config_info"),
     }
 )
-"""Metrics that mean what vLLM's of the same name mean."""
+"""Metrics with the meaning of vLLM's metrics of the same name."""
 _ONCE_AT_VLLM = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
-"""Names that vLLM's metrics had before, which older boards ask for."""
+"""Former names of vLLM's metrics, which older boards query."""
 
 
 class Metrics:
@@ -86,34 +86,40 @@ class Metrics:
             return Gauge(PREFIX + name, help_, registry=registry)
 
         spec = "spec_decode_"
-        self._drafts = counter(spec + "num_drafts", "Steps of a sequence that checked a draft.")
+        self._drafts = counter(spec + "num_drafts", "Steps in which a sequence's draft was checked.")
         self._drafted = counter(spec + "num_draft_tokens", "Draft tokens that were checked.")
         self._accepted = counter(spec + "num_accepted_tokens", "Draft tokens that were accepted and emitted.")
         self._wasted = counter(spec + "num_wasted_tokens", "Draft tokens that were checked and rejected.")
         self._drafted_at = counter(
-            spec + "num_draft_tokens_per_pos", "Drafts that reached this depth, from 0.", "position"
+            spec + "num_draft_tokens_per_pos", "Drafts with a token at this position, from 0.", "position"
         )
         self._accepted_at = counter(
-            spec + "num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, from 0.", "position"
+            spec + "num_accepted_tokens_per_pos",
+            "Draft tokens accepted at this position, from 0.",
+            "position",
         )
         self._length = histogram(
-            spec + "accepted_length", "Draft tokens accepted by a step that drafted.", _LENGTHS
+            spec + "accepted_length", "Draft tokens accepted in a step of a sequence with a draft.", _LENGTHS
         )
         by_task = ("task", "method")
-        self._task_steps = counter("task_steps", "Target passes that yielded tokens, by task.", *by_task)
+        self._task_steps = counter("task_steps", "Target passes that produced tokens, by task.", *by_task)
         self._task_drafted = counter(
             "task_draft_tokens", "Draft tokens that were checked, by task.", *by_task
         )
         self._task_accepted = counter("task_accepted_tokens", "Accepted draft tokens, by task.", *by_task)
         self._task_output = counter("task_generation_tokens", "Output tokens, by task.", *by_task)
 
-        self._draft_s = counter("draft_seconds", "Time of drafting.")
-        self._verify_s = counter("verify_seconds", "Time of target passes and verdicts, prompts included.")
-        self._other_s = counter("other_seconds", "Time of the rest of the steps.")
-        self._steps = counter("engine_steps", "Steps of the engine, each over all that run.")
-        self._rows = histogram("iteration_tokens_total", "Tokens computed by a step, without drafts.", _ROWS)
+        self._draft_s = counter("draft_seconds", "Time spent drafting.")
+        self._verify_s = counter(
+            "verify_seconds", "Time spent in target passes and verification, prompts included."
+        )
+        self._other_s = counter("other_seconds", "Time spent in the rest of the steps.")
+        self._steps = counter("engine_steps", "Steps of the engine, each for all running answers.")
+        self._rows = histogram(
+            "iteration_tokens_total", "Tokens computed by a step, without draft tokens.", _ROWS
+        )
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that began.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that have begun.")
         self._output_tokens = counter("generation_tokens", "Output tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
@@ -158,14 +164,12 @@ class Metrics:
             "request_max_num_generation_tokens", "Tokens of a request's longest answer.", _TOKENS
         )
         self._n = histogram("request_params_n", "Answers that a request asked for.", (1, 2, 5, 10, 20))
-        self._max_tokens = histogram(
-            "request_params_max_tokens", "How many tokens an answer was allowed.", _TOKENS
-        )
+        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of a request.", _TOKENS)
 
-        self._running = gauge("num_requests_running", "Answers that have a place in the steps.")
-        self._waiting = gauge("num_requests_waiting", "Answers that wait for a place.")
+        self._running = gauge("num_requests_running", "Answers that are running.")
+        self._waiting = gauge("num_requests_waiting", "Answers that are waiting.")
         self._kv_usage = gauge(
-            "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all."
+            "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all of it."
         )
 
         on_what = ("kind", "task", "method")
@@ -174,11 +178,11 @@ class Metrics:
         self.expect_alarm(AlarmKind.TOKEN_MISMATCH, None, None)
 
     def register(self, collector: Collector) -> None:
-        """Show what `collector` has, its names without the prefix, among these metrics."""
+        """Add the metrics of `collector`; their names have no prefix."""
         self._registry.register(collector)
 
     def describe_cache(self, engine: Engine) -> None:
-        """Say how large the cache is and how it is used, in the labels of a gauge that is always 1, as vLLM does."""
+        """Show the size and settings of the cache in the labels of a gauge that is always 1, as vLLM does."""
         plan = engine.memory_plan
         labels = {
             "block_size": "1",  # a slot holds one token
@@ -188,7 +192,7 @@ class Metrics:
             "cache_dtype": str(engine.model.dtype).removeprefix("torch."),
             "enable_prefix_caching": str(engine.config.enable_prefix_caching),
         }
-        about = "The cache, in the labels; always 1."
+        about = "Size and settings of the cache, in the labels; always 1."
         Gauge(PREFIX + "cache_config_info", about, labels, registry=self._registry).labels(**labels).set(1)
 
     # --- in the engine's thread ---------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class Metrics:
         self._rows.observe(step.num_rows)
 
     def on_observe(self, items: Seq[StepItem]) -> None:
-        """Count what a step drafted, accepted and emitted: added up first, since every counter takes a lock."""
+        """Count a step's draft, accepted and emitted tokens, added up first: every counter takes a lock."""
         prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []
@@ -242,15 +246,15 @@ class Metrics:
                     counter.inc(number)
 
     def _task_counters(self, labels: tuple[str, str]) -> tuple[Counter, ...]:
-        """Passes, and drafted, accepted and emitted tokens of a task and drafter; looking children up by label takes a
-        while."""
+        """Counters of passes, and of draft, accepted and emitted tokens of a task and drafter; cached, since
+        looking up labels is slow."""
         if labels not in self._by_task:
             counters = (self._task_steps, self._task_drafted, self._task_accepted, self._task_output)
             self._by_task[labels] = tuple(counter.labels(*labels) for counter in counters)
         return self._by_task[labels]
 
     def _position_counters(self, position: int) -> tuple[Counter, ...]:
-        """Drafted and accepted tokens at a depth, from 0."""
+        """Counters of draft and accepted tokens at a depth, from 0."""
         while len(self._by_position) <= position:
             number = len(self._by_position)
             self._by_position.append((self._drafted_at.labels(number), self._accepted_at.labels(number)))
@@ -259,7 +263,7 @@ class Metrics:
     # --- in the event loop --------------------------------------------------------------------------------------
 
     def watch(self, num_answers: int, params: SamplingParams) -> Watch:
-        """Times one request from its updates."""
+        """A clock for one request's updates."""
         return Watch(self, num_answers, params)
 
     def on_chunk(self, gap_s: float, num_tokens: int) -> None:
@@ -278,7 +282,7 @@ class Metrics:
         self._e2e.observe(metrics.total_s)
         queue_s = min(
             answer.metrics.queue_s for answer in update.output.outputs
-        )  # others wait for its prompt
+        )  # the other answers wait for the first one's prompt
         self._queue.observe(queue_s)
         self._preemptions.inc(metrics.num_preemptions)
         self._prefill.observe(max(metrics.time_to_first_token_s - queue_s, 0.0))
@@ -297,19 +301,19 @@ class Metrics:
                 self._tpot.observe(rest_s / (answer.metrics.num_output_tokens - 1))
 
     def on_abort(self, num_answers: int) -> None:
-        """Count answers that nobody waited for."""
+        """Count aborted answers."""
         self._ends.labels(str(FinishReason.ABORT)).inc(num_answers)
 
     def on_response(self, status: int) -> None:
-        """Count a response of a guarded path."""
+        """Count a response of the API."""
         self._responses.labels(status).inc()
 
     def set_connections(self, num: int) -> None:
-        """So many connections are open."""
+        """Set the number of open connections."""
         self._connections.set(num)
 
     def on_closed_connection(self, reason: str, num: int = 1) -> None:
-        """Count connections that the server closed; 0 of them shows the reason before the first."""
+        """Count connections that the server closed; 0 makes the reason's series exist."""
         self._closed.labels(reason).inc(num)
 
     def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
@@ -320,7 +324,7 @@ class Metrics:
             self._raises.labels(*labels).inc()
 
     def expect_alarm(self, kind: AlarmKind, task: str | None, method: str | None) -> None:
-        """Show that an alarm which may come was raised 0 times so far."""
+        """Make the series of a possible alarm exist at 0."""
         self._raises.labels(*self._alarm_labels(kind, task, method))
 
     def _alarm_labels(self, kind: AlarmKind, task: str | None, method: str | None) -> tuple[str, str, str]:
@@ -359,17 +363,17 @@ class Watch:
             self._metrics.on_end(update, self._params)
 
     def refuse(self) -> None:
-        """The engine does not take the request: none of its answers ever began."""
+        """The engine refused the request: none of its answers began."""
         self._unfinished = 0
 
     def close(self) -> None:
-        """The request is over; answers that did not end were broken off."""
+        """The request is over; answers without an end were aborted."""
         if self._unfinished:
             self._metrics.on_abort(self._unfinished)
 
 
 class _Labelled(Collector):
-    """A registry's metrics with constant labels, and those that vLLM has under its names too."""
+    """A registry's metrics with constant labels, some of them also under vLLM's names."""
 
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str], with_vllm: bool) -> None:
         self._registry = registry
@@ -386,7 +390,7 @@ class _Labelled(Collector):
                     yield self._renamed(metric, VLLM_PREFIX, _ONCE_AT_VLLM[name])
 
     def _renamed(self, metric: Metric, prefix: str, once: str | None = None) -> Metric:
-        """With another prefix, and under the name that it had `once` where one is given."""
+        """The metric with another prefix, and under a former name `once` where one is given."""
         own = metric.name.removeprefix(PREFIX)
         renamed = copy.copy(metric)
         renamed.name = prefix + (once or own)

@@ -1,1 +1,1 @@
-"""Connections and bodies, before there is a request."""
+"""Connections, request heads and bodies."""

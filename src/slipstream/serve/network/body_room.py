@@ -5,14 +5,14 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 SMALL_BYTES = 64 * 2**10
-"""What every body may have: large ones take no room from small ones."""
+"""Bytes of every body that are not counted, so that large bodies do not crowd out small ones."""
 MAX_LARGE = 32
-"""How many bodies of the largest size there is room for."""
+"""Bodies of the largest size that fit at once."""
 _ROOM = "slipstream.body_room"
 
 
 class Taken:
-    """What one request's body takes of the room."""
+    """The share of one request's body in the memory for all."""
 
     def __init__(self, room: BodyRoom) -> None:
         self._room = room
@@ -20,7 +20,7 @@ class Taken:
         self.is_refused = False
 
     def grow(self, size: int) -> bool:
-        """Take room for a body that has `size` bytes by now; False where there is none."""
+        """Reserve memory for a body of `size` bytes so far; False where there is none."""
         more = max(size - SMALL_BYTES - self._num_bytes, 0)
         if self._room.num_bytes + more > self._room.max_bytes:
             self.is_refused = True
@@ -30,14 +30,14 @@ class Taken:
         return True
 
     def free(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         self._room.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
 class BodyRoom:
-    """Middleware: a request's body takes room from its first byte until the request is over. Used from the event loop
-    only."""
+    """Middleware: a request's body holds its memory from its first byte until the request is over. Used from the
+    event loop only."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -53,6 +53,6 @@ class BodyRoom:
 
 
 def taken(scope: Scope) -> Taken:
-    """What the body of the request of an ASGI scope takes."""
+    """The share of the request of an ASGI scope."""
     own: Taken = scope[_ROOM]
     return own

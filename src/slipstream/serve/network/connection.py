@@ -17,21 +17,21 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.network.connections import Closed, Connections
 
 MAX_HEADERS = 128
-"""Lines of a head, and of what may follow a body."""
+"""Most header lines of a head, and of the trailers of a body."""
 MAX_PIPELINED = 16
-"""Requests that a client may send ahead of their answers."""
+"""Most requests that a client may send before their responses."""
 NOT_READ_S = 60.0
-"""How long a client may leave what has been sent to it unread while more waits."""
+"""How long a client may leave sent bytes unread while more is waiting."""
 LINGER_S = 2.0
 LINGER_BYTES = 2**20
-"""For a client to read a refusal while it still sends. Closing on bytes that nobody has read resets the connection, and
-many a client then never sees what it was told."""
+"""Time for a client to read an error while it still sends. Closing with unread bytes resets the connection, and
+many clients then do not see the error."""
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
-"""When to look whether a client that sends no more has left altogether."""
+"""Interval of checks whether a client that has shut down its writing side has closed the connection."""
 
 
 class ConnectionStage(enum.Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     NEW = enum.auto()
     """The first byte."""
@@ -40,25 +40,25 @@ class ConnectionStage(enum.Enum):
     BODY = enum.auto()
     """The rest of a body that the application reads."""
     ANSWER = enum.auto()
-    """The application."""
+    """The application's response."""
     LEFTOVER = enum.auto()
-    """The rest of a body that has been answered already."""
+    """The rest of a body whose response is complete."""
     IDLE = enum.auto()
     """The next request."""
     OVER = enum.auto()
-    """Its end."""
+    """The end of the connection."""
 
 
 class Connection(HttpToolsProtocol):
-    """Bounds what a client may send before there is a request, and how long it may take.
+    """Bounds the bytes and the time of a client before there is a request.
 
     - A head, its first line included, has at most `max_head_bytes` bytes and `MAX_HEADERS` headers (431) and is
       complete `head_timeout_s` after its first byte (408). A connection on which nothing is sent is closed after that
       time, one between two requests after `idle_timeout_s`. Bodies have deadlines of their own (`serve.limits`).
-    - What is not HTTP, and all refusals above, are answered in OpenAI's shape, behind the answers that are due before.
-    - A client that has sent its request and shuts down its writing side gets its answer. One that has left looks the
-      same until something is written to it: an interim response `100 Continue`, which every client of HTTP/1.1 has to
-      skip.
+    - What is not HTTP, and all errors above, are answered in OpenAI's shape, after the responses that are due
+    before. - A client that has sent its request and shuts down its writing side gets its response. A client that
+    has disconnected looks the same until something is written to it: an interim response `100 Continue`, which
+    every client of HTTP/1.1 has to skip.
     """
 
     def __init__(self, *args: Any, limits: ServeConfig, connections: Connections, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class Connection(HttpToolsProtocol):
         self._num_headers = 0
         self._head_bytes = 0
         self._unfinished_bytes = 0
-        """Fed to the parser since it last came to the end or the beginning of anything."""
+        """Bytes given to the parser since the last beginning or end of a message."""
         self._came_to_something = False
         self._answering: RequestResponseCycle | None = None
         """The request that the application works on; `cycle` is the last one that was read."""
@@ -106,7 +106,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; True keeps the connection for the answers that are due."""
+        """The client sends no more; True keeps the connection open for the responses that are due."""
         if self._stage is not ConnectionStage.ANSWER or self.cycle.more_body or self._refusal is not None:
             return False
         if not self._half_closed:
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def give_way(self) -> None:
-        """Close at once: the place is needed."""
+        """Close at once, to make room for another connection."""
         if self._refusal is None:
             self._others.note(Closed.MADE_ROOM)
         self.transport.abort()
@@ -150,7 +150,7 @@ class Connection(HttpToolsProtocol):
             return
         except httptools.HttpParserError as error:
             if self._refusal is None:
-                # What the parser says is fixed text; an error within our own callbacks is about the first line.
+                # The parser's messages are fixed texts; an error in our own callbacks is about the first line.
                 callback = isinstance(error, httptools.HttpParserCallbackError)
                 why = "its first line cannot be read" if callback else str(error)
                 message = f"what was sent is not an HTTP/1.1 request: {why}"
@@ -160,9 +160,8 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def _stay_with_http(self, rest: bytes) -> None:
-        """Read a request again without the wish for another protocol, at which the parser stops before the body.
-
-        Java's client wishes for `h2c` with every request.
+        """Parse a request again without its `Upgrade` header, at which the parser stops before the body. Java's
+        client asks for `h2c` with every request.
         """
         method = self.scope["method"]
         if method == "CONNECT":
@@ -215,7 +214,7 @@ class Connection(HttpToolsProtocol):
         self._came_to_something = True
         if self._refusal is None and not self._in_head:
             if self.cycle.response_complete:
-                self.cycle.more_body = False  # uvicorn does not count on after the answer
+                self.cycle.more_body = False  # uvicorn does not count any more after the response
             super().on_message_complete()
 
     def _count(self, num_bytes: int) -> None:
@@ -231,7 +230,7 @@ class Connection(HttpToolsProtocol):
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the deadlines here are stricter
-        if self.transport.is_closing():  # the client may have much to read yet
+        if self.transport.is_closing():  # the client may have much to read still
             self._others.is_idle(self)
             self._arm(NOT_READ_S)
             return
@@ -256,7 +255,7 @@ class Connection(HttpToolsProtocol):
         async def run(scope: Any, receive: Any, send: Any) -> None:
             try:
                 await app(scope, receive, send)
-            finally:  # where no response was completed uvicorn closes, and waits for the client to read
+            finally:  # without a complete response uvicorn closes, and waits for the client to read
                 answering = self._answering
                 own = answering if answering is not None and answering.scope is scope else None
                 if own is not None and not own.response_complete and self._stage is not ConnectionStage.OVER:
@@ -272,7 +271,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(Closed.HEAD_TOO_LARGE, ApiError(431, message, code="head_too_large"))
 
     def _refuse(self, reason: Closed, error: ApiError) -> None:
-        """Answer with `error` once the answers before it are complete, and close."""
+        """Answer with `error` once the responses before it are complete, and close."""
         self._others.note(reason)
         self._refusal = error
         self._deaf = True
@@ -283,7 +282,7 @@ class Connection(HttpToolsProtocol):
             self._write_refusal()
 
     def _drop_broken(self) -> None:
-        """The last request that was read is the one that is wrong: it has no other answer."""
+        """The last request that was parsed is the wrong one: it has no other response."""
         if self.pipeline:
             self.pipeline.popleft()
         elif self.cycle is self._answering and not self.cycle.response_complete:
@@ -311,7 +310,7 @@ class Connection(HttpToolsProtocol):
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Find out what is waited for now, and until when."""
+        """Determine the event that the connection waits for, and its deadline."""
         stage = self._now()
         if stage is self._stage:
             return
@@ -365,7 +364,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _look(self, waited_s: float) -> None:
-        """Has a client that sends no more left altogether?"""
+        """Whether a client that sends no more has closed the connection."""
         if self._stage is ConnectionStage.OVER or self.transport.is_closing():
             return
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""All connections of a server: how many there may be, which one goes first, and what the log says of it."""
+"""All connections of a server: their limit, which one is closed first, and the log of closed ones."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
-"""Between two lines for one reason: a flood of connections must not become a flood of lines."""
+"""Time between two log lines for one reason, so that a flood of connections is not a flood of lines."""
 MAX_BACKLOG = 2048
 _MIN_BACKLOG = 16
 _COUNT_EVERY_S = 1.0
-"""How often the descriptors that are not connections are counted again."""
+"""Interval at which file descriptors other than connections are counted."""
 _SPARE_DESCRIPTORS = 32
-"""What the process may open meanwhile: files, pipes of a worker, sockets of an exporter."""
+"""Descriptors reserved for other uses: files, pipes of a worker, sockets of an exporter."""
 
 
 class Closed(enum.StrEnum):
-    """Why the server closed a connection of its own accord, other than after `idle_timeout_s`."""
+    """Why the server closed a connection, other than after `idle_timeout_s`."""
 
     SILENT = enum.auto()
     HEAD_TIMEOUT = enum.auto()
@@ -55,9 +55,8 @@ _WORDS = {
 
 
 class Connections:
-    """Counts connections, closes the longest idle one where a new one finds no room, and says so in the log.
-
-    Used from the event loop only.
+    """Counts connections, and closes and logs the longest idle one where a new one exceeds the limit. Used from the
+    event loop only.
     """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
@@ -67,19 +66,19 @@ class Connections:
         self._max = config.max_connections
         self._num_descriptors = descriptor_limit()
         self.backlog = MAX_BACKLOG
-        """Connections that the system may hold for us: so many can be accepted before the first one is looked at."""
+        """The listen backlog: so many connections can be accepted before the first one is handled."""
         if self._num_descriptors is not None:
             self.backlog = max(_MIN_BACKLOG, min(MAX_BACKLOG, self._num_descriptors // 4))
         self._num_own = num_descriptors()
         self._counted_s = time.monotonic()
         self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the longest idle first
-        self._sending: dict[Connection, None] = {}  # the same for those whose request is not complete
+        self._sending: dict[Connection, None] = {}  # the same, for connections with an incomplete request
         self._untold: dict[Closed, int] = {}
         self._timers: dict[Closed, asyncio.TimerHandle] = {}
 
     def add(self, connection: Connection) -> bool:
-        """Take in a new connection; False where there is no room, even without those that were idle for longest."""
+        """Add a new connection; False where the limit is reached and none is idle."""
         self._open.add(connection)
         self._metrics.set_connections(len(self._open))
         room = self._room()
@@ -92,24 +91,24 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """A connection is over; one that is not known any more is no error."""
+        """Remove a connection; an unknown one is ignored."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
         self._metrics.set_connections(len(self._open))
 
     def is_idle(self, connection: Connection) -> None:
-        """Nothing is under way on it: the first to go."""
+        """No request is under way on it: it is closed first."""
         self._sending.pop(connection, None)
         self._idle.setdefault(connection)
 
     def is_sending(self, connection: Connection) -> None:
-        """Its request's body is on the way: it goes where nobody is idle."""
+        """The body of its request is incomplete: it is closed where no connection is idle."""
         self._idle.pop(connection, None)
         self._sending.setdefault(connection)
 
     def is_answered(self, connection: Connection) -> None:
-        """Its request is complete and at work: it stays."""
+        """Its request is complete and runs: it is not closed."""
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
 
@@ -133,7 +132,7 @@ class Connections:
         logger.warning("%s closed: %s", what, _WORDS[reason], extra={"facts": facts})
 
     def _room(self) -> int | None:
-        """How many connections there may be now; None where nothing bounds them."""
+        """The present limit of connections; None without one."""
         if self._num_descriptors is None or self._num_own is None:
             return self._max
         now_s = time.monotonic()
@@ -145,7 +144,7 @@ class Connections:
 
 
 def descriptor_limit() -> int | None:
-    """How many files and sockets this process may have open; None where the system does not say."""
+    """The limit of open files and sockets of this process; None where it is unknown."""
     try:
         import resource
     except ImportError:  # Windows
@@ -155,7 +154,7 @@ def descriptor_limit() -> int | None:
 
 
 def num_descriptors() -> int | None:
-    """How many of them are open; None where the system does not say."""
+    """The number of open files and sockets; None where it is unknown."""
     try:
         return len(list(Path("/dev/fd").iterdir()))
     except OSError:

@@ -1,4 +1,4 @@
-"""A request's bytes as decoded JSON: checked once, here, for every string that a body may hold."""
+"""A request's bytes as decoded JSON; all strings in it are checked once, here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from slipstream.serve.api.errors import ApiError, clipped
 
 MAX_DEPTH = 100
-"""How deeply a body may be nested."""
+"""The deepest nesting of a body."""
 MAX_PARTS = 20_000
-"""Objects, lists and names in a body. What checks them holds all other threads up meanwhile: a second for 100,000."""
+"""Most objects, lists and names in a body. Checking them blocks all other threads: a second for 100,000."""
 MAX_DIGITS = 300
-"""Of a whole number: more of them no float can hold, and beyond 4,300 Python does not write them."""
+"""Most digits of a whole number: a float cannot hold more, and Python refuses to write more than 4,300."""
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
@@ -28,17 +28,17 @@ def decode(raw: bytes) -> dict[str, Any]:
     if not encoding.startswith("utf-8"):
         raise _refusal(f"the body is {encoding.upper()}; send it as UTF-8")
     try:
-        text = raw.decode("utf-8-sig")  # editors on Windows write a mark of three bytes before it
+        text = raw.decode("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
         message = f"the body is not UTF-8: {error.reason} at byte {error.start}"
-        if raw[error.start] == 0xED:  # where surrogates would be
+        if raw[error.start] == 0xED:  # an encoded surrogate
             message += ", perhaps half of a surrogate pair, which is no character"
         raise _refusal(message) from None
     if num_parts(raw) > MAX_PARTS:
         raise _refusal(f"the body has more than {MAX_PARTS:,} objects, lists and names")
     whole = (
         _whole if _LONG_NUMBER.search(raw) else None
-    )  # reading every number by a function of ours takes longer
+    )  # a function of ours for every number would be slower
     try:
         value = json.loads(text, parse_int=whole, parse_float=_finite, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -73,7 +73,7 @@ def _whole(digits: str) -> int:
 
 
 def _finite(number: str) -> float:
-    """JSON has no infinity, and a response could not repeat it."""
+    """Refuse infinities and NaN: JSON has none, and a response could not repeat them."""
     value = float(number)
     if math.isinf(value):
         raise ValueError(f"{clipped(number, 20)} is not finite as a float")
@@ -85,7 +85,7 @@ def _no_number(name: str) -> float:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether decoded JSON is nested deeper than `MAX_DEPTH`; what recurses into it would fail."""
+    """Whether decoded JSON is nested deeper than `MAX_DEPTH`, where recursive functions would fail."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -98,7 +98,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def has_lone_surrogate(value: Any) -> bool:
-    """Whether decoded JSON has half a character somewhere: an escape can spell one, and nothing can read it."""
+    """Whether decoded JSON has half of a surrogate pair, which an escape can spell and UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""From the text of an answer to the calls in it, as the text comes."""
+"""Parses tool calls out of an answer's text while it is streamed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slipstream.serve.tools.formats import ToolFormat
 
 _ID_ALPHABET = string.ascii_letters + string.digits
 ID_LENGTH = 9
-"""The only length that the chat templates of Mistral's models take; any other model takes any."""
+"""The only length of ids that the chat templates of Mistral's models accept; other models accept any."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call, as far as it has come."""
+    """One call, as far as it has been read."""
 
     name: str
     arguments: str = ""
     id: str = field(default_factory=lambda: "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_LENGTH)))
 
     def message(self) -> dict[str, Any]:
-        """As a message has it."""
+        """The call in the shape of a message."""
         return {
             "id": self.id,
             "type": "function",
@@ -32,29 +32,27 @@ class ToolCall:
 
 
 class CallReader:
-    """Reads one answer that keeps to the grammar of `ToolUse`.
-
-    What may yet turn out to be the mark of a call is held back. An answer that was cut off may have arguments that are
-    no whole JSON.
+    """Reads one answer that follows the grammar of `ToolUse`. Text that may be the beginning of a call's mark is
+    held back. An answer that was cut off may have arguments that are incomplete JSON.
     """
 
     def __init__(self, tool_format: ToolFormat) -> None:
         self.calls: list[ToolCall] = []
         self._format = tool_format
-        self._rest = ""  # read, and not yet told
-        self._begun = False  # some text has been told
-        self._lead: str | None = None  # the fixed text that is next; None while text is free
+        self._rest = ""  # read, and not yet returned
+        self._begun = False  # some text has been returned
+        self._lead: str | None = None  # the fixed text that comes next; None in free text
         self._scan: _ObjectScan | None = None  # within arguments
 
     @property
     def is_within_call(self) -> bool:
-        """Whether the last call's arguments have not come to their end."""
+        """Whether the last call's arguments are incomplete."""
         return self._scan is not None
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The free text, and the new parts of calls in the shape of a stream's deltas, one a call.
 
-        `last` says that the answer has ended.
+        `last` is true once the answer has ended.
         """
         self._rest += text
         content = self._free_text(last) if self._lead is None and self._scan is None else ""
@@ -64,7 +62,7 @@ class CallReader:
         return content, list(parts.values())
 
     def _free_text(self, last: bool) -> str:
-        """What is certainly no call; a mark that is found begins one."""
+        """The text that is certainly not part of a call; a mark begins a call."""
         form, mark = self._format, self._format.mark
         at = self._rest.find(mark) if form.anywhere else (0 if self._rest.startswith(mark) else -1)
         if at >= 0 and (form.anywhere or not self._begun):
@@ -81,7 +79,7 @@ class CallReader:
         return content
 
     def _read_name(self, parts: dict[int, dict[str, Any]]) -> bool:
-        """Begin a call whose name has come whole."""
+        """Begin a call whose name is complete."""
         if self._lead is None or not self._rest.startswith(self._lead):
             return False
         name, middle, rest = self._rest[len(self._lead) :].partition(self._format.middle)
@@ -94,7 +92,7 @@ class CallReader:
         return True
 
     def _read_arguments(self, parts: dict[int, dict[str, Any]]) -> bool:
-        """Tell what has come of a call's arguments."""
+        """Return the new part of a call's arguments."""
         if self._scan is None or not self._rest:
             return False
         length = self._scan.feed(self._rest)
@@ -119,7 +117,7 @@ class _ObjectScan:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """How much of `text` belongs to the object."""
+        """The number of characters of `text` that belong to the object."""
         for number, character in enumerate(text, start=1):
             if self._in_string:
                 closes = character == '"' and not self._escaped

@@ -1,4 +1,4 @@
-"""How models write the calls of tools in their text."""
+"""The formats in which models write tool calls."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class ToolFormat:
 
     name: str
     mark: str
-    """What a text begins to call with; `begin` and `head` together begin with it."""
+    """The text that marks the beginning of calls; `begin` and `head` together begin with it."""
     head: str
     middle: str
     tail: str
     begin: str = ""
     between: str | None = ""
-    """None: the model was trained to write one call at most."""
+    """Between two calls. None where the model writes at most one."""
     end: str = ""
     anywhere: bool = True
-    """The mark may stand behind other text; else it is one at the very beginning only."""
+    """The mark may follow other text; otherwise it counts only at the very beginning."""
     known_by: str = ""
-    """What chat templates of such models contain."""
+    """Text that chat templates of such models contain."""
 
     def written(self, calls: Seq[tuple[str, str]]) -> str:
-        """Names and arguments as the model writes them."""
+        """A call as the model writes it."""
         texts = [f"{self.head}{name}{self.middle}{arguments}{self.tail}" for name, arguments in calls]
         return self.begin + (self.between or "").join(texts) + self.end
 
@@ -90,14 +90,15 @@ FORMATS = (
         known_by="<tool_call>",
     ),
 )
-"""Looked up in this order. `hermes`, which is Qwen's too, `llama3_json` and `mistral` are vLLM's names."""
+"""In the order in which chat templates are compared. `hermes` (also Qwen's), `llama3_json` and `mistral` are vLLM's
+names."""
 
 FORMAT_NAMES = tuple(tool_format.name for tool_format in FORMATS)
 DEFAULT = FORMATS[-1]
 
 
 def tool_format(name: str | None, template: str) -> ToolFormat:
-    """The format called `name`, else the one that the chat template shows, else Hermes's.
+    """The format called `name`, else the one that the chat template contains, else `hermes`.
 
     Raises `ConfigError` for an unknown name.
     """
@@ -108,7 +109,7 @@ def tool_format(name: str | None, template: str) -> ToolFormat:
 
 
 def chat_template(tokenizer: Any) -> str:
-    """The template that a conversation with tools is written by; empty where there is none."""
+    """The chat template for a conversation with tools; empty where there is none."""
     if not tokenizer.chat_template:
         return ""
     return str(tokenizer.get_chat_template(tools=[{}]))

@@ -1,4 +1,4 @@
-"""The tools of a request: which there are, which must be called, and the grammar that has them called rightly."""
+"""The tools of a request, which of them must be called, and the grammar of valid calls."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from slipstream.serve.tools.formats import ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How an answer may call tools."""
+    """The tools that an answer may call, and how."""
 
     format: ToolFormat
     tools: list[dict[str, Any]]
-    """As the client described them; a chat template reads this."""
+    """The client's descriptions, for the chat template."""
     callable: tuple[tuple[str, str], ...]
-    """Name and arguments' JSON schema of the functions that may be called."""
+    """Name and JSON schema of the arguments of each function that may be called."""
     schemas: tuple[str, ...]
-    """The arguments' JSON schemas of all tools, which nobody has tried to follow yet."""
+    """The JSON schemas of the arguments of all tools, not compiled yet."""
     must_call: bool
     many: bool
     """More than one call is allowed."""
 
     def grammar(self, special: Mapping[str, int], answer_schema: str | None = None) -> StructuredOutput:
-        """Free text, or JSON under `answer_schema`, until the mark of a call; behind it only calls that are right.
+        """The grammar: free text, or JSON under `answer_schema`, until the mark of a call; after it only valid
+        calls.
 
-        `special` are the model's added tokens. One that spells a part of the format is allowed in its place; the
-        others stay allowed in free text.
+        `special` are the model's added tokens. A token that spells a part of the format is allowed in its place;
+        the others are allowed in free text.
         """
         return StructuredOutput(grammar="\n".join(_rules(self, special, answer_schema)))
 
 
 def tool_use(body: ChatBody, tool_format: ToolFormat) -> ToolUse | None:
-    """What a request says about tools; None without any, and where none may be called.
-
-    Raises `ApiError` 400 for tools that nobody could call.
+    """The tools of a request; None without any, and where none may be called. Raises `ApiError` 400 for tools that
+    cannot be called.
     """
     tools, choice = body.tools or [], body.tool_choice
     if not tools and choice not in (None, "none", "auto"):
@@ -89,8 +89,8 @@ def _arguments_schema(number: int, tool: Tool) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no names in its objects but those it lists. Objects that say so themselves, or that are put
-    together from several schemas, stay as they are."""
+    """The schema with `additionalProperties` false in its objects. Objects that set it themselves, or that combine
+    several schemas, stay as they are."""
     if not isinstance(schema, dict):
         return schema
     closed = dict(schema)
@@ -113,7 +113,7 @@ def _rules(use: ToolUse, special: Mapping[str, int], answer_schema: str | None) 
     form = use.format
 
     def said(text: str) -> str:
-        """A fixed text, in which an added token may be the token or be spelled."""
+        """The rule of a fixed text, in which an added token may be the token or be spelled."""
         marks = [token for token in special if token in text]
         parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
         return " ".join(
@@ -157,7 +157,7 @@ def _refusal(param: str, message: str) -> ApiError:
 
 
 def described(tools: Seq[Mapping[str, Any]], form: ToolFormat) -> str:
-    """What a model is told of its tools where its chat template does not do it."""
+    """A description of the tools for the system message, where the chat template has none."""
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     example = form.written([("FUNCTION", '{"PARAMETER": "VALUE"}')])
     return "\n".join(["You can call these functions:", *lines, "A call is written as", example])

@@ -1,1 +1,1 @@
-"""`/v1/responses`: OpenAI's Responses API around what chats are made of."""
+"""`/v1/responses`: OpenAI's Responses API, on the parts of chat completions."""

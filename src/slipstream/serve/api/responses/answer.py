@@ -1,4 +1,4 @@
-"""A response in the making: its items, and the events of its stream."""
+"""A response in progress: its items, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from slipstream.serve.tools.calls import CallReader
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """What a response says of its request, and where it is kept."""
+    """The request of a response, and where the response is stored."""
 
     body: ResponseBody
     messages: bytes
     """The conversation up to the answer, in lines of JSON, without the instructions."""
     account: str
     store: ResponseStore | None
-    """None where the client wants it forgotten."""
+    """None where the response is not stored."""
 
 
 class ResponseAnswer(ApiAnswer):
-    """One answer as items: a message, then the calls of functions. The stream's events are made on the way."""
+    """One answer as items: a message, then the calls of functions. The events of the stream are made while it
+    grows."""
 
     names_events = True
 
@@ -128,7 +129,7 @@ class ResponseAnswer(ApiAnswer):
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _end(self, reason: FinishReason) -> None:
-        """The whole response is there."""
+        """The response is complete."""
         if not self._items:
             self._add_text("", [])
         is_cut = reason != FinishReason.STOP
@@ -147,7 +148,7 @@ class ResponseAnswer(ApiAnswer):
         self._tell(f"response.{status}", response=self._last)
 
     def _keep(self) -> None:
-        """Keep what may be continued; a response that is too large for it says that it is not stored."""
+        """Store the response, so that it can be continued; one that is too large is marked as not stored."""
         asked = self._asked
         if asked.store is None or self._last["status"] == "failed":
             self._last["store"] = False
@@ -170,7 +171,7 @@ class ResponseAnswer(ApiAnswer):
         return message
 
     def _usage(self) -> dict[str, Any]:
-        """In the names of responses, which are not those of chats. There is no cache that writes cost anything for."""
+        """`usage` in the names of the Responses API."""
         counted = self.usage()
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -182,7 +183,7 @@ class ResponseAnswer(ApiAnswer):
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response as far as it is known."""
+        """The response object so far."""
         body, params = self._asked.body, self.job.params
         text = body.text.format if body.text is not None else None
         form = {"type": "text"} if text is None else text.model_dump(by_alias=True, exclude_none=True)
@@ -227,7 +228,7 @@ class ResponseAnswer(ApiAnswer):
         self._tell(kind, item_id=self._items[index]["id"], output_index=index, **values)
 
     def _tell(self, kind: str, **values: Any) -> None:
-        """An event of the stream, where there is one."""
+        """Add an event to the stream, where the response is streamed."""
         if self.job.stream:
             self._events.append({"type": kind, "sequence_number": self._num_events, **values})
             self._num_events += 1

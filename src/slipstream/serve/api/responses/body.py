@@ -22,7 +22,7 @@ HOSTED = (
     *("image_generation", "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell"),
     *("tool_search", "web_search", "web_search_preview"),
 )
-"""OpenAI's tools that are no functions. Any other name is refused as well; these are what it would mean there."""
+"""OpenAI's tools other than functions, and what they do. Other names are refused too."""
 
 INCLUDABLE = Literal[
     "code_interpreter_call.outputs",
@@ -34,7 +34,7 @@ INCLUDABLE = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What `include` may name. Log-probabilities are included; the others are of items that no answer here has."""
+"""Values of `include`. Log-probabilities are included; the others are about items that answers here do not have."""
 
 _PART = {
     "type": "object",
@@ -42,11 +42,11 @@ _PART = {
     "required": ["type", "text"],
 }
 Parts = List[Annotated[dict[str, Any], WithJsonSchema(_PART)]]
-"""Content in parts, of which only text is read; others are known, and refused."""
+"""Content in parts. Text is read; other parts are recognised and refused."""
 
 
 class Item(BaseModel):
-    """What an input is made of. Items of earlier answers come back with whatever else their client gave them."""
+    """An item of an input. Items of earlier answers may have more fields, which are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -81,7 +81,7 @@ ITEMS = ("message", "function_call", "function_call_output")
 
 
 def _kind(value: Any) -> str:
-    """The tag of an item. Tags have brackets, like the names of types that errors leave out of their paths."""
+    """The tag of an item. Tags have brackets, as type names have, so that errors leave them out of their paths."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"[{kind or 'message'}]"
 
@@ -95,7 +95,7 @@ InputItem = Annotated[
 
 
 def _as_items(value: Any) -> Any:
-    """A text is a user's message."""
+    """Makes a text a user's message."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -123,7 +123,7 @@ class NamedFunction(Body):
 
 
 class TextFormat(Body):
-    """The form of the text; the last four are for a schema."""
+    """The format of the text; the last four fields are for a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -132,7 +132,7 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def response_format(self) -> dict[str, Any]:
-        """The same as a chat asks for it; raises `ApiError` 400 for a schema that is missing."""
+        """The same as `response_format` of a chat; raises `ApiError` 400 where the schema is missing."""
         if self.type != "json_schema":
             return {"type": self.type}
         given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
@@ -145,23 +145,23 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text is to be."""
+    """Format and length of the text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
-    """The only one that is known here; how long an answer should be is for the prompt to say."""
+    """The only value that is supported; say in the prompt how long an answer should be."""
 
 
 class Reasoning(Body):
-    """Answers are text alone: what a model writes of its thoughts is part of it."""
+    """Reasoning that a model writes is part of its text."""
 
     effort: Literal["none"] | None = None
     summary: str | None = None
-    """Without effect: there is nothing to sum up."""
+    """Without effect."""
 
 
 class ResponseStreamOptions(Body):
-    """Known, and without effect: events are never padded."""
+    """Without effect: events are never padded."""
 
     include_obfuscation: bool | None = None
 
@@ -172,7 +172,7 @@ Metadata = Annotated[
 
 
 class ResponseBody(Body):
-    """`POST /v1/responses`: OpenAI's parameters, and of ours those that mean something for one answer."""
+    """`POST /v1/responses`: OpenAI's parameters, and those of ours that apply to one answer."""
 
     model_config = ConfigDict(json_schema_extra=_text_too)
 
@@ -261,7 +261,7 @@ class ResponseBody(Body):
 
 
 def _kinds(value: dict[str, Any], name: str) -> list[tuple[str, str]]:
-    """Path and type of the objects in a list that have one."""
+    """Path and type of the objects in a list that have a type."""
     given = value.get(name)
     return [
         (f"{name}.{number}", one["type"])

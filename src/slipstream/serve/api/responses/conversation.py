@@ -1,4 +1,4 @@
-"""From what a response is asked to the chat that it is."""
+"""From a request for a response to a chat."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OWN_WORDS = (
     (r"\btools\.(\d+)\.function\b", r"tools.\1"),
     (r"\bmessages\b(?!\.\d)", "input"),
 )
-"""Names in a chat, and those that a response has for the same."""
+"""Parameters of a chat, and their names in a response."""
 
 
 def messages_of(body: ResponseBody) -> tuple[list[dict[str, Any]], list[int]]:
-    """The input as messages of a chat, and which item each of them begins with.
+    """The input as messages of a chat, and the number of the item that each message begins with.
 
-    Calls that follow each other, and the assistant's message before them, are one message. Raises `ApiError` 400 for
+    Consecutive calls and the assistant's message before them are one message. Raises `ApiError` 400 for
     content other than text.
     """
     messages: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ def _message(param: str, item: MessageItem | CallOutputItem) -> dict[str, Any]:
 
 
 def _text(param: str, content: str | list[dict[str, Any]]) -> str:
-    """The text of parts; others cannot be read."""
+    """The joined text of parts; raises `ApiError` 400 for parts of other types."""
     if isinstance(content, str):
         return content
     texts = []
@@ -75,7 +75,7 @@ def _text(param: str, content: str | list[dict[str, Any]]) -> str:
 
 
 def check_calls(messages: list[dict[str, Any]]) -> None:
-    """Raise `ApiError` 400 for the output of a call that nobody made."""
+    """Raise `ApiError` 400 for the output of an unknown call."""
     made: set[str] = set()
     for message in messages:
         made |= {call["id"] for call in message.get("tool_calls") or ()}
@@ -88,7 +88,7 @@ def check_calls(messages: list[dict[str, Any]]) -> None:
 def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
     """The chat that answers `messages`, the whole conversation, under the body's parameters.
 
-    Raises `ApiError` 400 for what contradicts itself.
+    Raises `ApiError` 400 for parameters that contradict each other.
     """
     if body.instructions is not None:
         messages = [{"role": "system", "content": body.instructions}, *messages]
@@ -124,7 +124,7 @@ def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
 
 @contextmanager
 def in_own_words(first: int, origins: list[int]) -> Iterator[None]:
-    """Have refusals of a chat name the parameters of a response.
+    """Rename the parameters in errors about the chat to those of the response.
 
     `first` is the place of the input's first message among the chat's; `origins` is from `messages_of`.
     """
@@ -147,10 +147,10 @@ def in_own_words(first: int, origins: list[int]) -> Iterator[None]:
 
 
 def as_lines(messages: list[dict[str, Any]]) -> bytes:
-    """Messages to keep, one a line."""
+    """Messages as lines of JSON."""
     return b"\n".join(json.dumps(message, ensure_ascii=False).encode() for message in messages)
 
 
 def from_lines(lines: bytes) -> list[dict[str, Any]]:
-    """What `as_lines` wrote."""
+    """The messages that `as_lines` wrote."""
     return [json.loads(line) for line in lines.split(b"\n") if line]

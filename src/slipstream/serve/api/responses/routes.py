@@ -1,4 +1,4 @@
-"""The routes of responses."""
+"""The routes of the Responses API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeJob = Callable[
     [Service, Request, GenerationBody, list[list[int]], str, Constraint | None],
     Job,
 ]
-"""Service, request, chat, prompts, the id's beginning, and the form of the answer."""
+"""Called with service, request, chat, prompts, the prefix of the id, and the constraint on the answer."""
 
 
 def add_routes(
@@ -41,7 +41,7 @@ def add_routes(
     read: Callable[[Request], Awaitable[ResponseBody]],
     make_job: MakeJob,
 ) -> None:
-    """Have `app` answer `/v1/responses`; `read` reads and checks a body."""
+    """Add the routes of `/v1/responses` to `app`; `read` reads and checks a body."""
     config = service.config
     store = ResponseStore(config.max_stored_responses, config.stored_responses_bytes)
     app.state.responses = store
@@ -58,13 +58,13 @@ def add_routes(
             previous = store.previous(body.previous_response_id, tenant_of(request.scope, body.user))
 
         async def prepare() -> ResponseAnswer:
-            # What may be large is read and written in another thread.
+            # Large values are parsed and written in another thread.
             chat, messages, first, origins = await asyncio.to_thread(_conversation, body, previous)
             with in_own_words(first, origins):
                 constraint = await constraint_of(chat, service.tokens, service.engine.check_grammar)
                 if (
                     constraint is not None and constraint.param == "response_format"
-                ):  # the engine may refuse it yet
+                ):  # the engine's compiler may still refuse it
                     constraint = replace(constraint, param="text.format")
                 tools = constraint.tools.tools if constraint and constraint.tools else None
                 prompt = await service.tokens.chat(chat.messages, chat.chat_template_kwargs, tools)
@@ -91,7 +91,8 @@ def add_routes(
 
 
 def _conversation(body: ResponseBody, previous: Kept | None) -> tuple[ChatBody, bytes, int, list[int]]:
-    """The chat to be answered, its messages to be kept, where the input begins in it, and the input's items."""
+    """The chat, its messages as lines to be stored, the index of the input's first message, and the items of its
+    messages."""
     history = from_lines(previous.messages) if previous is not None else []
     messages, origins = messages_of(body)
     check_calls([*history, *messages])

@@ -1,4 +1,4 @@
-"""Responses that were kept, so that others may continue them: in memory, within bounds of bytes and count."""
+"""Stored responses, which later requests may continue: in memory, bounded in bytes and number."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from slipstream.serve.api.errors import ApiError
 
 ENTRY_BYTES = 1024
-"""What an entry takes beside its texts, more rather than less."""
+"""Memory of an entry beside its texts, an upper estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response as it was sent, and the conversation up to its end."""
+    """A response as it was sent, and the conversation including it."""
 
     id: str
     account: str
-    """Whose API key asked for it, as `auth.account_of` says."""
+    """The account of its request, as `auth.account_of` returns it."""
     tenant: str
-    """For whom, as `auth.tenant_of` says."""
+    """The tenant of its request, as `auth.tenant_of` returns it."""
     response: bytes
     """JSON."""
     messages: bytes
@@ -31,15 +31,15 @@ class Kept:
 
     @property
     def holder(self) -> str:
-        """Who has a share of the memory: an account, whatever users it names; without keys a user."""
+        """Who shares the memory with others: an account with all its users, or without keys a user."""
         return self.account or self.tenant
 
 
 class ResponseStore:
     """The last responses of every holder. Used from the event loop only.
 
-    Each holder keeps at most `max_count`, all together `max_bytes`. Where either is exceeded the oldest go: of that
-    holder, or of the one that holds the most bytes. Used ones are new again.
+    Each holder keeps at most `max_count`, all together `max_bytes`. Where either is exceeded the least recently
+    used are removed: those of that holder, or of the one that holds the most bytes.
     """
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
@@ -55,11 +55,11 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """False where nothing is ever kept."""
+        """False where the server stores no responses."""
         return self.max_count > 0 and self.max_bytes > 0
 
     def put(self, kept: Kept) -> bool:
-        """Keep a response; False where it is larger than all that may be kept."""
+        """Store a response; False where it is larger than the bound for all."""
         if not self.keeps or kept.num_bytes > self.max_bytes:
             return False
         self._kept[kept.id] = kept
@@ -75,7 +75,7 @@ class ResponseStore:
         return kept.id in self._kept
 
     def get(self, response_id: str, account: str) -> Kept:
-        """A response that this account asked for; raises `ApiError` 404 for any other."""
+        """A response of this account; raises `ApiError` 404 for any other."""
         kept = self._kept.get(response_id)
         if kept is None or kept.account != account:
             raise self._unknown(response_id, None)
@@ -91,7 +91,7 @@ class ResponseStore:
         return kept
 
     def delete(self, response_id: str, account: str) -> None:
-        """Forget a response that this account asked for; raises `ApiError` 404 for any other."""
+        """Delete a response of this account; raises `ApiError` 404 for any other."""
         self._forget(self.get(response_id, account).id)
 
     def _forget(self, response_id: str) -> None:
