@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 PROBE_NAME = f"{ATTENTION_NAME}_probe"
 """The hook under a name for which Transformers builds masks: those of `_visibility`."""
 
-NUM_ROWS = 12
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """Largest error of a row's logits, relative to their spread. A wrong attention is off by some tenths or more."""
 
@@ -87,7 +86,7 @@ def check_masks(lm: CausalLM) -> None:
 
 def stock_logits(lm: CausalLM) -> Tensor | None:
     """Logits [rows, vocab] of a dozen rows under the model's own attention; None where it cannot be had."""
-    ids = _canary_ids(lm)
+    ids = torch.tensor(lm.trial_tokens(), device=lm.device)
     hooked = lm.backend.attn_implementation == ATTENTION_NAME
     with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
         if hooked and not switched:
@@ -100,10 +99,10 @@ def stock_logits(lm: CausalLM) -> Tensor | None:
 
 def check_logits(lm: CausalLM, expected: Tensor) -> None:
     """Compare a dozen rows, in two chunks over a cache, with `expected`, their logits as Transformers makes them."""
-    ids = _canary_ids(lm)
-    pool, slots = lm.trial_cache(NUM_ROWS)
-    half = NUM_ROWS // 2
-    chunks = [RowGroup(slots, start, ids[start : start + half].tolist(), range(half)) for start in (0, half)]
+    ids = lm.trial_tokens()
+    pool, slots = lm.trial_cache(len(ids))
+    half = len(ids) // 2
+    chunks = [RowGroup(slots, start, ids[start : start + half], range(half)) for start in (0, half)]
     with _refusing(lm.config):
         ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks]).float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
@@ -120,10 +119,6 @@ def check_logits(lm: CausalLM, expected: Tensor) -> None:
             lm.config,
             f"{where}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
         )
-
-
-def _canary_ids(lm: CausalLM) -> Tensor:
-    return torch.arange(1, NUM_ROWS + 1, device=lm.device) * 7919 % lm.vocab_size
 
 
 @contextlib.contextmanager

@@ -25,6 +25,9 @@ from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
 
+NUM_TRIAL_ROWS = 12
+"""Rows of the passes that try a model out."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
@@ -139,6 +142,10 @@ class CausalLM:
         cache = self.new_cache(-(-(num_tokens + 1) // unit) * unit, prefix_caching=False)
         cache.accounting.open(0, [0] * num_tokens)
         return cache.pool, cache.accounting.slots(0)
+
+    def trial_tokens(self) -> list[int]:
+        """`NUM_TRIAL_ROWS` token ids, spread over the vocabulary: the text of such passes."""
+        return [row * 7919 % self.vocab_size for row in range(1, NUM_TRIAL_ROWS + 1)]
 
     @torch.inference_mode()
     def forward(

@@ -15,8 +15,6 @@ from slipstream.models.rows import RowGroup
 if TYPE_CHECKING:
     from slipstream.models.causal_lm import CausalLM
 
-NUM_ROWS = 12
-
 
 class LayerStack:
     """The list in which a Transformers model keeps its layers."""
@@ -93,9 +91,9 @@ def _check(lm: CausalLM, stack: LayerStack) -> None:
 
 
 def _logits(lm: CausalLM) -> Tensor:
-    pool, slots = lm.trial_cache(NUM_ROWS)
-    token_ids = [row * 7919 % lm.vocab_size for row in range(1, NUM_ROWS + 1)]
-    return lm.forward([RowGroup(slots, 0, token_ids, range(NUM_ROWS))], pool).logits
+    token_ids = lm.trial_tokens()
+    pool, slots = lm.trial_cache(len(token_ids))
+    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool).logits
 
 
 def _hand_on(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
