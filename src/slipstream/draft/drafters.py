@@ -164,7 +164,9 @@ class Drafters:
             guard.release(sequence)
 
     def feature_layers(self) -> Seq[int]:
-        """Every layer of the target that some drafter reads, once."""
+        """What one drafter reads, in its own order; of several, every layer that some of them reads, once."""
+        if len(self.guards) == 1:
+            return self.guards[0].drafter.feature_layers()
         layers = (layer for guard in self.guards for layer in guard.drafter.feature_layers())
         return tuple(dict.fromkeys(layers))
 
