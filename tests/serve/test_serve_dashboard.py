@@ -167,7 +167,7 @@ def test_alarms_are_metrics_log_lines_and_data(
         assert counters(client)["slipstream_alarm_raises_total" + labels] == 1
         [alarm] = data(client)["alarms"]
         assert alarm["kind"] == "token_mismatch"
-        assert "41 tokens where the engine counted 40" in alarm["message"]
+        assert "41 tokens, but the engine counted 40" in alarm["message"]
         drift = json.dumps({"kind": "acceptance_drift", "method": "", "task": "none"}, sort_keys=True)
         assert counters(client)["slipstream_alarm_raises_total" + drift] == 0
         failure = {"kind": "drafter_failed", "method": "draft_model", "task": ""}
@@ -317,7 +317,7 @@ def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
     outputs = llm.chat(prompts, SamplingParams(temperature=0.8, max_tokens=40, seed=3))
     assert any(output.outputs[0].from_draft[-1] for output in outputs), "a stop among accepted tokens"
     metrics = RequestMetrics.merged([output.metrics for output in outputs])
-    told = history.snapshot().told()
+    told = history.snapshot().as_json()
     assert told["reached"] == metrics.reached_per_position
     assert told["accepted"] == metrics.accepted_per_position
     [(method, (reached, _))] = history.positions.items()
@@ -357,13 +357,13 @@ def test_a_snapshot_stays_as_it_was() -> None:
     seen = [item]
     history.on_observe(seen)
     snapshot = history.snapshot()
-    before = snapshot.told()
+    before = snapshot.as_json()
     assert before["reached"] == [1, 1, 1]
     assert before["accepted"] == [1, 1]
     history.on_observe(seen)
     history.sample(HALF_FULL)
-    assert snapshot.told() == before
-    assert history.snapshot().told() != before
+    assert snapshot.as_json() == before
+    assert history.snapshot().as_json() != before
 
 
 def test_history_is_bounded_and_has_gaps() -> None:
@@ -374,9 +374,9 @@ def test_history_is_bounded_and_has_gaps() -> None:
         now += BUCKET_S
     assert len(history.snapshot().buckets) == NUM_BUCKETS
     now += 10 * BUCKET_S
-    told = history.snapshot().told()
+    told = history.snapshot().as_json()
     assert told["num_running"] == [2] * (NUM_BUCKETS - 10) + [0] * 10
     assert told["num_waiting"] == [1] * (NUM_BUCKETS - 10) + [0] * 10
     assert told["kv_usage"] == [0.5] * (NUM_BUCKETS - 10) + [0.0] * 10
     now += NUM_BUCKETS * BUCKET_S
-    assert history.snapshot().told()["num_running"] == []
+    assert history.snapshot().as_json()["num_running"] == []

@@ -152,8 +152,8 @@ def test_it_is_admitted_counted_and_logged(
         )
         app.state.service.admission.draining = True
         assert post(client, {"text": "a"}).status_code == 503
-    facts = [record.facts for record in caplog.records if record.name == "slipstream.serve.access"]  # type: ignore[attr-defined]
-    assert [(fact["path"], fact["status"]) for fact in facts] == [
+    fields = [record.fields for record in caplog.records if record.name == "slipstream.serve.access"]  # type: ignore[attr-defined]
+    assert [(fact["path"], fact["status"]) for fact in fields] == [
         ("/first-token", 200),
         ("/first-token", 503),
     ]

@@ -78,16 +78,16 @@ def test_a_client_that_does_not_read_holds_its_places_no_longer_than_one_that_wa
         with closing(_asking(url, {**LONG, "n": 4, "stream": True}, receive_buffer=4096)):
             wait_until(lambda: app.state.service.admission.num_answers == 4)
             wait_until(lambda: app.state.service.admission.num_answers == 0, 20.0)
-            wait_until(lambda: "client_does_not_read" in _last_facts(caplog), 2.0)
+            wait_until(lambda: "client_does_not_read" in _last_fields(caplog), 2.0)
             wait_until(lambda: is_idle(drafting.engine), 2.0)
         assert httpx2.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
 
 
-def _last_facts(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+def _last_fields(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
     """What the log says of the request that ended last."""
     ended = [record for record in caplog.records if record.name == "slipstream.serve.access"]
-    facts: dict[str, Any] = vars(ended[-1])["facts"] if ended else {}
-    return facts
+    fields: dict[str, Any] = vars(ended[-1])["fields"] if ended else {}
+    return fields
 
 
 def _asking(url: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:

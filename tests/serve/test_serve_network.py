@@ -259,7 +259,7 @@ def test_silent_half_sent_and_idle_connections_do_not_stay(
         assert closed_for(app, "head_timeout") >= 2
         assert closed_for(app, "body_timeout") == 1
     told = [record for record in caplog.records if record.name == connections.logger.name]
-    assert {record.facts["reason"] for record in told} >= {"silent", "head_timeout", "body_timeout"}  # type: ignore[attr-defined]
+    assert {record.fields["reason"] for record in told} >= {"silent", "head_timeout", "body_timeout"}  # type: ignore[attr-defined]
 
 
 def _num_open(app: FastAPI) -> float:
@@ -345,7 +345,7 @@ def test_the_longest_idle_makes_room(
         assert responses(working.recv(65536))[0][0] == 200
         wait_until(lambda: app.state.service.admission.num_answers == 0)
     lines = [record for record in caplog.records if record.name == connections.logger.name]
-    assert {record.facts["reason"] for record in lines} == {"made_room", "no_room"}  # type: ignore[attr-defined]
+    assert {record.fields["reason"] for record in lines} == {"made_room", "no_room"}  # type: ignore[attr-defined]
     assert all(record.levelno == logging.WARNING for record in lines)
 
 
@@ -369,7 +369,7 @@ def test_descriptors_that_run_short_make_room_too(
         assert closed_for(app, "made_room") >= 3 * room - 8
     lines = [record for record in caplog.records if record.name == connections.logger.name]
     assert 1 <= len(lines) <= 4, "a flood of connections is a few lines"
-    assert "file_descriptors" in lines[0].facts  # type: ignore[attr-defined]
+    assert "file_descriptors" in lines[0].fields  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_a_client_that_leaves_within_its_body_counts_as_499(
             time.sleep(0.1)
         wait_until(lambda: 'status="499"} 1.0' in httpx2.get(f"{url}/metrics", timeout=5).text)
     [line] = [record for record in caplog.records if record.getMessage() == "request"]
-    facts = line.facts  # type: ignore[attr-defined]
-    assert (facts["status"], facts["error_code"]) == (499, "client_left")
+    fields = line.fields  # type: ignore[attr-defined]
+    assert (fields["status"], fields["error_code"]) == (499, "client_left")
 
 
 # --- what else clients expect of HTTP ---------------------------------------------------------------------------------

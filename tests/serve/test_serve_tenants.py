@@ -134,5 +134,5 @@ def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogC
         assert alarms("key-a", "cleared") == [("truncation", "merger")]
         assert alarms("key-b", "cleared") == []
     raised = next(record for record in caplog.records if record.name == "slipstream.serve.alarms")
-    facts = raised.facts  # type: ignore[attr-defined]
-    assert (facts["task"], facts["account"]) == ("merger", digest("key-a"))
+    fields = raised.fields  # type: ignore[attr-defined]
+    assert (fields["task"], fields["account"]) == ("merger", digest("key-a"))

@@ -25,7 +25,7 @@ from slipstream.serve.api import errors, openapi
 from slipstream.serve.api.chat import ChatAnswer
 from slipstream.serve.api.completions import CompletionAnswer, echo_of
 from slipstream.serve.api.constraints import Constraint, constraint_of
-from slipstream.serve.api.errors import FACTS, ApiError
+from slipstream.serve.api.errors import LOG_FIELDS, ApiError
 from slipstream.serve.api.responses import routes as responses
 from slipstream.serve.api.responses.body import ResponseBody
 from slipstream.serve.api.sampling import check_unsupported, request_options, sampling_params, seeds_of
@@ -38,7 +38,7 @@ from slipstream.serve.api.schema import (
     TokenizeBody,
     parse,
 )
-from slipstream.serve.api.stream import IGNORED_FACT, IGNORED_HEADER, SEED_HEADER, Reply
+from slipstream.serve.api.stream import IGNORED_FIELD, IGNORED_HEADER, SEED_HEADER, Reply
 from slipstream.serve.auth import KeyGuard, tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.dashboard import dashboard
@@ -147,7 +147,7 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
         else:
             body = await asyncio.to_thread(parse, cls, raw, strict)
         if body.without_effect:
-            request.scope[FACTS][IGNORED_FACT] = body.without_effect
+            request.scope[LOG_FIELDS][IGNORED_FIELD] = body.without_effect
         service.check_model(getattr(body, "model", None))
         return body
 
@@ -203,9 +203,9 @@ def _job(
     constraint: Constraint | None,
 ) -> Job:
     """The job for the engine; raises `ApiError` 400 for parameters that it does not support."""
-    facts = request.scope[FACTS]
+    fields = request.scope[LOG_FIELDS]
     if service.config.log_prompts:
-        [facts["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
+        [fields["asked"]] = body.model_dump(include={"prompt", "messages"}, exclude_unset=True).values()
     options = body.stream_options
     seeds = seeds_of(body, len(prompts))
     return Job(
@@ -222,7 +222,7 @@ def _job(
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
-        facts=facts,
+        log_fields=fields,
     )
 
 

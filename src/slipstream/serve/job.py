@@ -45,7 +45,7 @@ class Job:
     echo: Echo | None = None
     """The prompts that are returned before the answers."""
     created: int = field(default_factory=lambda: int(time.time()))
-    facts: dict[str, Any] = field(default_factory=dict)
+    log_fields: dict[str, Any] = field(default_factory=dict)
     """Fields of the request's line in the access log."""
 
     @property

@@ -71,7 +71,7 @@ class DrainingServer(uvicorn.Server):
         """Serve until a signal comes; returns after the drain."""
         for bound in sockets or []:
             host, port = bound.getsockname()[:2]
-            logger.info("listening", extra={"facts": {"host": host, "port": port}})
+            logger.info("listening", extra={"fields": {"host": host, "port": port}})
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -91,12 +91,12 @@ class DrainingServer(uvicorn.Server):
             self._announced = True
             grace_s = self._service.config.grace_period_s
             message = f"draining, {num_answers} under way, up to {grace_s:g} s"
-            facts = {"num_answers": num_answers, "grace_period_s": grace_s}
-            logger.info(message, extra={"facts": facts})
+            fields = {"num_answers": num_answers, "grace_period_s": grace_s}
+            logger.info(message, extra={"fields": fields})
         if num_answers == 0:
             return True
         if time.monotonic() < self._deadline_s:
             return False
-        logger.warning("answers are broken off", extra={"facts": {"num_answers": num_answers}})
+        logger.warning("answers are broken off", extra={"fields": {"num_answers": num_answers}})
         await asyncio.to_thread(self._service.engine.close)
         return True

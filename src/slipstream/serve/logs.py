@@ -15,7 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.api.errors import CLIENT_LEFT, FACTS, clipped
+from slipstream.serve.api.errors import CLIENT_LEFT, LOG_FIELDS, clipped
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.routes import RouteTable
@@ -30,7 +30,7 @@ _PLAIN_WORD = re.compile(r"[\w.:/+%@,-]+")
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes time, level, logger, message, and the fields that a record has under `facts`."""
+    """Writes time, level, logger, message, and the fields that a record has under `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -58,9 +58,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         record.asctime = self.formatTime(record)
-        facts = getattr(record, "facts", {})
+        fields = getattr(record, "fields", {})
         line = escaped(self.formatMessage(record))
-        lines = [" ".join([line, *(f"{key}={_value(value)}" for key, value in facts.items())])]
+        lines = [" ".join([line, *(f"{key}={_value(value)}" for key, value in fields.items())])]
         if record.exc_info:
             lines += [f"    {escaped(line)}" for line in self.formatException(record.exc_info).split("\n")]
         return "\n".join(lines)
@@ -111,8 +111,8 @@ class RequestLog:
         started_s = time.perf_counter()
         given = Headers(scope=scope).get(ID_HEADER.lower(), "")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        facts: dict[str, Any] = {"request_id": request_id}
-        scope[FACTS] = facts
+        fields: dict[str, Any] = {"request_id": request_id}
+        scope[LOG_FIELDS] = fields
         status = CLIENT_LEFT
 
         async def send_with_id(message: Message) -> None:
@@ -143,4 +143,4 @@ class RequestLog:
         level = (
             logging.INFO if api else logging.DEBUG
         )  # probes, scrapes and the dashboard would flood the log
-        logger.log(level, "request", extra={"facts": line | scope[FACTS]})
+        logger.log(level, "request", extra={"fields": line | scope[LOG_FIELDS]})

@@ -19,7 +19,7 @@ from slipstream import __version__
 from slipstream.errors import ConfigError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.api.answer import ApiAnswer
-from slipstream.serve.api.errors import FACTS
+from slipstream.serve.api.errors import LOG_FIELDS
 from slipstream.serve.api.stream import ANSWER
 from slipstream.serve.routes import RouteTable
 
@@ -146,19 +146,19 @@ def _finish(span: Span, scope: Scope, status: int | None) -> None:
     """Set the attributes that are known at the end of a request."""
     from opentelemetry.trace import StatusCode
 
-    facts: dict[str, Any] = scope[FACTS]
+    fields: dict[str, Any] = scope[LOG_FIELDS]
     answer: ApiAnswer | None = scope.get(ANSWER)
     if answer is not None:
         span.set_attributes(dict(_of_answer(answer)))
     if status is not None:
         span.set_attribute("http.response.status_code", status)
-    if status is None or facts.get("client_left"):
+    if status is None or fields.get("client_left"):
         span.set_attribute("error.type", "client_left")
     elif status >= 400:
         span.set_attribute("error.type", str(status))
-    elif "error" in facts:  # a stream that failed after it had begun
+    elif "error" in fields:  # a stream that failed after it had begun
         span.set_attribute("error.type", "stream_broken_off")
-    if "error" in facts or (status is not None and status >= 500):
+    if "error" in fields or (status is not None and status >= 500):
         span.set_status(StatusCode.ERROR)
 
 

@@ -132,9 +132,9 @@ class Watching:
         )
 
     def _method_of(self, name: str) -> str:
-        for told in self.report.tasks if self.report else ():
-            if told.task == name:
-                return told.method or "off"
+        for task in self.report.tasks if self.report else ():
+            if task.task == name:
+                return task.method or "off"
         return self._method
 
     # --- in the engine's thread ---------------------------------------------------------------------------------
@@ -156,27 +156,27 @@ class Watching:
     # --- alarms -------------------------------------------------------------------------------------------------
 
     def _on_raise(self, alarm: Alarm) -> None:
-        self.metrics.on_alarm(self._told(alarm), raised=True)
-        logger.warning("alarm raised: %s", alarm.message, extra={"facts": self._alarm_facts(alarm)})
+        self.metrics.on_alarm(self._named(alarm), raised=True)
+        logger.warning("alarm raised: %s", alarm.message, extra={"fields": self._alarm_fields(alarm)})
 
     def _on_clear(self, alarm: Alarm, why: str) -> None:
-        self.metrics.on_alarm(self._told(alarm), raised=False)
+        self.metrics.on_alarm(self._named(alarm), raised=False)
         self.cleared.appendleft((alarm, time.time(), why))
-        logger.warning("alarm cleared: %s", why, extra={"facts": self._alarm_facts(alarm)})
+        logger.warning("alarm cleared: %s", why, extra={"fields": self._alarm_fields(alarm)})
 
-    def _told(self, alarm: Alarm) -> Alarm:
+    def _named(self, alarm: Alarm) -> Alarm:
         """The alarm with the task as its client named it."""
         return alarm if alarm.task is None else replace(alarm, task=self.accounts.task(alarm.task))
 
-    def _alarm_facts(self, alarm: Alarm) -> dict[str, Any]:
+    def _alarm_fields(self, alarm: Alarm) -> dict[str, Any]:
         account = "" if alarm.task is None else self.accounts.split(alarm.task)[0]
-        told = self._told(alarm)
+        named = self._named(alarm)
         return {
-            "kind": told.kind,
-            "task": told.task,
-            "drafter": told.method,
-            "since": told.since,
-            "value": told.value,
+            "kind": named.kind,
+            "task": named.task,
+            "drafter": named.method,
+            "since": named.since,
+            "value": named.value,
             **({"account": account} if account else {}),
         }
 

@@ -54,7 +54,7 @@ async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> C
     Raises `ApiError` 400 for parameters that contradict each other and for parts that cannot be followed; the
     engine's compiler checks the whole.
     """
-    use = asked = None
+    use = requested = None
     # Large values are parsed in another thread, but only where there are any: switching costs more than the check.
     if isinstance(body, ChatBody):
         if body.tools:
@@ -62,15 +62,15 @@ async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> C
         else:
             tool_use(body, tokens.tool_format)  # raises for an empty choice
     if body.response_format is not None or body.structured_outputs is not None:
-        asked = await asyncio.to_thread(_asked, body)
+        requested = await asyncio.to_thread(_requested, body)
     if use is None:
-        return asked
+        return requested
     for number, schema in enumerate(use.schemas):
         param = f"tools.{number}.function.parameters"
         await _check(Constraint(param, StructuredOutput(json_schema=schema)), check)
-    if asked is not None:
-        await _check(asked, check)
-    return _with_tools(use, asked, tokens.special)
+    if requested is not None:
+        await _check(requested, check)
+    return _with_tools(use, requested, tokens.special)
 
 
 async def _check(constraint: Constraint, check: Check) -> None:
@@ -80,7 +80,7 @@ async def _check(constraint: Constraint, check: Check) -> None:
         raise constraint.refusal(error) from None
 
 
-def _asked(body: GenerationBody) -> Constraint | None:
+def _requested(body: GenerationBody) -> Constraint | None:
     """The constraint on the text itself."""
     given = {
         "response_format": _of_response_format(body.response_format),
@@ -93,11 +93,11 @@ def _asked(body: GenerationBody) -> Constraint | None:
     return found[0] if found else None
 
 
-def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, int]) -> Constraint:
+def _with_tools(use: ToolUse, requested: Constraint | None, special: Mapping[str, int]) -> Constraint:
     """Tools, beside the constraint on text without calls."""
     schema = None
-    if asked is not None and not use.must_call:
-        if asked.param != "response_format":
+    if requested is not None and not use.must_call:
+        if requested.param != "response_format":
             message = (
                 "structured_outputs and tools exclude each other; set tool_choice to 'none' or 'required'"
             )
@@ -108,7 +108,7 @@ def _with_tools(use: ToolUse, asked: Constraint | None, special: Mapping[str, in
                 "set tool_choice to 'none' or 'required'"
             )
             raise ApiError(400, message, param="response_format", code="invalid_value")
-        decoded = json.loads(str(asked.structured.json_schema or '{"type": "object"}'))
+        decoded = json.loads(str(requested.structured.json_schema or '{"type": "object"}'))
         guidance = {"whitespace_pattern": WHITESPACE}
         schema = json.dumps({"x-guidance": guidance} | decoded if isinstance(decoded, dict) else decoded)
     form = use.format

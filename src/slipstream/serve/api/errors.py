@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """The status in the log of a request whose client disconnected before the response, as in nginx."""
-FACTS = "slipstream.facts"
+LOG_FIELDS = "slipstream.log_fields"
 """Key in an ASGI scope of the fields that the access log writes for the request."""
 
 
@@ -58,8 +58,8 @@ class ApiError(Exception):
     def note(self, scope: Scope) -> None:
         """Add the error to the request's log line. Messages name parameters and bounds; they hold no text of a
         prompt."""
-        told = {"error_code": self.code, "error_param": self.param, "error_message": self.message}
-        scope.get(FACTS, {}).update({key: value for key, value in told.items() if value is not None})
+        fields = {"error_code": self.code, "error_param": self.param, "error_message": self.message}
+        scope.get(LOG_FIELDS, {}).update({key: value for key, value in fields.items() if value is not None})
 
     def response(self) -> Response:
         """As a whole HTTP response."""
@@ -144,9 +144,9 @@ def install(app: FastAPI) -> None:
     """Answer every exception of a route in OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = _of_http_error(request, error) if isinstance(error, HTTPException) else as_api_error(error)
-        told.note(request.scope)
-        return told.response()
+        refusal = _of_http_error(request, error) if isinstance(error, HTTPException) else as_api_error(error)
+        refusal.note(request.scope)
+        return refusal.response()
 
     for kind in (
         ApiError,

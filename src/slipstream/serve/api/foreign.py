@@ -132,7 +132,7 @@ def left_out(
     validation refuses unknown names. Raises `ApiError` 400 that names the parameter.
     """
     out: set[str] = set()
-    told: list[str] = []
+    reported: list[str] = []
     for name, item in value.items():
         if name in known:
             continue
@@ -147,13 +147,13 @@ def left_out(
                     raise _unsupported(
                         name, f"{name} must be {' or '.join(map(json.dumps, harmless[name]))} here"
                     )
-                told.append(name)  # not storing does not change the answer
-        elif ignores_unknown and len(told) < MAX_IGNORED and _SANE_NAME.fullmatch(name):
+                reported.append(name)  # not storing does not change the answer
+        elif ignores_unknown and len(reported) < MAX_IGNORED and _SANE_NAME.fullmatch(name):
             if (meant := near(name, known)) is not None:
                 raise unknown(name, meant)
             out.add(name)
-            told.append(name)
-    return out, tuple(told)
+            reported.append(name)
+    return out, tuple(reported)
 
 
 def near(name: str, known: Collection[str]) -> str | None:

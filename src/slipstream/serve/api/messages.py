@@ -34,8 +34,8 @@ def for_template(
 def _plain(number: int, message: Message, spelled: ToolFormat | None) -> dict[str, Any]:
     if message.role == "tool" and not message.tool_call_id:
         param = f"messages.{number}.tool_call_id"
-        told = f"{param} is missing: a tool's message names the call that it answers"
-        raise ApiError(400, told, param=param, code="missing_required_parameter")
+        problem = f"{param} is missing: a tool's message names the call that it answers"
+        raise ApiError(400, problem, param=param, code="missing_required_parameter")
     fields = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         fields["content"] = _joined(f"messages.{number}.content", message.content)

@@ -155,35 +155,37 @@ def echoed_logprobs(body: GenerationBody) -> int | None:
 
 def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> int:
     """The most tokens of an answer: the requested number, or without one what is left of the context."""
-    asked = body.max_tokens
+    requested = body.max_tokens
     name = "max_tokens"
     if body.max_completion_tokens is not None:
-        if asked not in (None, body.max_completion_tokens):
+        if requested not in (None, body.max_completion_tokens):
             message = "max_tokens and max_completion_tokens say different things; give one of them"
             raise ApiError(400, message, param=name, code="invalid_value")
-        asked, name = body.max_completion_tokens, "max_completion_tokens"
+        requested, name = body.max_completion_tokens, "max_completion_tokens"
     room = limits.max_model_len - longest_prompt
     most = limits.config.max_output_tokens
-    if asked is None:
+    if requested is None:
         default = room if isinstance(body, ChatBody) else COMPLETION_TOKENS
         default = int(limits.defaults.get("max_tokens", default))
         default = max(default, body.min_tokens or 0)
         return max(1, min(default, room, most or room))
     if scores_only(body):
         return 1  # the engine's step makes a token in any case; it is not shown
-    if asked < 1:
-        also = "; only with echo it may be 0" if asked == 0 and isinstance(body, CompletionBody) else ""
-        raise ApiError(400, f"{name} must be at least 1, got {asked}{also}", param=name, code="invalid_value")
-    if most is not None and asked > most:
-        message = f"{name} must be at most {most} on this server, got {asked}"
+    if requested < 1:
+        also = "; only with echo it may be 0" if requested == 0 and isinstance(body, CompletionBody) else ""
+        raise ApiError(
+            400, f"{name} must be at least 1, got {requested}{also}", param=name, code="invalid_value"
+        )
+    if most is not None and requested > most:
+        message = f"{name} must be at most {most} on this server, got {requested}"
         raise ApiError(400, message, param=name, code="invalid_value")
-    if asked > room:
+    if requested > room:
         however = (
-            f"you requested {longest_prompt + asked} tokens ({longest_prompt} in the prompt, {asked} in {name}); "
-            "shorten one of them"
+            f"you requested {longest_prompt + requested} tokens ({longest_prompt} in the prompt, "
+            f"{requested} in {name}); shorten one of them"
         )
         raise context_exceeded(name, limits.max_model_len, however)
-    return asked
+    return requested
 
 
 def _logprobs(body: GenerationBody) -> int | None:

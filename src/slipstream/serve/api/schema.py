@@ -324,13 +324,13 @@ def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
     value = decode(raw)
     known = {field.alias or name for name, field in cls.model_fields.items()}
     ignores = cls.ignores_unknown and not strict
-    out, told = left_out(value, known, cls.ignored, cls.foreign, cls.harmless, ignores)
+    out, reported = left_out(value, known, cls.ignored, cls.foreign, cls.harmless, ignores)
     cls.refuse(value)
     try:
         body = cls.model_validate({key: item for key, item in value.items() if key not in out})
     except ValidationError as error:
         raise _refusal(cls, error) from None
-    body._without_effect = told
+    body._without_effect = reported
     return body
 
 

@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.api.answer import ApiAnswer
-from slipstream.serve.api.errors import FACTS, ApiError, as_api_error
+from slipstream.serve.api.errors import LOG_FIELDS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
 IGNORED_HEADER = "X-Slipstream-Ignored"
 """Names in the body that had no effect, with commas between them."""
-IGNORED_FACT = "ignored_parameters"
+IGNORED_FIELD = "ignored_parameters"
 """The same for the log."""
 LAST_WRITES_S = 5.0
 """Time for the error that says that the deadline has passed to reach the client."""
@@ -64,7 +64,7 @@ class Reply(Response):
             limit_s = self._service.config.request_timeout_s + LAST_WRITES_S
             await asyncio.wait({work, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                scope[FACTS]["client_left" if leaving.done() else "client_does_not_read"] = True
+                scope[LOG_FIELDS]["client_left" if leaving.done() else "client_does_not_read"] = True
         finally:
             for task in (work, leaving):
                 task.cancel()
@@ -83,7 +83,7 @@ class Reply(Response):
             extra: dict[str, str] = {}
             if self._service.reproduces(job.params, job.options):
                 extra[SEED_HEADER] = ", ".join(map(str, dict.fromkeys(job.seeds)))
-            if ignored := scope[FACTS].get(IGNORED_FACT):
+            if ignored := scope[LOG_FIELDS].get(IGNORED_FIELD):
                 extra[IGNORED_HEADER] = ", ".join(ignored)
             if answer.job.stream:
                 await self._send_events(answer, deadline_s, extra, send)
@@ -125,14 +125,14 @@ class Reply(Response):
             if not begun:
                 raise
             failure: ApiError = as_api_error(error)
-            answer.job.facts["error"] = failure.message
+            answer.job.log_fields["error"] = failure.message
             await write(framed(answer.failure(failure)), more=False)
 
 
 def _note(answer: ApiAnswer) -> None:
     """Add the outcome to the request's log line."""
     job = answer.job
-    job.facts.update(
+    job.log_fields.update(
         prompt_tokens=sum(map(len, job.prompts)),
         output_tokens=answer.num_output_tokens,
         finish_reasons=[

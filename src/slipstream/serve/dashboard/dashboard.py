@@ -69,8 +69,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         with suppress(EngineStoppedError, TimeoutError):  # then the data of the last read are shown
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await service.watching.read(service.engine)
-        told = {"uptime_s": time.time() - started, **_data(service, account_of(request.scope))}
-        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+        data = {"uptime_s": time.time() - started, **_data(service, account_of(request.scope))}
+        return JSONResponse(data, headers={"Cache-Control": "no-store"})
 
     @app.post("/dashboard/acknowledge", include_in_schema=False)
     async def acknowledge(request: Request) -> Response:
@@ -122,7 +122,7 @@ def _data(service: Service, account: str) -> dict[str, Any]:
     def is_shown(alarm: Alarm) -> bool:
         return alarm.task is None or accounts.split(alarm.task)[0] == account
 
-    history = watching.snapshot.told()
+    history = watching.snapshot.as_json()
     report = watching.report
     speculation = None
     if report is not None:
@@ -155,7 +155,7 @@ def _data(service: Service, account: str) -> dict[str, Any]:
             if is_shown(alarm)
         ],
         "with_texts": watching.recent.with_texts,
-        "recent": watching.recent.told(account),
+        "recent": watching.recent.as_json(account),
     }
 
 
@@ -169,7 +169,7 @@ def _tasks(service: Service, account: str, counted: dict[str, list[int]]) -> lis
             "task": task,
             **dict(zip(_COUNTED, sums, strict=True)),
             "drift": _drift(watching.alarms.acceptance(accounts.name(owner, "" if task == "none" else task))),
-            **_told(reports.get(name)),
+            **_task_report(reports.get(name)),
         }
         for (owner, task), name, sums in shown
         if owner == account
@@ -186,7 +186,7 @@ def _drift(watch: ShiftWatch | None) -> dict[str, Any]:
     return {"state": state, "usual": watch.reference.mean, "level": watch.level}
 
 
-def _told(task: TaskReport | None) -> dict[str, Any]:
+def _task_report(task: TaskReport | None) -> dict[str, Any]:
     """The controller's report on a task."""
     if task is None:
         return {}

@@ -61,7 +61,7 @@ class Snapshot:
     newest: int
     """The index of the bucket that was incomplete."""
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """As JSON: series of buckets, oldest first, the newest left out; and sums over all of them."""
         kept = [bucket for bucket in self.buckets if bucket.index >= self.newest - NUM_BUCKETS]
         by_index = {bucket.index: bucket for bucket in kept}

@@ -30,9 +30,9 @@ class Recent:
         """Add a finished request; `pieces` are the texts of its answers, by index, where they are kept."""
         answers = self._answers.setdefault(account, deque(maxlen=MAX_ANSWERS))
         for answer in output.outputs:
-            answers.appendleft(_told(job, output, answer, pieces.get(answer.index)))
+            answers.appendleft(_as_json(job, output, answer, pieces.get(answer.index)))
 
-    def told(self, account: str) -> list[dict[str, Any]]:
+    def as_json(self, account: str) -> list[dict[str, Any]]:
         """The answers of an account as JSON, the latest first."""
         return list(self._answers.get(account, ()))
 
@@ -49,7 +49,7 @@ class Pieces:
         pieces += [(piece.text, piece.from_draft) for piece in update.pieces[: MAX_TOKENS - len(pieces)]]
 
 
-def _told(
+def _as_json(
     job: Job, output: RequestOutput, answer: CompletionOutput, pieces: list[tuple[str, bool]] | None
 ) -> dict[str, Any]:
     metrics = answer.metrics

@@ -125,11 +125,11 @@ class Connections:
             del self._timers[reason]
             return
         self._timers[reason] = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._tell, reason)
-        facts = {"reason": str(reason), "num_closed": num, "num_open": len(self._open)}
+        fields = {"reason": str(reason), "num_closed": num, "num_open": len(self._open)}
         if reason in (Closed.MADE_ROOM, Closed.NO_ROOM):
-            facts |= {"max_connections": self._max, "file_descriptors": self._num_descriptors}
+            fields |= {"max_connections": self._max, "file_descriptors": self._num_descriptors}
         what = "a connection was" if num == 1 else f"{num} connections were"
-        logger.warning("%s closed: %s", what, _WORDS[reason], extra={"facts": facts})
+        logger.warning("%s closed: %s", what, _WORDS[reason], extra={"fields": fields})
 
     def _room(self) -> int | None:
         """The present limit of connections; None without one."""

@@ -39,9 +39,9 @@ class ResponseAnswer(ApiAnswer):
 
     names_events = True
 
-    def __init__(self, job: Job, service: Service, asked: ResponseRequest) -> None:
+    def __init__(self, job: Job, service: Service, request: ResponseRequest) -> None:
         super().__init__(job, service)
-        self._asked = asked
+        self._request = request
         constraint = job.constraint
         tools = None if constraint is None else constraint.tools
         self._reader = None if tools is None else CallReader(tools.format)
@@ -75,8 +75,8 @@ class ResponseAnswer(ApiAnswer):
         number = self._num_events
         if self._pieces:
             self._finish("incomplete")
-        told = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
-        return {"type": "response.failed", "sequence_number": number, "response": told}
+        response = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
+        return {"type": "response.failed", "sequence_number": number, "response": response}
 
     def whole(self) -> dict[str, Any]:
         return self._last
@@ -119,13 +119,13 @@ class ResponseAnswer(ApiAnswer):
         if item["type"] == "message":
             [part] = item["content"]
             part["text"] = text
-            told = {"content_index": 0, "text": text, "logprobs": part["logprobs"]}
-            self._tell_of_item("response.output_text.done", **told)
+            fields = {"content_index": 0, "text": text, "logprobs": part["logprobs"]}
+            self._tell_of_item("response.output_text.done", **fields)
             self._tell_of_item("response.content_part.done", content_index=0, part=part)
         else:
             item["arguments"] = text
-            told = {"name": item["name"], "arguments": text}
-            self._tell_of_item("response.function_call_arguments.done", **told)
+            fields = {"name": item["name"], "arguments": text}
+            self._tell_of_item("response.function_call_arguments.done", **fields)
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _end(self, reason: FinishReason) -> None:
@@ -149,18 +149,18 @@ class ResponseAnswer(ApiAnswer):
 
     def _keep(self) -> None:
         """Store the response, so that it can be continued; one that is too large is marked as not stored."""
-        asked = self._asked
-        if asked.store is None or self._last["status"] == "failed":
+        request = self._request
+        if request.store is None or self._last["status"] == "failed":
             self._last["store"] = False
             return
         kept = Kept(
             id=self.job.id,
-            account=asked.account,
+            account=request.account,
             tenant=self.job.options.tenant,
             response=json.dumps(self._last, ensure_ascii=False).encode(),
-            messages=asked.messages + b"\n" + as_lines([self._as_message()]),
+            messages=request.messages + b"\n" + as_lines([self._as_message()]),
         )
-        self._last["store"] = asked.store.put(kept)
+        self._last["store"] = request.store.put(kept)
 
     def _as_message(self) -> dict[str, Any]:
         """The answer as a chat's message."""
@@ -184,7 +184,7 @@ class ResponseAnswer(ApiAnswer):
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response object so far."""
-        body, params = self._asked.body, self.job.params
+        body, params = self._request.body, self.job.params
         text = body.text.format if body.text is not None else None
         form = {"type": "text"} if text is None else text.model_dump(by_alias=True, exclude_none=True)
         choice = body.tool_choice or "auto"
@@ -206,7 +206,7 @@ class ResponseAnswer(ApiAnswer):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": self._asked.store is not None,
+            "store": self._request.store is not None,
             "temperature": params.temperature,
             "text": {"format": form, "verbosity": "medium"},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),

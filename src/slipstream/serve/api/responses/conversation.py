@@ -81,8 +81,8 @@ def check_calls(messages: list[dict[str, Any]]) -> None:
         made |= {call["id"] for call in message.get("tool_calls") or ()}
         if message["role"] == "tool" and message["tool_call_id"] not in made:
             call = message["tool_call_id"]
-            told = f"input has an output of the call {call!r}, but no function_call with that call_id"
-            raise ApiError(400, told, param="input", code="invalid_value")
+            problem = f"input has an output of the call {call!r}, but no function_call with that call_id"
+            raise ApiError(400, problem, param="input", code="invalid_value")
 
 
 def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
@@ -102,11 +102,11 @@ def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
         choice = {"type": "function", "function": {"name": choice.name}}
     shows_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
     if shows_logprobs and tools and choice != "none":
-        told = "log-probabilities and tools exclude each other; set tool_choice to 'none' or leave top_logprobs out"
-        raise ApiError(400, told, param="top_logprobs", code="unsupported_parameter")
+        problem = "log-probabilities and tools exclude each other; set tool_choice to 'none' or leave top_logprobs out"
+        raise ApiError(400, problem, param="top_logprobs", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        told = "stream_options is for streams; set stream to true or leave it out"
-        raise ApiError(400, told, param="stream_options", code="invalid_value")
+        problem = "stream_options is for streams; set stream to true or leave it out"
+        raise ApiError(400, problem, param="stream_options", code="invalid_value")
     text = body.text.format if body.text is not None else None
     return ChatBody.model_validate(
         {

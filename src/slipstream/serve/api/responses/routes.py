@@ -70,8 +70,8 @@ def add_routes(
                 prompt = await service.tokens.chat(chat.messages, chat.chat_template_kwargs, tools)
                 job = make_job(service, request, chat, [prompt], "resp_", constraint)
             keeps = store.keeps and body.store is not False
-            asked = ResponseRequest(body, messages, account, store if keeps else None)
-            return ResponseAnswer(job, service, asked)
+            made_for = ResponseRequest(body, messages, account, store if keeps else None)
+            return ResponseAnswer(job, service, made_for)
 
         return Reply(service, 1, prepare)
 
