@@ -57,7 +57,7 @@ class _Call:
 
 
 class _Waiting:
-    """A request that the engine does not know yet: its grammar is being compiled, or its text tokenised."""
+    """A request before it is added to the engine: its grammar is being compiled, or its text tokenised."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -179,8 +179,8 @@ class AsyncEngine:
     ) -> Callable[[], None]:
         """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
 
-        Returns what aborts the request. Raises `RequestError` for a constraint that cannot be followed or a long text
-        that cannot be served, and `EngineStoppedError`.
+        Returns a function that aborts the request. Raises `RequestError` for a constraint that cannot be followed
+        or a long text that cannot be served, and `EngineStoppedError`.
         """
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
@@ -314,7 +314,7 @@ class AsyncEngine:
     # --- between the callers and the engine's thread ----------------------------------------------------------
 
     def _mailbox(self) -> Mailbox:
-        """Of the running loop; it is forgotten with the last of its callers."""
+        """The mailbox of the running event loop; it is dropped with the last of its callers."""
         loop = asyncio.get_running_loop()
         with self._lock:
             mailbox = self._mailboxes.get(loop)
@@ -343,7 +343,7 @@ class AsyncEngine:
                     call.run()
                     self._give_out()
                 self._step()
-        except BaseException as error:  # also what is no Exception, as a panic of a library written in Rust
+        except BaseException as error:  # such as a panic of a library written in Rust, which is no Exception
             logger.exception("the engine failed; every request under way ends with an error")
             self._stop(EngineStoppedError(f"the engine failed: {error}"))
 
@@ -396,7 +396,7 @@ class AsyncEngine:
 
 
 def _takes_long_to_encode(prompt: Prompt, params: SamplingParams) -> bool:
-    """True for texts that would keep the engine's thread from its steps, or the caller's loop from other callers."""
+    """True for texts that would delay the engine's steps, or the other callers of the event loop."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     num_characters = len(text) if isinstance(text, str) else 0
     return num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS

@@ -230,7 +230,7 @@ class Engine:
         return self.drafting.report()
 
     def default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters gets, as a copy."""
+        """The sampling parameters of a request without any, as a copy."""
         return SamplingParams(**self.sampling_defaults)
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:

@@ -134,7 +134,7 @@ class LLM:
         return self.engine.default_sampling_params()
 
     def reset_caches(self) -> None:
-        """Forget what finished requests left behind: retained prefixes, and what the drafter learned from them."""
+        """Drop what finished requests left: retained prefixes, and what the drafter learned from them."""
         with self._alone():
             self.engine.reset_caches()
 
@@ -150,7 +150,7 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One call at a time; one from within another would wait for itself."""
+        """One call at a time; a call from within another one would deadlock, so it is refused."""
         me = threading.get_ident()
         if self._holder == me:
             raise RequestError(
@@ -194,7 +194,7 @@ class LLM:
                             advance()
             if lost := [request_id for request_id in ids if request_id not in outputs]:
                 raise RequestError(f"{lost[0]} was aborted outside its callback, so it has no output")
-        except BaseException:  # a bad prompt, Ctrl-C: leave nothing behind
+        except BaseException:  # a bad prompt, Ctrl-C: abort what was added
             for request_id in ids:
                 self.engine.abort(request_id)
             raise

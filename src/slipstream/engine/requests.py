@@ -1,4 +1,4 @@
-"""A request while the engine works on it: checked, seeded, split into its answers, called back."""
+"""A request in the engine: its options, seeds, sequences and callbacks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def batch_options(
 
 @dataclass(slots=True)
 class Answer:
-    """What the engine keeps beside a running sequence."""
+    """A running sequence with its processor, text and stop rules."""
 
     sequence: Sequence
     processor: LogitsProcessor
@@ -79,7 +79,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Request:
-    """What the engine keeps of a request until its last answer has ended."""
+    """A request until its last answer has ended."""
 
     id: str
     prompt: str | None
@@ -114,7 +114,7 @@ def make_sequences(
     ids: Iterator[int],
     share_prompt: bool,
 ) -> list[Sequence]:
-    """One sequence an answer; where prompts are shared, the later ones wait for the first one's."""
+    """One sequence for each answer; where prompts are shared, the later ones wait for the first one's prompt."""
     sequences: list[Sequence] = []
     for index in range(params.n):
         sequence = Sequence(
