@@ -23,13 +23,14 @@ ENGINE_NOTES = {
     "gpu_memory_utilization": "share of the device's whole memory for weights, keys and values; "
     "on a CPU the device is the machine",
     "max_model_len": "`-1` and `auto` are the model's own",
+    "attention_backend": "the names are Slipstream's: `auto`, `native`, `packed`, `posed`, or a package's",
     "seed": "where requests give none, their seeds are drawn from it",
 }
 """Engine keys that vLLM and Slipstream share, with a remark where the values differ."""
 ENGINE_SAME = (
     *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "seed"),
-    *("generation_config", "override_generation_config"),
+    *("generation_config", "override_generation_config", "attention_backend"),
 )
 OUR_SAMPLING = {"structured"}
 """Fields of `SamplingParams` that vLLM has not."""
