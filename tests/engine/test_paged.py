@@ -14,8 +14,9 @@ from conftest import MakeLLM
 from test_cache_contents import SPECS, check_all, history
 
 from slipstream import LLM, SamplingParams
+from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.attention.registry import ATTENTION
-from slipstream.testing.paged import PAGE, PagedBackend
+from slipstream.testing.paged import PAGE, PagedAccounting, PagedBackend
 
 TOLERANCE = 1e-3
 """Of an entry: PyTorch's attention gives a row other last bits in other company."""
@@ -28,12 +29,16 @@ def registered() -> Iterator[None]:
     ATTENTION.unregister("paged")
 
 
-def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+    """Tokens, and how many of them were accepted draft tokens: features of the wrong slots would change these alone."""
     params = [
         SamplingParams(temperature=temperature, seed=number, max_tokens=24, ignore_eos=True)
         for number, temperature in enumerate([0.0, 0.9] * (len(prompts) // 2))
     ]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+    return [
+        (list(output.outputs[0].token_ids), output.metrics.num_accepted_tokens)
+        for output in llm.generate(prompts, params)
+    ]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -45,7 +50,10 @@ def test_texts_are_those_of_contiguous_slots(make_llm: MakeLLM, prompts: list[li
     for backend in ("packed", "paged"):
         llm = make_llm(SPECS[name], attention_backend=backend, max_num_batched_tokens=64)
         assert llm.engine.model.backend.layout.unit == (PAGE if backend == "paged" else 64)
-        found[backend] = texts(llm, asked)
+        found[backend] = answers(llm, asked)
+        if isinstance(llm.engine.drafter, DraftModelDrafter):
+            paged = isinstance(llm.engine.drafter.cache.accounting, PagedAccounting)
+            assert paged == (backend == "paged"), "the draft model's own cache"
         again = llm.generate(asked[0], SamplingParams(temperature=0.0, max_tokens=4))[0]
         assert again.metrics.num_cached_tokens == len(asked[0]) - 1
     assert found["paged"] == found["packed"]

@@ -14,7 +14,7 @@ from slipstream.kv.segments import CHUNK, SegmentAccounting
 
 
 class Cells:
-    """Stands in for the tensors: slot i holds whatever was written or moved there."""
+    """Replaces the tensors: slot i holds whatever was written or moved there."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots: list[object] = [None] * num_slots

@@ -114,7 +114,6 @@ class Model:
     context_length = 10_000
     kv_bytes_per_token = 1_000
     kv_unit = 64
-    quantization = None
     weight_bytes = 40_000_000
     device = torch.device("cpu")
     quantization = None

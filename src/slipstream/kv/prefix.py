@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 def block_keys(token_ids: Sequence[int], tenant: str, known: Sequence[int] = ()) -> Iterator[int]:
-    """One hash for each full block beyond the `known` ones; it stands for all the text up to the block's end."""
+    """One hash for each full block beyond the `known` ones; it identifies all the text up to the block's end."""
     key = known[-1] if known else hash(tenant)
     for end in range((len(known) + 1) * BLOCK, len(token_ids) + 1, BLOCK):
         key = hash((key, tuple(token_ids[end - BLOCK : end])))

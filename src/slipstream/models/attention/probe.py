@@ -1,4 +1,4 @@
-"""What stands in for a pass when a model is tried out."""
+"""What replaces a pass while a model is tried out."""
 
 from __future__ import annotations
 
