@@ -1,4 +1,4 @@
-"""What is asked costs next to nothing before it has a place: slow, huge and too many clients hold up nobody."""
+"""A request costs next to nothing before it is admitted: slow, huge and too many clients delay no other."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Open]:
-    """Opens the dashboard of a server; nothing may go wrong on the page, and nobody else may be asked."""
+    """Opens the dashboard of a server; the page must have no error and send no request to another server."""
     faults: list[str] = []
     contexts: list[Any] = []
 
@@ -158,8 +158,8 @@ def test_what_clients_send_is_text(make_app: MakeApp, open_page: Open) -> None:
 
 def test_an_alarm_is_seen_and_noted(make_app: MakeApp, open_page: Open) -> None:
     with served(make_app) as (address, service):
-        fields = service.watching._facts
-        service.watching._facts = lambda job, output, num: fields(job, output, num + 1)  # type: ignore[method-assign]
+        fields = service.observer._facts
+        service.observer._facts = lambda job, output, num: fields(job, output, num + 1)  # type: ignore[method-assign]
         ask(address)
         page = open_page(address, viewport=PHONE)
         page.wait_for_selector(".alarm button")
@@ -168,7 +168,7 @@ def test_an_alarm_is_seen_and_noted(make_app: MakeApp, open_page: Open) -> None:
         page.click(".alarm button")
         page.wait_for_selector("#cleared-card:not([hidden])")
         assert page.locator(".alarm").count() == 0
-        assert service.watching.alarms.raised == []
+        assert service.observer.alarms.raised == []
 
 
 def test_a_key_is_asked_for_and_kept_to_the_tab(make_app: MakeApp, chromium: Any) -> None:

@@ -98,7 +98,7 @@ def test_the_data_is_the_requests_own(make_app: MakeApp) -> None:
 
 
 @pytest.mark.parametrize("texts", [False, True])
-def test_texts_are_told_only_where_asked(make_app: MakeApp, texts: bool) -> None:
+def test_texts_are_shown_only_where_configured(make_app: MakeApp, texts: bool) -> None:
     with TestClient(make_app(dashboard_texts=texts)) as client:
         text = ask(client, task="sql")["choices"][0]["text"]
         stream = {"messages": MESSAGES, "max_tokens": 20, "stream": True, "n": 2}
@@ -158,8 +158,8 @@ def test_alarms_are_metrics_log_lines_and_data(
     service: Service = app.state.service
     labels = json.dumps({"kind": "token_mismatch", "method": "", "task": ""}, sort_keys=True)
     with TestClient(app) as client:
-        facts = service.watching._facts
-        monkeypatch.setattr(service.watching, "_facts", lambda job, output, num: facts(job, output, num + 1))
+        facts = service.observer._facts
+        monkeypatch.setattr(service.observer, "_facts", lambda job, output, num: facts(job, output, num + 1))
         assert counters(client)["slipstream_alarm_raises_total" + labels] == 0
         for _ in range(2):
             ask(client)
@@ -266,7 +266,7 @@ def test_a_drift_shows_at_its_task(make_app: MakeApp) -> None:
     with TestClient(app) as client:
         ask(client, task="sql")
         ask(client, task="chat")
-        watch = service.watching.alarms.acceptance("sql")
+        watch = service.observer.alarms.acceptance("sql")
         assert watch is not None
         for number in range(300):
             watch.add(Value((number % 3) / 10 + (0.2 if number < 150 else 0.6)))

@@ -220,7 +220,7 @@ def test_what_images_copy_is_there_and_let_in() -> None:
     assert set(copied) == let_in
 
 
-def test_images_are_pinned_and_run_as_nobody_special() -> None:
+def test_images_are_pinned_and_run_without_privileges() -> None:
     stages: dict[str, list[tuple[str, str]]] = {}
     for name, rest in instructions():
         if name == "FROM":

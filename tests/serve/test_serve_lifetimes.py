@@ -1,4 +1,4 @@
-"""Requests that end early, wait, time out or are drained: nothing runs on, nothing is held, nobody is left waiting."""
+"""Requests that end early, wait, time out or are drained: nothing goes on running or is held, and no client waits."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _abandoned(url: str, stream: bool) -> closing[socket.socket]:
     return closing(connection)
 
 
-def test_a_full_queue_is_said_and_remembered_by_nobody(
+def test_a_full_queue_is_refused_and_leaves_no_state(
     make_app: MakeApp, slow: Callable[[float], None]
 ) -> None:
     slow(0.01)

@@ -377,7 +377,7 @@ def test_descriptors_that_run_short_make_room_too(
     [{"max_head_bytes": 100}, {"head_timeout_s": 0}, {"idle_timeout_s": -1}, {"max_connections": 0}],
     ids=str,
 )
-def test_bounds_that_nobody_can_keep_are_refused(wrong: dict[str, Any]) -> None:
+def test_bounds_that_cannot_be_met_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ServeConfig(**wrong)
 
@@ -409,7 +409,7 @@ def test_a_client_that_shuts_down_its_writing_side_gets_its_answer(
     wait_until(lambda: _num_open(app) == 0)
 
 
-def test_a_client_that_leaves_is_told_from_one_that_only_stops_sending(
+def test_a_client_that_leaves_differs_from_one_that_only_stops_sending(
     make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app()

@@ -409,7 +409,7 @@ FRONT_END = {"chat_id": "c-1", "session_id": None, "title": {"a": [1]}, "backgro
 """What chat front ends send beside OpenAI's parameters."""
 
 
-def test_names_of_front_ends_are_ignored_and_told(make_app: MakeApp) -> None:
+def test_names_of_front_ends_are_ignored_and_reported(make_app: MakeApp) -> None:
     with TestClient(make_app()) as client:
         for kind, body in (("chat", CHAT), ("text", TEXT)):
             for stream in (False, True):
@@ -545,7 +545,7 @@ def test_large_bodies(make_app: MakeApp) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_only_what_says_that_it_is_json_is_read(shared: TestClient, path: str) -> None:
-    """The others are what any web page may post without being asked."""
+    """The others are what any web page may post without a preflight request."""
     bodies = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": TEXT,

@@ -15,7 +15,7 @@ from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, MakeApp, running
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.serve.api.responses.store import ENTRY_BYTES, Kept, ResponseStore
+from slipstream.serve.api.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 
@@ -314,8 +314,8 @@ def test_a_server_that_keeps_nothing_and_one_that_keeps_little(make_app: MakeApp
         assert client.post(PATH, json=body).json()["store"] is False
 
 
-def kept(number: int, account: str = "", tenant: str = "", size: int = 100) -> Kept:
-    return Kept(f"resp_{number}", account, tenant, b"r" * size, b"m" * size)
+def kept(number: int, account: str = "", tenant: str = "", size: int = 100) -> StoredResponse:
+    return StoredResponse(f"resp_{number}", account, tenant, b"r" * size, b"m" * size)
 
 
 def test_the_store_is_bounded_by_count_and_by_bytes() -> None:

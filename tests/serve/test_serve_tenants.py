@@ -1,4 +1,4 @@
-"""What one tenant asked is of no use to another: the tenant is the API key, and within it the user."""
+"""Tenants share nothing: the tenant is the API key, and within it the user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_keys_the_user_is_the_tenant(client: TestClient) -> None:
     assert num_cached(client, "any", "ann") == 0
 
 
-def test_drafters_are_told_the_key_first_and_never_the_key_itself(
+def test_drafters_get_the_account_first_and_never_the_key_itself(
     make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That tenants share nothing is every drafter's duty, which the conformance kit demands."""
@@ -104,7 +104,7 @@ def test_equal_tasks_of_two_keys_are_learned_apart_and_shown_once() -> None:
         for name in KEYS:
             asked(client, name, "sql", 20)
         client.get("/dashboard/data", headers=key("key-a"))
-        report = service.watching.report
+        report = service.observer.report
         assert report is not None
         told = [task.task for task in report.tasks if task.task.endswith("/sql")]
         assert set(told) == {f"{digest(name)}/sql" for name in KEYS}
@@ -115,11 +115,11 @@ def test_equal_tasks_of_two_keys_are_learned_apart_and_shown_once() -> None:
 
 def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogCaptureFixture) -> None:
     app = make_app(api_key=KEYS)
-    watching = app.state.service.watching
+    observer = app.state.service.observer
     name = f"{digest('key-a')}/merger"
     with TestClient(app) as client:
-        watching.alarms._set(AlarmKind.TRUNCATION, name, None, "many were cut off", 0.9, "")
-        watching.alarms._set(AlarmKind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
+        observer.alarms._set(AlarmKind.TRUNCATION, name, None, "many were cut off", 0.9, "")
+        observer.alarms._set(AlarmKind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
         which = {"kind": "truncation", "task": "merger", "drafter": None}
 
         def alarms(name: str, of: str = "alarms") -> list[tuple[str, str | None]]:

@@ -1,4 +1,4 @@
-"""Tools: what the model is shown, what it may call, and how clients are told, streamed or whole."""
+"""Tools: what the model is shown, what it may call, and what clients get, streamed or whole."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def prompt_of(client: TestClient, plain: LLM, **values: Any) -> str:
     return str(plain.engine.tokenizer.decode(response.json()["prompt_token_ids"]))
 
 
-def test_a_template_that_knows_no_tools_is_told_of_them_in_text(shared: TestClient, plain: LLM) -> None:
+def test_a_template_without_tools_gets_them_in_the_text(shared: TestClient, plain: LLM) -> None:
     text = prompt_of(shared, plain, messages=history("Wait."))
     assert text.startswith("<|system|>You can call these functions:\n")
     for one in TOOLS:

@@ -1,4 +1,4 @@
-"""Traces: one span a generation request, below the caller's, and nothing at all when nobody asked."""
+"""Traces: one span a generation request, below the caller's, and nothing at all unless configured."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ NOBODY_ASKED: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("environment", NOBODY_ASKED)
-def test_off_when_nobody_asked(environment: dict[str, str]) -> None:
+def test_off_unless_configured(environment: dict[str, str]) -> None:
     assert make_provider(None, environment) is None
 
 

@@ -77,9 +77,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(service.watching.run(engine))
+        observer = asyncio.create_task(service.observer.run(engine))
         yield
-        watching.cancel()
+        observer.cancel()
         await asyncio.to_thread(engine.close)
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends what waits in its batch
@@ -297,5 +297,5 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         with suppress(EngineStoppedError, TimeoutError):  # the counters are valid all the same
             async with asyncio.timeout(STATE_TIMEOUT_S):
-                await service.watching.read(service.engine)
+                await service.observer.read(service.engine)
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from slipstream.serve.api.errors import CLIENT_LEFT, ApiError, unavailable
-from slipstream.serve.network.body_room import taken
+from slipstream.serve.network.body_room import body_share
 
 DRAIN_BYTES = 64 * 2**20
 DRAIN_S = 5.0
@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     if announced.isdecimal() and int(announced) > max_bytes:
         await forget_body(request)
         raise _too_large(max_bytes)
-    body, room = bytearray(), taken(request.scope)
+    body, room = bytearray(), body_share(request.scope)
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():

@@ -18,7 +18,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.job import Job
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics.metrics import Metrics
-from slipstream.serve.watching import Watching
+from slipstream.serve.observer import EngineObserver
 
 PromptUpdate = tuple[int, Update]
 """The number of the prompt in its request, and an update of one of its answers."""
@@ -60,7 +60,7 @@ class Service:
         accounts = Accounts(
             bool(config.api_key), lambda: TaskLabels(config.task_labels, config.max_task_labels)
         )
-        self.watching = Watching(inner, self.metrics, self.method, accounts, config.dashboard_texts)
+        self.observer = EngineObserver(inner, self.metrics, self.method, accounts, config.dashboard_texts)
 
     @property
     def is_ready(self) -> bool:
@@ -104,8 +104,8 @@ class Service:
         # One timer a request: a timer for every update would cost more than the rest of the loop.
         late = _too_late(self.config.request_timeout_s)
         timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
-        watch = self.metrics.watch(job.num_answers, job.params)
-        follower = self.watching.follow(job)
+        watch = self.metrics.clock(job.num_answers, job.params)
+        follower = self.observer.follow(job)
         under_way: dict[int, Callable[[], None]] = {}  # prompt to what aborts it
         try:
             async with self.until(deadline_s):

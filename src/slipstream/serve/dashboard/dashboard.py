@@ -68,7 +68,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def data(request: Request) -> Response:
         with suppress(EngineStoppedError, TimeoutError):  # then the data of the last read are shown
             async with asyncio.timeout(READ_TIMEOUT_S):
-                await service.watching.read(service.engine)
+                await service.observer.read(service.engine)
         data = {"uptime_s": time.time() - started, **_data(service, account_of(request.scope))}
         return JSONResponse(data, headers={"Cache-Control": "no-store"})
 
@@ -79,10 +79,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
         body = parse(
             AcknowledgeBody, await read_body(request, _MAX_ACKNOWLEDGE_BYTES, service.config.body_timeout_s)
         )
-        watching, task = service.watching, body.task
+        observer, task = service.observer, body.task
         if task is not None:
-            task = watching.accounts.name(account_of(request.scope), task)
-        if body.kind not in list(AlarmKind) or not watching.alarms.acknowledge(
+            task = observer.accounts.name(account_of(request.scope), task)
+        if body.kind not in list(AlarmKind) or not observer.alarms.acknowledge(
             AlarmKind(body.kind), task, body.drafter
         ):
             raise ApiError(404, "there is no such alarm", code="not_found")
@@ -116,14 +116,14 @@ def _hash(text: str) -> str:
 
 def _data(service: Service, account: str) -> dict[str, Any]:
     """The data of the page for an account: the engine's figures, and the account's own tasks, alarms and answers."""
-    watching, config = service.watching, service.config
-    accounts = watching.accounts
+    observer, config = service.observer, service.config
+    accounts = observer.accounts
 
     def is_shown(alarm: Alarm) -> bool:
         return alarm.task is None or accounts.split(alarm.task)[0] == account
 
-    history = watching.snapshot.as_json()
-    report = watching.report
+    history = observer.snapshot.as_json()
+    report = observer.report
     speculation = None
     if report is not None:
         speculation = {
@@ -138,7 +138,7 @@ def _data(service: Service, account: str) -> dict[str, Any]:
         "version": __version__,
         "model": service.model_name,
         "method": service.method,
-        "age_s": watching.age_s,
+        "age_s": observer.age_s,
         "is_ready": service.is_ready,
         "has_stopped": service.engine.has_stopped,
         "max_num_seqs": service.engine.engine.config.max_num_seqs,
@@ -148,27 +148,27 @@ def _data(service: Service, account: str) -> dict[str, Any]:
         "tasks": _tasks(service, account, history["tasks"]),
         "speculation": speculation,
         "methods": [asdict(method) for method in report.methods] if report else [],
-        "alarms": [_alarm(alarm, accounts) for alarm in watching.alarms.raised if is_shown(alarm)],
+        "alarms": [_alarm(alarm, accounts) for alarm in observer.alarms.raised if is_shown(alarm)],
         "cleared": [
             {**_alarm(alarm, accounts), "cleared": cleared, "why": why}
-            for alarm, cleared, why in watching.cleared
+            for alarm, cleared, why in observer.cleared
             if is_shown(alarm)
         ],
-        "with_texts": watching.recent.with_texts,
-        "recent": watching.recent.as_json(account),
+        "with_texts": observer.recent.with_texts,
+        "recent": observer.recent.as_json(account),
     }
 
 
 def _tasks(service: Service, account: str, counted: dict[str, list[int]]) -> list[dict[str, Any]]:
     """The counters of an account's tasks, with the controller's report and the state of the drift test."""
-    watching, accounts = service.watching, service.watching.accounts
-    reports = {accounts.label(task.task): task for task in (watching.report.tasks if watching.report else ())}
+    observer, accounts = service.observer, service.observer.accounts
+    reports = {accounts.label(task.task): task for task in (observer.report.tasks if observer.report else ())}
     shown = [(accounts.split(name), name, sums) for name, sums in counted.items()]
     return [
         {
             "task": task,
             **dict(zip(_COUNTED, sums, strict=True)),
-            "drift": _drift(watching.alarms.acceptance(accounts.name(owner, "" if task == "none" else task))),
+            "drift": _drift(observer.alarms.acceptance(accounts.name(owner, "" if task == "none" else task))),
             **_task_report(reports.get(name)),
         }
         for (owner, task), name, sums in shown

@@ -262,9 +262,9 @@ class Metrics:
 
     # --- in the event loop --------------------------------------------------------------------------------------
 
-    def watch(self, num_answers: int, params: SamplingParams) -> Watch:
+    def clock(self, num_answers: int, params: SamplingParams) -> RequestClock:
         """A clock for one request's updates."""
-        return Watch(self, num_answers, params)
+        return RequestClock(self, num_answers, params)
 
     def on_chunk(self, gap_s: float, num_tokens: int) -> None:
         """Time the tokens of an update that was not an answer's first."""
@@ -341,7 +341,7 @@ class Metrics:
         return generate_latest(self._exposed)
 
 
-class Watch:
+class RequestClock:
     """One request's clock."""
 
     def __init__(self, metrics: Metrics, num_answers: int, params: SamplingParams) -> None:

@@ -11,7 +11,7 @@ MAX_LARGE = 32
 _ROOM = "slipstream.body_room"
 
 
-class Taken:
+class BodyShare:
     """The share of one request's body in the memory for all."""
 
     def __init__(self, room: BodyRoom) -> None:
@@ -45,14 +45,14 @@ class BodyRoom:
         self.num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = scope[_ROOM] = Taken(self)
+        own = scope[_ROOM] = BodyShare(self)
         try:
             await self._app(scope, receive, send)
         finally:
             own.free()
 
 
-def taken(scope: Scope) -> Taken:
+def body_share(scope: Scope) -> BodyShare:
     """The share of the request of an ASGI scope."""
-    own: Taken = scope[_ROOM]
+    own: BodyShare = scope[_ROOM]
     return own

@@ -15,7 +15,7 @@ from slipstream.serve.api.chat import chat_logprobs
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.responses.body import ResponseBody
 from slipstream.serve.api.responses.conversation import as_lines
-from slipstream.serve.api.responses.store import Kept, ResponseStore
+from slipstream.serve.api.responses.store import ResponseStore, StoredResponse
 from slipstream.serve.job import Job
 from slipstream.serve.service import Service
 from slipstream.serve.tools.calls import CallReader
@@ -153,7 +153,7 @@ class ResponseAnswer(ApiAnswer):
         if request.store is None or self._last["status"] == "failed":
             self._last["store"] = False
             return
-        kept = Kept(
+        kept = StoredResponse(
             id=self.job.id,
             account=request.account,
             tenant=self.job.options.tenant,

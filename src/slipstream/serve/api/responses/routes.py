@@ -21,7 +21,7 @@ from slipstream.serve.api.responses.conversation import (
     in_own_words,
     messages_of,
 )
-from slipstream.serve.api.responses.store import Kept, ResponseStore
+from slipstream.serve.api.responses.store import ResponseStore, StoredResponse
 from slipstream.serve.api.schema import ChatBody, GenerationBody
 from slipstream.serve.api.stream import Reply
 from slipstream.serve.auth import account_of, tenant_of
@@ -90,7 +90,9 @@ def add_routes(
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-def _conversation(body: ResponseBody, previous: Kept | None) -> tuple[ChatBody, bytes, int, list[int]]:
+def _conversation(
+    body: ResponseBody, previous: StoredResponse | None
+) -> tuple[ChatBody, bytes, int, list[int]]:
     """The chat, its messages as lines to be stored, the index of the input's first message, and the items of its
     messages."""
     history = from_lines(previous.messages) if previous is not None else []

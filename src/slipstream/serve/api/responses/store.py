@@ -12,7 +12,7 @@ ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """A response as it was sent, and the conversation including it."""
 
     id: str
@@ -46,7 +46,7 @@ class ResponseStore:
         self.max_count = max_count
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, StoredResponse] = {}
         self._by_holder: dict[str, OrderedDict[str, None]] = {}
         self._bytes_of: dict[str, int] = {}
 
@@ -58,7 +58,7 @@ class ResponseStore:
         """False where the server stores no responses."""
         return self.max_count > 0 and self.max_bytes > 0
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, kept: StoredResponse) -> bool:
         """Store a response; False where it is larger than the bound for all."""
         if not self.keeps or kept.num_bytes > self.max_bytes:
             return False
@@ -74,7 +74,7 @@ class ResponseStore:
             self._forget(next(iter(self._by_holder[largest])))
         return kept.id in self._kept
 
-    def get(self, response_id: str, account: str) -> Kept:
+    def get(self, response_id: str, account: str) -> StoredResponse:
         """A response of this account; raises `ApiError` 404 for any other."""
         kept = self._kept.get(response_id)
         if kept is None or kept.account != account:
@@ -82,7 +82,7 @@ class ResponseStore:
         self._by_holder[kept.holder].move_to_end(response_id)
         return kept
 
-    def previous(self, response_id: str, tenant: str) -> Kept:
+    def previous(self, response_id: str, tenant: str) -> StoredResponse:
         """A response of this tenant, to be continued; raises `ApiError` 404 for any other."""
         kept = self._kept.get(response_id)
         if kept is None or kept.tenant != tenant:

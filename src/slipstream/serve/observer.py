@@ -33,7 +33,7 @@ READ_EVERY_S = 2.0
 """Interval at which the engine's state is read, whether or not a client asks for it."""
 
 
-class Watching:
+class EngineObserver:
     """Metrics, history, recent answers and alarms of one engine.
 
     Counting happens in the engine's thread, `read` between two of its steps; the rest belongs to the event loop.
@@ -184,8 +184,8 @@ class Watching:
 class Follower:
     """Follows one job's updates."""
 
-    def __init__(self, watching: Watching, job: Job) -> None:
-        self._watching = watching
+    def __init__(self, observer: EngineObserver, job: Job) -> None:
+        self._observer = observer
         self._job = job
         self._num_streamed = [0] * len(job.prompts)
         self._pieces = [Pieces() for _ in job.prompts]
@@ -193,10 +193,10 @@ class Follower:
     def add(self, prompt: int, update: Update) -> None:
         """Record an update of the `prompt`-th prompt."""
         self._num_streamed[prompt] += len(update.token_ids)
-        if self._watching.recent.with_texts:
+        if self._observer.recent.with_texts:
             self._pieces[prompt].add(update)
         if update.output is not None:
-            self._watching.on_request(
+            self._observer.on_request(
                 self._job, update.output, self._num_streamed[prompt], self._pieces[prompt]
             )
 
