@@ -18,7 +18,7 @@ from slipstream.testing.enumeration import (
     output_distribution,
     plain_distribution,
 )
-from slipstream.testing.table_model import TableDrafter, TableModel
+from slipstream.testing.table_model import TableDrafter, TableModel, Text
 from slipstream.verify import Judgement, Verifier, create_verifier
 
 
@@ -57,6 +57,33 @@ def test_draft_probabilities_that_are_not_finite(
     target = TARGETS["plain"]
     drafter = Overflowing(TableDrafter(DRAFTS["far"](target), SHAPES[shape], kind), value)
     assert exactness_gap(target, drafter, create_verifier(verifier), 3) < EXACT
+
+
+@pytest.mark.parametrize("kind", CLASSICAL_KINDS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_draft_is_made_once_and_judged_in_every_way(verifier: str, kind: ProposalKind) -> None:
+    """The numbers are those of runs that each make their draft anew."""
+    target = TARGETS["plain"]
+    drafter = TableDrafter(DRAFTS["far"](target), SHAPES["two_levels"], kind)
+    num_drafts = 0
+
+    def counted(text: Text, noise: Noise, max_depth: int) -> Proposal:
+        nonlocal num_drafts
+        num_drafts += 1
+        return drafter(text, noise, max_depth)
+
+    def run(noise: Noise) -> Text:
+        proposal = drafter((), noise, 1)
+        (verdict,) = create_verifier(verifier).verify([target.judgement((), proposal, noise)])
+        return target.cut((), verdict.token_ids(proposal), 1)
+
+    runs = list(all_runs(run))
+    expected: dict[Text, float] = {}
+    for weight, text in runs:
+        expected[text] = expected.get(text, 0.0) + weight
+    assert output_distribution(target, counted, create_verifier(verifier), 1) == expected
+    drafts = [proposal.token_ids for _, proposal in all_runs(lambda noise: drafter((), noise, 1))]
+    assert num_drafts == len(drafts) < len(runs)
 
 
 @pytest.mark.parametrize("name", TARGETS)

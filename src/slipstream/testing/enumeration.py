@@ -44,6 +44,10 @@ from slipstream.verify.base import Judgement, Verifier
 T = TypeVar("T")
 Distribution = dict[Text, float]
 EnumerableDrafter = Callable[[Text, Noise, int], Proposal]
+Use = tuple[int, Stream, int, int]
+"""What is asked of a noise: root position, stream, position, index."""
+Mark = tuple[int, float, frozenset[Use]]
+"""A place in a run: number of decisions, their probability, what has been asked for."""
 
 
 class Decisions:
@@ -53,10 +57,12 @@ class Decisions:
         self._branches: list[list[tuple[int, float]]] = []
         """A decision's outcomes that are still to be explored, with their probabilities, the current one first."""
         self._next = 0
+        self._changed = 0
+        """The first decision that differs from the run before."""
         self.weight = 1.0
         """The probability of the decisions so far."""
-        self.used: set[tuple[int, Stream, int, int]] = set()
-        """What has been asked for in this run: root position, stream, position, index."""
+        self.used: set[Use] = set()
+        """What has been asked for in this run."""
 
     def pick(self, probs: Callable[[], Seq[float]]) -> int:
         """One index, with the probability that stands there. Runs repeat most decisions of those before them, so
@@ -76,7 +82,20 @@ class Decisions:
             self._branches.pop()
         if self._branches:
             self._branches[-1].pop(0)
+        self._changed = len(self._branches) - 1
         return bool(self._branches)
+
+    def mark(self) -> Mark:
+        """Where this run is, for `resume` in the runs that follow it."""
+        return self._next, self.weight, frozenset(self.used)
+
+    def resume(self, mark: Mark) -> bool:
+        """Go on from `mark`, if the decisions before it are those that were made then; what came of them holds."""
+        if self._changed < mark[0]:
+            return False
+        self._next, self.weight = mark[:2]
+        self.used = set(mark[2])
+        return True
 
 
 class BranchingNoise(Noise):
@@ -189,6 +208,8 @@ class Target:
             self.grammar,
         )
         self._cache: dict[tuple[Text, tuple[Text, ...]], torch.Tensor] = {}
+        self._last: dict[Text, bool] = {}
+        """Texts that were asked about, to whether their last token ends them."""
 
     def log_probs(self, output: Text, paths: tuple[Text, ...] = ((),)) -> torch.Tensor:
         """Processed log-probabilities, float64 [len(paths), V], after `output` and each path."""
@@ -207,7 +228,10 @@ class Target:
         """At a stop token, or with one that may not come: nothing else was left."""
         if len(output) >= num_tokens or not output:
             return len(output) >= num_tokens
-        return output[-1] in self.stop_token_ids or not self._processor.permits(output[:-1], output[-1])
+        if output not in self._last:
+            permitted = self._processor.permits(output[:-1], output[-1])
+            self._last[output] = output[-1] in self.stop_token_ids or not permitted
+        return self._last[output]
 
     def cut(self, output: Text, committed: Seq[int], num_tokens: int) -> Text:
         """`output` with the committed tokens up to the first stop token, or up to `num_tokens` in all."""
@@ -239,15 +263,23 @@ def output_distribution(
     """
 
     def step(output: Text) -> Distribution:
-        def run(noise: BranchingNoise) -> Text:
-            text = (*target.prompt, *output)
-            proposal = drafter(text, noise, num_tokens - len(output))
-            (verdict,) = verifier.verify([target.judgement(output, proposal, noise)])
-            return target.cut(output, verdict.token_ids(proposal), num_tokens)
+        text = (*target.prompt, *output)
+        drafted: tuple[Mark, Judgement] | None = None
+
+        def run(script: Script) -> Text:
+            nonlocal drafted
+            # Most runs differ from the one before in the verifier's decisions only: the draft is then the same.
+            if drafted is None or not script.resume(drafted[0]):
+                noise = BranchingNoise(len(text), script)
+                proposal = drafter(text, noise, num_tokens - len(output))
+                drafted = script.mark(), target.judgement(output, proposal, noise)
+            judgement = drafted[1]
+            (verdict,) = verifier.verify([judgement])
+            return target.cut(output, verdict.token_ids(judgement.proposal), num_tokens)
 
         outcomes: Distribution = {}
-        for weight, text in all_runs(run, root_position=len(target.prompt) + len(output)):
-            outcomes[text] = outcomes.get(text, 0.0) + weight
+        for weight, answer in all_scripts(run):
+            outcomes[answer] = outcomes.get(answer, 0.0) + weight
         return outcomes
 
     return _unroll(target, num_tokens, step)
