@@ -22,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
 
+# Compiled modules are kept: else each process that a test starts would compile them anew.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadscope --durations=10 $(ARGS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: what is imported stays, and looking through it takes a third of the time
 settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
 
@@ -38,6 +40,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests do: nobody need look through it for garbage."""
     gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder for what is made once in a run of the tests, by whichever of its processes needs it first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder of its own in the run's
+        folder = folder.parent
+    os.environ["SLIPSTREAM_TEST_RUN"] = str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes that a test starts find the compiled CPU kernels: compiling takes ten seconds."""
+    from slipstream.config import cache_folder
+    from slipstream.models.cpu import native
+
+    if native.unavailable() is None:
+        own = tmp_path_factory.getbasetemp() / "cache"
+        own.mkdir(exist_ok=True)
+        built = cache_folder() / f"kernels-{native.fingerprint()}.so"
+        if built.is_file():
+            shutil.copy(built, own)
 
 
 @pytest.fixture(scope="session")

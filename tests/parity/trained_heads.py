@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import functools
-import shutil
-import tempfile
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,26 @@ NUM_STEPS = 20
 
 @functools.cache
 def trained_heads(method: str) -> str:
-    """A folder of heads; seconds of training, seeded. Medusa's and Hydra's share the target's output layer."""
+    """A folder of heads; seconds of training, seeded. Medusa's and Hydra's share the target's output layer.
+
+    They are trained once in a run of the tests: a process waits while another one trains them.
+    """
+    folder = Path(os.environ["SLIPSTREAM_TEST_RUN"], f"heads-{method}")
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            unfinished.mkdir(exist_ok=True)
+            _train_heads(method, unfinished)
+            unfinished.rename(folder)
+    return str(folder)
+
+
+def _train_heads(method: str, folder: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32).requires_grad_(False)
     hidden, token_ids = _answers()
     embeddings = target.get_input_embeddings()(token_ids)
     config: dict[str, Any] = {"hidden_size": 320, "vocab_size": 4096, "num_heads": 4, "shares_lm_head": True}
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-test-heads-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if method.startswith("eagle"):
         _train_eagle(3 if method == "eagle3" else 1, target, token_ids, folder)
     elif method == "medusa":
@@ -46,7 +58,6 @@ def trained_heads(method: str) -> str:
         hydra = HydraHeads(HydraConfig(**config), target.lm_head)
         _train(hydra, [hidden, embeddings], token_ids)
         save_hydra(hydra, folder)
-    return str(folder)
 
 
 @functools.cache
@@ -119,6 +130,6 @@ def _train_eagle(version: int, target: Any, token_ids: torch.Tensor, folder: Pat
 
 
 def _loss(logits: torch.Tensor, token_ids: torch.Tensor, head: int) -> torch.Tensor:
-    """Cross-entropy of one head's `logits` [batch, length, vocab]: row t guesses token t + 2 + head."""
+    """Cross-entropy of one head's `logits` [batch, length, vocab]: row t predicts token t + 2 + head."""
     wanted = token_ids[:, head + 2 :]
     return torch.nn.functional.cross_entropy(logits[:, : wanted.shape[1]].flatten(0, 1), wanted.flatten())
