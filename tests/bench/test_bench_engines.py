@@ -163,7 +163,9 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
     def watched() -> Any:
         updates = step()
-        seen.append(len(engine._requests) + sum(update.output is not None for update in updates))
+        stats = engine.stats()
+        finished = sum(update.output is not None for update in updates)
+        seen.append(stats.num_running + stats.num_waiting + finished)
         return updates
 
     engine.step = watched  # type: ignore[method-assign]

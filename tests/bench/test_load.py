@@ -120,7 +120,7 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in (3, 3, 4):
         url = "http://127.0.0.1:9/v1"
         arrivals = Arrivals(rate_per_s=50.0, seed=seed)
-        one = load._LoadRun(
+        one = load.LoadRun(
             LoadPlan(ServerAddress(url, MODEL, url), "test", PROMPTS, arrivals, num_requests=4000)
         )
         times: list[float] = []
@@ -138,7 +138,7 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     assert deviation == pytest.approx(1 / 50, rel=0.08)
 
 
-def _count(one: load._LoadRun) -> int:
+def _count(one: load.LoadRun) -> int:
     one._num_sent += 1
     return one._num_sent - 1
 
@@ -182,12 +182,12 @@ def test_the_figures_that_responses_carry_of_themselves() -> None:
         Exchange(0, speculation={"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 0}),
         Exchange(0),
     ]
-    found = load._acceptance(exchanges)
+    found = load.pooled_acceptance(exchanges)
     assert found is not None
     assert found.rate == pytest.approx(6 / 12)
     assert found.length == pytest.approx(1 + 6 / 4)
     assert found.num_wasted_tokens == 6
-    assert load._acceptance(exchanges[2:]) is None
+    assert load.pooled_acceptance(exchanges[2:]) is None
 
 
 def test_interrupted_it_reports_what_had_ended(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

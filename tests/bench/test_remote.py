@@ -154,13 +154,13 @@ def test_later_turns_follow_the_servers_own_answers(fake: FakeServer) -> None:
 
 
 def test_requests_run_at_once(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = remote._measure
+    measured = remote.measure_level
 
     def together(*args: Any) -> str:
         fake.barrier = threading.Barrier(3)  # three must be under way together, or none goes on
         return measured(*args)
 
-    monkeypatch.setattr(remote, "_measure", together)
+    monkeypatch.setattr(remote, "measure_level", together)
     f = whole(remote.run(plan(fake, concurrencies=(3,))))
     assert (f.concurrency, f.num_requests, f.errors) == (3, 3, {})
     assert fake.most_at_once == 3

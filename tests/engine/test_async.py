@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import MakeLLM
 
-from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutput, Update
+from slipstream import LLM, AsyncEngine, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.async_engine import EngineStoppedError
 from slipstream.errors import RequestError
@@ -420,14 +420,14 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(
 ) -> None:
     llm = make_llm()
     compiling, may_end = threading.Event(), threading.Event()
-    compile_ = GrammarCompiler._compile
+    read_tokenizer = GrammarCompiler.read_tokenizer
 
-    def slow(self: GrammarCompiler, structured: StructuredOutput) -> Any:
+    def slow(self: GrammarCompiler) -> Any:
         compiling.set()
         may_end.wait(10)
-        return compile_(self, structured)
+        return read_tokenizer(self)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "read_tokenizer", slow)
 
     async def main() -> None:
         async with AsyncEngine(engine=llm.engine) as engine:

@@ -144,7 +144,8 @@ def test_a_loop_that_has_closed_is_no_error() -> None:
     loop.close()
     for urgent in (True, False, False):
         mailbox.post([(reader.put, update(0))], urgent)
-    assert reader.items == mailbox._posted == []
+    assert reader.items == []
+    assert mailbox.num_posted == 0
 
 
 def test_updates_are_joined_by_answer_and_what_ends_stays_last() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from slipstream.cli.main import app
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.overlap import find_overlap
-from slipstream.train.runs import _first
+from slipstream.train.runs import first_a_task
 from slipstream.train.trainer import Progress
 from slipstream.workload.reading import Question, read_workload
 
@@ -85,7 +85,7 @@ def test_prompts_of_one_kind_are_not_taken_for_each_other(tmp_path: Path) -> Non
 @pytest.fixture
 def leaked(tmp_path: Path) -> tuple[Path, str]:
     """Data with an evaluation prompt of the sample, and what it is."""
-    asked = _first(read_workload("sample").questions, 1)
+    asked = first_a_task(read_workload("sample").questions, 1)
     [text, *_] = [str(question.messages[0]["content"]) for question in asked if len(question.messages) == 1]
     sums = [f"What is {a} + {b}?" for a in range(20) for b in (3, 5)]
     return conversations(tmp_path / "data.jsonl", *sums, text), text
@@ -149,7 +149,7 @@ def test_the_evaluator_asks_others_for_what_is_left_out(shared_engines: None) ->
     questions = [q for q in read_workload("sample").questions if q.task == "chat"]
     plain = Evaluator(None, prompts_per_task=1, max_tokens=4)
     other = Evaluator(None, prompts_per_task=1, max_tokens=4, excluded={questions[0].where})
-    first, second = ({tuple(job.token_ids) for job in each._jobs} for each in (plain, other))
+    first, second = ({tuple(job.token_ids) for job in each.jobs} for each in (plain, other))
     assert len(first - second) == len(second - first) == 1
 
 

@@ -85,9 +85,9 @@ def computed(
         num_computed=len(token_ids) - 1,
     )
     lm = target()
-    if drafter._target_cache is None:
+    if drafter.target_cache is None:
         drafter.attach(KVCache(lm.shapes, 2048, lm.dtype, lm.device, False, lm.hidden_size))
-    cache = drafter._target_cache
+    cache = drafter.target_cache
     cache.accounting.open(number, token_ids, "")
     cache.accounting.reserve(number, len(token_ids) + 8)
     slots = cache.accounting.slots(number)

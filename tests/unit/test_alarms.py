@@ -231,7 +231,7 @@ def test_tasks_are_bounded_and_their_alarms_go_with_them(heard: Heard) -> None:
     for number in range(2 * MAX_TASKS):
         heard.request(task=f"task {number}")
         heard.request(task="busy")
-    assert len(heard.alarms._tasks) == MAX_TASKS
+    assert heard.alarms.num_tasks == MAX_TASKS
     assert heard.alarms.raised == []
     assert "no longer watched" in heard.cleared[0][1]
     busy = heard.alarms.acceptance("busy")

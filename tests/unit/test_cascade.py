@@ -197,7 +197,7 @@ class Recorder(Drafter):
 
 def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding() -> None:
     cascade = make({"method": "off"}, num_speculative_tokens=4)
-    cascade.inner = cascade._guard.drafter = recorder = Recorder()
+    cascade.guard.drafter = recorder = Recorder()
     seq = sequence(1, 30, 0.0)
     seq.params = SamplingParams(temperature=0.0)
     rng = random.Random(3)

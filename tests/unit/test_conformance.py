@@ -316,9 +316,14 @@ def test_text_alone_is_asked_for_separately() -> None:
 
 class OneForAllTenants(SuffixDrafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        for sequence in sequences:
-            for tenant in list(self.cache._indexes):
-                self.cache._indexes.setdefault(sequence.tenant, self.cache._indexes[tenant])
+        find = type(self.cache).index
+
+        def index(tenant: str) -> Any:
+            return find(self.cache, tenant) or next(
+                (find(self.cache, other) for other in self.cache.tenants), None
+            )
+
+        self.cache.index = index  # type: ignore[method-assign]
         return super().propose(sequences, budgets)
 
     def integrity(self) -> list[str]:

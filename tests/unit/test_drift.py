@@ -48,11 +48,11 @@ def test_a_bet_is_fair_where_the_mean_is_the_bound() -> None:
             average = 0.0
             for sequence in itertools.product(outcomes, repeat=3):
                 bets = Bets(bound, 1.0, 0.05, below=below)
-                bets._log_capital = [100.0] * 3  # rich enough not to start anew
+                bets.log_capital = [100.0] * 3  # rich enough not to start anew
                 for value, _ in sequence:
                     bets.add(Value(value))
                 average += math.prod(chance for _, chance in sequence) * math.exp(
-                    bets._log_capital[stake] - 100
+                    bets.log_capital[stake] - 100
                 )
             assert average == pytest.approx(1.0)
 
@@ -187,5 +187,4 @@ def test_memory_is_bounded() -> None:
     watch = watching()
     for item in requests(3000, 0.6, 9):
         watch.add(item)
-    assert len(watch._recent) == REFERENCE_SIZES[-1]
-    assert len(watch._learning) <= REFERENCE_SIZES[-1]
+    assert REFERENCE_SIZES[-1] <= watch.num_kept <= 2 * REFERENCE_SIZES[-1]

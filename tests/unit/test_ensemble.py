@@ -258,7 +258,8 @@ def test_a_stop_inside_the_accepted_block_is_no_rejection() -> None:
     seq.token_ids += [1, 2]
     made.observe([Observation(seq, united, 2, logits(3))])
     assert only.seen[0].num_accepted == 2
-    record = made._records[0]
+    record = made.record(seq)
+    assert record is not None
     assert record.chance(0, 3, 0) == pytest.approx(record.chance(0, 2, 0))
 
 

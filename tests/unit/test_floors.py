@@ -215,7 +215,7 @@ def test_the_memory_array_outgrows_the_caches_but_not_the_memory(monkeypatch: py
 
 
 def test_rates_count_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_fastest_s", lambda kinds, device: 0.5)
+    monkeypatch.setattr(limits, "fastest_s", lambda kinds, device: 0.5)
     cpu = torch.device("cpu")
     assert limits.ReadStream(4096, cpu).bytes_per_s() == 8192
     assert limits.MatrixProduct(torch.float32, weight_format(None), cpu).flops_per_s() == 2 * 1024**3 / 0.5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,7 +52,7 @@ def compiler(plain: LLM) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def vocabulary(plain: LLM) -> TrialVocabulary:
-    _, vocabulary = GrammarCompiler(plain.engine.tokenizer, 4096, [EOS])._read_tokenizer()
+    _, vocabulary = GrammarCompiler(plain.engine.tokenizer, 4096, [EOS]).read_tokenizer()
     return vocabulary
 
 
@@ -137,9 +139,9 @@ def test_a_worker_that_is_killed_between_two_grammars_is_not_missed(
 ) -> None:
     worker = make_worker()
     assert worker.try_(vocabulary, regex("[a-z]+")) is not None
-    assert worker._process is not None
-    worker._process.kill()
-    worker._process.wait()
+    assert worker.process_id is not None
+    os.kill(worker.process_id, signal.SIGKILL)
+    os.waitpid(worker.process_id, 0)
     answer = worker.try_(vocabulary, regex("[a-z]+"))
     assert answer is not None
     assert 0 < answer["num_bytes"] < 2**20
@@ -183,7 +185,7 @@ grammar_worker.KEPT_BYTES = {kept}
 def left_over(before, leaks=[]):
     leaks.append(bytearray(2**20))
     return grammar_worker.heap_bytes() - before
-grammar_worker._left_over = left_over
+grammar_worker.left_over = left_over
 grammar_worker.main()
 """
 """A worker from which every grammar takes a MiB for good."""
@@ -198,7 +200,7 @@ def test_a_worker_that_ends_for_what_is_left_over_harms_no_later_grammar(
         for answer in (worker.check(regex(letter)), worker.try_(vocabulary, regex(letter))):
             assert answer is not None
             assert answer["error"] is None
-        assert worker._process is None
+        assert worker.process_id is None
 
 
 def test_what_grammars_leave_in_a_worker_adds_up(
@@ -209,7 +211,7 @@ def test_what_grammars_leave_in_a_worker_adds_up(
     lasted = []
     for letter in "abcdefgh":
         assert worker.try_(vocabulary, regex(letter)) is not None
-        lasted.append(worker._process is not None)
+        lasted.append(worker.process_id is not None)
     assert lasted == [True, True, True, False] * 2
 
 
@@ -230,9 +232,9 @@ def test_a_worker_that_cannot_be_had_for_a_while_is_waited_for(
             with pytest.raises(RequestError, match=r"at the moment.*Too many open files; retry later"):
                 compiler.compile(form, [EOS])
     compiler.compile(form, [EOS])
-    assert worker._process is not None
+    assert worker.process_id is not None
     worker.close()
-    worker._command = [sys.executable, "-c", "raise SystemExit"]  # it was there before, so it will be again
+    worker.command = [sys.executable, "-c", "raise SystemExit"]  # it was there before, so it will be again
     with pytest.raises(RequestError, match="retry later"):
         compiler.compile(StructuredOutput(regex="[a-y]+"), [EOS])
 
@@ -271,15 +273,14 @@ def test_where_no_process_can_be_had_forms_are_compiled_without(
 def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutput(json_schema={"enum": [f"word number {number}" for number in range(1000)]})
     compiler.compile(form, [EOS])
-    [compiled] = compiler._compiled._results.values()
-    assert isinstance(compiled, grammars._Compiled)
-    taken = compiled.footprint.num_bytes
+    assert compiler.num_kept == 1
+    taken = compiler.kept_bytes
     assert 2**17 < taken < 2**22
     monkeypatch.setattr(grammars, "MAX_COMPILED_BYTES", 2 * taken + 1000)
     for number in range(4):
         enum = [f"word {number} number {other}" for other in range(1000)]
         compiler.compile(StructuredOutput(json_schema={"enum": enum}), [EOS])
-        assert len(compiler._compiled._results) <= 2
+        assert compiler.num_kept <= 2
 
 
 def test_a_form_that_grows_while_answers_follow_it_ends_them_and_is_refused_from_then_on(
@@ -300,7 +301,13 @@ def test_a_form_that_grows_while_answers_follow_it_ends_them_and_is_refused_from
 
 
 def test_a_footprint_counts_what_slow_calls_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "peak_bytes", lambda: sum(map(len, kept)))
+    asked: list[int] = []
+
+    def peak_bytes() -> int:
+        asked.append(sum(map(len, kept)))
+        return asked[-1]
+
+    monkeypatch.setattr(footprint, "peak_bytes", peak_bytes)
     told: list[int] = []
     mine = Footprint(5, lambda: told.append(1))
     kept: list[bytearray] = []
@@ -313,11 +320,13 @@ def test_a_footprint_counts_what_slow_calls_add(monkeypatch: pytest.MonkeyPatch)
 
     step = 0.0
     mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
-    assert not mine._measures, "a quick call is not looked at"
     step = 1.0
-    for _ in range(9):
+    for number in range(9):
         assert not mine.exceeded
         mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
+        assert bool(asked) == (number > 0), (
+            "measuring begins with the first slow call, not with the quick one"
+        )
     mine.during(lambda: kept.append(bytearray(8 * 2**20)), clock)
     assert mine.exceeded
     assert told == [1]
@@ -334,21 +343,23 @@ def test_of_what_a_process_grows_by_no_more_is_counted_than_a_call_could_build(
     form = Footprint()
     for _ in range(40):
         form.during(lambda: None, lambda: next(now))
-    assert 39 * 2**19 < form._grown < 60 * 2**20
+    assert 39 * 2**19 < form.grown_bytes < 60 * 2**20
     assert not form.exceeded
 
 
-def test_a_grammar_is_timed_by_what_it_computes(compiler: GrammarCompiler) -> None:
+def test_a_grammar_is_timed_by_what_it_computes(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Waiting for another thread is no work of llguidance."""
     grammar = compiler.compile(StructuredOutput(regex="[a-w]+"), [EOS])
     clocks: list[Any] = []
-    during = grammar._footprint.during
+    during = Footprint.during
 
-    def spy(work: Callable[[], Any], clock: Callable[[], float]) -> Any:
+    def spy(self: Footprint, work: Callable[[], Any], clock: Callable[[], float]) -> Any:
         clocks.append(clock)
-        return during(work, clock)
+        return during(self, work, clock)
 
-    grammar._footprint.during = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(Footprint, "during", spy)
     grammar.mask([])
     assert clocks
     assert set(clocks) == {time.thread_time}

@@ -11,7 +11,13 @@ import torch
 
 from slipstream.core import ROOT, Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.draft.parallel.lookahead import LookaheadDrafter, LookaheadOptions, NgramPool, TreeBuilder
+from slipstream.draft.parallel.lookahead import (
+    JacobiWindow,
+    LookaheadDrafter,
+    LookaheadOptions,
+    NgramPool,
+    TreeBuilder,
+)
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
@@ -26,6 +32,12 @@ def make(vocab_size: int = VOCAB, **options: Any) -> LookaheadDrafter:
 
 def sequence(token_ids: list[int]) -> Sequence:
     return Sequence(0, "0", 0, list(token_ids), len(token_ids), SamplingParams(), seed=0)
+
+
+def held(drafter: LookaheadDrafter, text: Sequence) -> JacobiWindow:
+    window = drafter.window(text)
+    assert window is not None
+    return window
 
 
 def words(proposal: Proposal, node: int) -> list[int]:
@@ -89,35 +101,36 @@ def test_each_column_reads_the_row_behind_its_own_last_token() -> None:
 
     for _ in range(20):
         said.clear()
-        before = [list(column) for column in drafter._windows[0].columns] if drafter.num_held() else None
+        window = drafter.window(text)
+        before = None if window is None else [list(column) for column in window.columns]
         step(drafter, text, 99, Target())
-        if before is None:
+        if window is None or before is None:
             continue
         tops = [column[0] for column in before]
-        for i, (old, new) in enumerate(zip(before, drafter._windows[0].columns, strict=True)):
+        for i, (old, new) in enumerate(zip(before, window.columns, strict=True)):
             expected = [*old, said[(*tops[: i + 1], *old[1:])]]
             assert new == expected[-3:]
             if len(expected) == 4:
-                assert tuple(expected[1:]) in drafter._windows[0].pool.after(expected[0])
+                assert tuple(expected[1:]) in window.pool.after(expected[0])
 
 
-def test_guesses_come_first_and_the_window_shrinks_by_whole_columns() -> None:
+def test_n_grams_come_first_and_the_window_shrinks_by_whole_columns() -> None:
     drafter = make(window_size=4, ngram_size=3, max_guesses=2)
     text = sequence([1, 2, 3, 1, 4, 5, 1])
     for _ in range(3):
         step(drafter, text, 99, {(): 1})
-    columns = drafter._windows[0].columns
+    columns = held(drafter, text).columns
     for budget in range(1, drafter.max_nodes() + 1):
         proposal = drafter.propose([text], [budget])[0]
         paths = [words(proposal, node) for node in range(len(proposal))]
-        guesses = [[*guess] for guess in drafter._windows[0].pool.after(1)]
-        for i, guess in enumerate(guesses):
+        ngrams = [[*tail] for tail in held(drafter, text).pool.after(1)]
+        for i, ngram in enumerate(ngrams):
             if budget >= 2 * (i + 1):
-                assert guess in paths
-        num_columns = len(drafter._windows[0].ends)
-        assert all(len(end) >= 2 and [*end] in paths for end in drafter._windows[0].ends)
-        assert num_columns >= min(4, (budget - 2 * len(guesses)) // 2)
-        for i, end in enumerate(drafter._windows[0].ends):
+                assert ngram in paths
+        num_columns = len(held(drafter, text).ends)
+        assert all(len(end) >= 2 and [*end] in paths for end in held(drafter, text).ends)
+        assert num_columns >= min(4, (budget - 2 * len(ngrams)) // 2)
+        for i, end in enumerate(held(drafter, text).ends):
             tops = [column[0] for column in columns[: i + 1]]
             assert [*end] == [*tops, *columns[i][1:]]
         assert len(proposal) <= budget
@@ -129,8 +142,8 @@ def test_a_column_that_was_cut_off_before_the_check_waits() -> None:
     text = sequence([1, 2, 3])
     step(drafter, text, 99, {})
     proposal = drafter.propose([text], [99])[0]
-    before = [list(column) for column in drafter._windows[0].columns]
-    lost = drafter._windows[0].ends[1]
+    before = [list(column) for column in held(drafter, text).columns]
+    lost = held(drafter, text).ends[1]
     kept = [node for node in range(len(proposal)) if words(proposal, node)[: len(lost)] != [*lost]]
     number = {ROOT: ROOT} | {node: i for i, node in enumerate(kept)}
     part = Proposal(
@@ -140,11 +153,11 @@ def test_a_column_that_was_cut_off_before_the_check_waits() -> None:
     logits = torch.eye(VOCAB)[torch.arange(len(part) + 1) % VOCAB]  # row i says token i
     text.token_ids.append(4)
     drafter.observe([Observation(text, part, 0, logits)])
-    after = drafter._windows[0].columns
+    after = held(drafter, text).columns
     assert after[1] == before[1]
     for i in (0, 2):
         row = 1 + next(
-            node for node in range(len(part)) if words(part, node) == [*drafter._windows[0].ends[i]]
+            node for node in range(len(part)) if words(part, node) == [*held(drafter, text).ends[i]]
         )
         assert after[i][-1] == row % VOCAB
         assert len(after[i]) != len(before[i]) or after[i] != before[i]
@@ -154,11 +167,11 @@ def test_what_was_not_computed_waits() -> None:
     drafter = make(window_size=3, ngram_size=3, pool_from_prompt=False)
     text = sequence([1, 2, 3])
     step(drafter, text, 99, {})
-    before = [list(column) for column in drafter._windows[0].columns]
+    before = [list(column) for column in held(drafter, text).columns]
     drafter.observe([Observation(text, Proposal(), 0, torch.zeros(1, VOCAB))])
-    assert drafter._windows[0].columns == before
+    assert held(drafter, text).columns == before
     step(drafter, text, 2, {})  # room for one column of two
-    after = drafter._windows[0].columns
+    after = held(drafter, text).columns
     assert after[0] != before[0]
     assert after[1:] == before[1:]
 

@@ -50,11 +50,11 @@ def test_tensor_hash_equals_integer_arithmetic(key: int) -> None:
 
 
 def test_uniforms_are_never_0_or_1() -> None:
-    bits = noise_module._bits(torch.arange(-5000, 5000))
+    bits = noise_module.uniform_bits(torch.arange(-5000, 5000))
     assert bool((bits % 2 == 1).all())
     assert bool(((bits > 0) & (bits < 2**53)).all())
     extremes = torch.tensor([1, 2**53 - 1])
-    assert noise_module._gumbel(extremes).isfinite().all()
+    assert noise_module.gumbel_of_bits(extremes).isfinite().all()
 
 
 def test_rows_equal_lone_rows_bitwise() -> None:
@@ -70,7 +70,7 @@ def test_rows_equal_lone_rows_bitwise() -> None:
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small vocabularies take the dense route by themselves; the pruned one must say the same."""
     if request.param == "pruned":
-        monkeypatch.setattr(noise_module, "_SMALL_VOCABULARY", 0)
+        monkeypatch.setattr(noise_module, "SMALL_VOCABULARY", 0)
 
 
 @pytest.mark.parametrize("rows", range(1, 66))

@@ -316,9 +316,9 @@ def test_the_machine_says_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for index, size in enumerate(("32K", "1024K", "48M", "odd")):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    monkeypatch.setattr(machine, "_CACHES", tmp_path)
+    monkeypatch.setattr(machine, "CACHES", tmp_path)
     assert machine.last_level_cache_bytes() == 48 * 2**20
-    monkeypatch.setattr(machine, "_CACHES", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "CACHES", tmp_path / "nowhere")
     assert machine.last_level_cache_bytes() == 32 * 2**20
 
 

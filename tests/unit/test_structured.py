@@ -180,10 +180,21 @@ def test_a_grammar_that_is_too_complex_is_refused(
             compiler.compile(StructuredOutput(regex="[a-z]+x|y"), [EOS])
 
 
-def test_without_a_constraint_nothing_is_prepared() -> None:
+def test_without_a_constraint_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(kv_cache_bytes=64 * 2**20)
+    num_reads = 0
+    read_tokenizer = GrammarCompiler.read_tokenizer
+
+    def counted(self: GrammarCompiler) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read_tokenizer(self)
+
+    monkeypatch.setattr(GrammarCompiler, "read_tokenizer", counted)
     llm.generate("text", SamplingParams(max_tokens=2))
-    assert llm.engine._grammars._vocabulary is None
+    assert num_reads == 0
+    llm.generate("text", SamplingParams(max_tokens=2, structured={"regex": "[a-z]+"}))
+    assert num_reads == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -187,7 +187,7 @@ def test_a_batch_is_drafted_as_each_alone_in_one_pass_a_level(
 def test_an_unreadable_text_gets_no_guesses(folders: dict[str, Path]) -> None:
     """A byte-level draft puts nothing in front of a text, and the end of nothing says nothing."""
     drafter = make(folders, "byte-level", "byte-level")
-    drafter.translator._special.clear()
+    drafter.translator.special.clear()
     drafter.translator.target.special[1] = ""
     seq = sequence([1])
     assert len(drafter.propose([seq], [4])[0]) == 0

@@ -31,6 +31,11 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
         """Belongs to the loop."""
 
+    @property
+    def num_posted(self) -> int:
+        """Items that wait to be delivered."""
+        return len(self._posted)
+
     def post(self, items: Seq[tuple[Put, Item]], urgent: bool) -> None:
         """Called in the engine's thread; what is `urgent` is delivered at once, with all that waits."""
         with self._lock:

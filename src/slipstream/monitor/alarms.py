@@ -106,6 +106,11 @@ class Alarms:
         self._num_mismatched = 0
 
     @property
+    def num_tasks(self) -> int:
+        """Tasks that are watched; at most `MAX_TASKS`."""
+        return len(self._tasks)
+
+    @property
     def raised(self) -> list[Alarm]:
         """Raised alarms, the oldest first."""
         return list(self._raised.values())

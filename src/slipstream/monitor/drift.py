@@ -71,6 +71,11 @@ class ShiftWatch:
         """Number of requests behind the reference, or collected for the first one."""
         return self._size or len(self._learning)
 
+    @property
+    def num_kept(self) -> int:
+        """Requests in memory: the latest ones, and those from which a reference is being learned."""
+        return len(self._recent) + len(self._learning)
+
     def add(self, item: Value) -> None:
         """Count a request."""
         self._recent.append(item)

@@ -81,27 +81,27 @@ class Bets:
             min(weight * gain / (variance + (weight * gain) ** 2), _MAX_STAKE / max(room, 1e-9))
             for gain in _GAINS
         ]
-        self._log_capital = [0.0] * len(_GAINS)
+        self.log_capital = [0.0] * len(_GAINS)
         self._ages = [0] * len(_GAINS)
 
     def add(self, item: Value, bound: float | None = None) -> None:
         """Bet on a request; `bound` replaces the constructor's and must be fixed before the request is seen."""
         gain = item.weight * self._sign * ((self._bound if bound is None else bound) - item.value)
         for i, stake in enumerate(self._stakes):
-            if self._log_capital[i] <= 0:
-                self._log_capital[i], self._ages[i] = 0.0, 0
-            self._log_capital[i] += math.log(1 + stake * gain)
+            if self.log_capital[i] <= 0:
+                self.log_capital[i], self._ages[i] = 0.0, 0
+            self.log_capital[i] += math.log(1 + stake * gain)
             self._ages[i] += 1
 
     @property
     def evidence(self) -> float:
         """The capital, averaged over the stakes; by chance it reaches x with probability at most 1 / x."""
-        return sum(math.exp(min(log, 100.0)) for log in self._log_capital) / len(_GAINS)
+        return sum(math.exp(min(log, 100.0)) for log in self.log_capital) / len(_GAINS)
 
     @property
     def age(self) -> int:
         """Requests since the largest capital restarted: an estimate of when the mean moved."""
-        return self._ages[max(range(len(_GAINS)), key=self._log_capital.__getitem__)]
+        return self._ages[max(range(len(_GAINS)), key=self.log_capital.__getitem__)]
 
 
 class ShiftTest:

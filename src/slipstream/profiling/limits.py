@@ -32,7 +32,7 @@ class ReadStream:
 
     def bytes_per_s(self) -> float:
         """One reading, by the faster of two reductions. Neither can read faster than the hardware."""
-        return self._array.nbytes / _fastest_s([self._array.sum, self._array.amax], self._device)
+        return self._array.nbytes / fastest_s([self._array.sum, self._array.amax], self._device)
 
 
 class MatrixProduct:
@@ -51,7 +51,7 @@ class MatrixProduct:
         rates = []
         for rows in self._rows:  # [rows, _MATRIX]
             kinds = [lambda layer=layer, rows=rows: layer(rows) for layer in self._layers]
-            rates.append(2 * rows.numel() * _MATRIX / _fastest_s(kinds, self._device))
+            rates.append(2 * rows.numel() * _MATRIX / fastest_s(kinds, self._device))
         return max(rates)
 
 
@@ -67,7 +67,7 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def _fastest_s(kinds: Iterable[Callable[[], object]], device: torch.device) -> float:
+def fastest_s(kinds: Iterable[Callable[[], object]], device: torch.device) -> float:
     """Seconds of the shortest run. Short ones are repeated, since the first finds cold caches."""
     fastest_s = float("inf")
     for run in kinds:

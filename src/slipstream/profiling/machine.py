@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES = 32 * 2**20
 """Assumed where the system does not say how large the last-level cache is."""
 
@@ -32,6 +32,6 @@ def num_cpus() -> int:
 def last_level_cache_bytes() -> int:
     """Size of the largest cache of the first processor."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    sizes = [file.read_text().strip() for file in _CACHES.glob("index*/size")]
+    sizes = [file.read_text().strip() for file in CACHES.glob("index*/size")]
     known = [int(size[:-1]) * units[size[-1]] for size in sizes if size[:-1].isdigit() and size[-1] in units]
     return max(known, default=_USUAL_CACHE_BYTES)

@@ -26,7 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ULP = 2.0**-53
 
-_SMALL_VOCABULARY = 16_384
+SMALL_VOCABULARY = 16_384
 """Up to this many tokens a CPU computes noise for all faster than it finds the tokens that can win."""
 
 _LEAD = 5.0
@@ -118,7 +118,9 @@ class Noise:
 
 def gumbel(keys: Seq[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise, float64 [len(keys), vocab_size]: row r is a pure function of keys[r]."""
-    return _gumbel(_bits(_key_column(keys, device) + _counters(vocab_size, torch.device(device))))
+    return gumbel_of_bits(
+        uniform_bits(_key_column(keys, device) + _counters(vocab_size, torch.device(device)))
+    )
 
 
 def perturb_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
@@ -138,7 +140,7 @@ def perturb_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor
 
 def choose_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
     """Argmax of `perturb_rows`, int64 [R]; ties go to the lowest id."""
-    if log_probs.is_cuda or log_probs.shape[-1] <= _SMALL_VOCABULARY or not len(keys):
+    if log_probs.is_cuda or log_probs.shape[-1] <= SMALL_VOCABULARY or not len(keys):
         return perturb_rows(log_probs, keys).argmax(-1)
     return torch.stack([_choose_row(row, key) for row, key in zip(log_probs, keys, strict=True)])
 
@@ -186,7 +188,7 @@ def _counters(vocab_size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
 
 
-def _bits(words: torch.Tensor) -> torch.Tensor:
+def uniform_bits(words: torch.Tensor) -> torch.Tensor:
     """splitmix64's output for the counters `words`, as odd 53-bit integers; overwrites `words`.
 
     int64 products wrap. A right shift copies the sign, so the copies are masked away.
@@ -202,7 +204,7 @@ def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
     return (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
 
 
-def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+def gumbel_of_bits(bits: torch.Tensor) -> torch.Tensor:
     """Odd 53-bit integers over 2**53 are exact and in the open (0, 1): neither logarithm is ever infinite."""
     return bits.double().mul_(_ULP).log_().neg_().log_().neg_()
 
@@ -222,7 +224,7 @@ def _choose_row(log_probs: torch.Tensor, key: int | None) -> torch.Tensor:
     start = _signed(key)
 
     def scores(tokens: torch.Tensor) -> torch.Tensor:
-        return _gumbel(_bits(counters[tokens] + start)).add_(log_probs[tokens])
+        return gumbel_of_bits(uniform_bits(counters[tokens] + start)).add_(log_probs[tokens])
 
     if num_possible * 8 > vocab_size:
         top = log_probs.max()
@@ -231,6 +233,6 @@ def _choose_row(log_probs: torch.Tensor, key: int | None) -> torch.Tensor:
         # u > exp(-exp(-needed)) means noise > needed; the margin covers the rounding of the threshold.
         needed = float(best) - (float(top) - _LEAD)
         threshold = math.exp(-math.exp(-needed)) * (1 - 1e-9)
-        possible &= leading | (_bits(counters + start) >= int(threshold / _ULP))
+        possible &= leading | (uniform_bits(counters + start) >= int(threshold / _ULP))
     tokens = possible.nonzero()[:, 0]  # ascending, so that ties go to the lowest id
     return tokens[scores(tokens).argmax()]

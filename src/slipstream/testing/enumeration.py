@@ -266,7 +266,7 @@ def output_distribution(
         text = (*target.prompt, *output)
         drafted: tuple[Mark, Judgement] | None = None
 
-        def run(script: Script) -> Text:
+        def run(script: Decisions) -> Text:
             nonlocal drafted
             # Most runs differ from the one before in the verifier's decisions only: the draft is then the same.
             if drafted is None or not script.resume(drafted[0]):

@@ -123,13 +123,13 @@ class Translator:
         both represent bytes."""
         self.target, self.draft = TokenBytes(target, target_name), TokenBytes(draft, draft_name)
         self._encoder = Encoder(draft, self.draft)
-        self._special = match_special(self.target, self.draft)
+        self.special = match_special(self.target, self.draft)
         front = draft("")["input_ids"]
         self._front = front[:1] if front and front[0] == self.draft.roles["bos_token_id"] else []
 
     def begin(self) -> Translation:
         """The translation of an empty text."""
-        return Translation(self.target, self._encoder, self._special, self._front)
+        return Translation(self.target, self._encoder, self.special, self._front)
 
     def tokens_per_token(self) -> float:
         """Draft tokens per target token, at least 1: an average over a thousand tokens of the target's vocabulary. An

@@ -71,7 +71,7 @@ class Evaluator:
         self._model = model
         self._options = {"max_num_seqs": 8, **(engine_options or {})}
         self._engine = make_engine(model, None, self._options)
-        self._jobs: list[BenchJob] = []
+        self.jobs: list[BenchJob] = []
         self._tasks: list[str] = []
         num_of_task: dict[str, int] = {}
         for question in read_workload(workload).questions:
@@ -82,11 +82,11 @@ class Evaluator:
             if len(prompt) >= self._engine.max_model_len:
                 continue  # longer than the target's context
             num_of_task[question.task] += 1
-            number = len(self._jobs)
+            number = len(self.jobs)
             params = SamplingParams(max_tokens=max_tokens, seed=derive_seed(0, number + 1))
-            self._jobs.append(BenchJob(number, prompt, params))
+            self.jobs.append(BenchJob(number, prompt, params))
             self._tasks.append(question.task)
-        if not self._jobs:
+        if not self.jobs:
             raise RequestError(
                 f"no prompt of {workload!r} fits the target's context of {self._engine.max_model_len} tokens"
             )
@@ -101,7 +101,7 @@ class Evaluator:
         return EvaluationFigures(self._acceptance(engine, 0.0), self._acceptance(engine, 1.0))
 
     def _acceptance(self, engine: Engine, temperature: float) -> MeasuredAcceptance:
-        jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self._jobs]
+        jobs = [replace(job, params=replace(job.params, temperature=temperature)) for job in self.jobs]
         answers, _, _ = closed_loop(engine, jobs, self._options["max_num_seqs"])
         if engine.stats().num_draft_failures:
             raise ConfigError(

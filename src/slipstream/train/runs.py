@@ -124,7 +124,7 @@ def _overlap(plan: TrainingRun, tokenizer: Any) -> Overlap:
     measured = plan.evaluation
     questions = read_workload(measured.eval_workload).questions
     if measured.overlap != "drop_evaluation":
-        questions = _first(questions, measured.eval_prompts_per_task)
+        questions = first_a_task(questions, measured.eval_prompts_per_task)
     overlap = find_overlap(questions, plan.data, tokenizer)
     if overlap and measured.overlap == "refuse":
         raise ConfigError(
@@ -134,7 +134,7 @@ def _overlap(plan: TrainingRun, tokenizer: Any) -> Overlap:
     return overlap
 
 
-def _first(questions: Seq[Question], per_task: int) -> list[Question]:
+def first_a_task(questions: Seq[Question], per_task: int) -> list[Question]:
     """The first `per_task` questions of each task."""
     number: Counter[str] = Counter()
     chosen = []

@@ -84,7 +84,7 @@ def run(plan: LoadPlan) -> LoadResult:
     if plan.warm_up:
         _warm_up(plan)
     before, metrics = read_counters(plan.server)
-    load = _LoadRun(plan)
+    load = LoadRun(plan)
     complete = True
     try:
         asyncio.run(load.run())
@@ -127,7 +127,7 @@ def _grown(server: ServerAddress, before: Counters | None, where: str) -> tuple[
     )
 
 
-class _LoadRun:
+class LoadRun:
     """One run, from its first request to its last answer."""
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -213,7 +213,7 @@ class _LoadRun:
         figures = [overall if complete else replace(overall, disagreements=[])]
         if len(by_task) > 1:
             figures += [summarised(found, self._wall_s, most, task) for task, found in by_task.items()]
-        accepted = {task: _acceptance(found) for task, found in [(ALL, exchanges), *by_task.items()]}
+        accepted = {task: pooled_acceptance(found) for task, found in [(ALL, exchanges), *by_task.items()]}
         return LoadResult(
             schema=SCHEMA,
             kind="load",
@@ -256,7 +256,7 @@ class _LoadRun:
         )
 
 
-def _acceptance(exchanges: Seq[Exchange]) -> PooledAcceptance | None:
+def pooled_acceptance(exchanges: Seq[Exchange]) -> PooledAcceptance | None:
     """α and τ from the responses' metrics in vLLM's format, of steps with drafts; None without any."""
     found = [exchange.speculation for exchange in exchanges if exchange.speculation is not None]
     drafts, drafted, accepted = (

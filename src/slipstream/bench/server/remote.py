@@ -70,7 +70,7 @@ def run(plan: RemotePlan) -> ServerResult:
         with meter(total, auto_refresh=True) as progress:
             for concurrency in plan.settings.concurrencies:
                 levels.append(_Level(concurrency))
-                metrics = _measure(plan, chosen.prompts, levels[-1], progress)
+                metrics = measure_level(plan, chosen.prompts, levels[-1], progress)
     except KeyboardInterrupt:
         pass
     return ServerResult(
@@ -90,7 +90,7 @@ def run(plan: RemotePlan) -> ServerResult:
     )
 
 
-def _measure(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
+def measure_level(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
     """Fill `level`; returns the URL of the counters, or why there are none."""
     before, where = read_counters(plan.server)
     for _ in range(plan.settings.repeats):

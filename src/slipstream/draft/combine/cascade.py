@@ -77,8 +77,9 @@ class CascadeDrafter(DraftModelDrafter):
 
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
         super().__init__(_draft_model(options, context), context)
-        self.inner = self._create_inner(options)
-        self._guard = Guard(self.inner, self._growths.vocab_size, self.inner.kinds, context.draft_timeout_s)
+        inner = self._create_inner(options)
+        self.guard = Guard(inner, self._growths.vocab_size, inner.kinds, context.draft_timeout_s)
+        """Asks the inner drafter."""
         self._shadows: dict[int, _Shadow] = {}
 
     def _create_inner(self, options: CascadeOptions) -> Drafter:
@@ -107,12 +108,17 @@ class CascadeDrafter(DraftModelDrafter):
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
         return inner
 
+    @property
+    def inner(self) -> Drafter:
+        """The cheaper drafter, whose draft tokens the draft model verifies."""
+        return self.guard.drafter
+
     # --- the contract -----------------------------------------------------------------------------------------
 
     @property
     def num_failures(self) -> int:
         """How often the inner drafter has been retired for a sequence."""
-        return self._guard.num_failures
+        return self.guard.num_failures
 
     def kv_bytes_per_token(self) -> int:
         return super().kv_bytes_per_token() + self.inner.kv_bytes_per_token()
@@ -120,7 +126,7 @@ class CascadeDrafter(DraftModelDrafter):
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         self.inner.allocate(num_tokens)
-        self._guard.attach(self.cache)
+        self.guard.attach(self.cache)
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.inner.memory_bytes()
@@ -139,7 +145,7 @@ class CascadeDrafter(DraftModelDrafter):
         if sequence.id in self._shadows:
             shadow = self._shadow(sequence)
             shadow.finish_reason = sequence.finish_reason
-            self._guard.release(shadow)
+            self.guard.release(shadow)
             del self._shadows[sequence.id]
 
     def reset(self) -> None:
@@ -172,8 +178,8 @@ class CascadeDrafter(DraftModelDrafter):
             # The pass itself yields one more token.
             missing = feed.growth.max_depth - len(feed.growth.nodes) - 1
             budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
-        served = [place for place, shadow in enumerate(shadows) if self._guard.serves(shadow)]
-        answers = self._guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
+        served = [place for place, shadow in enumerate(shadows) if self.guard.serves(shadow)]
+        answers = self.guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
         proposals = [EMPTY_PROPOSAL] * len(shadows)
         for place, proposal in zip(served, answers, strict=True):
             proposals[place] = proposal
@@ -196,7 +202,7 @@ class CascadeDrafter(DraftModelDrafter):
                 tokens = [node.token_id for node in feed.growth.nodes]
                 shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
                 seen.append(Observation(shadow, proposal, len(accepted), logits[begin:end]))
-        self._guard.observe(seen)
+        self.guard.observe(seen)
 
     def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:
         """Grow the chain by the draft model's own tokens, as far as the inner drafter proposed them.
@@ -228,7 +234,7 @@ class CascadeDrafter(DraftModelDrafter):
         common += common_prefix_length(seen[common:], text[common:])
         if common < len(seen):
             del seen[common:]
-            self._guard.rewind(shadow.sequence)
+            self.guard.rewind(shadow.sequence)
         seen.extend(text[common:])
         shadow.num_committed = len(seen)
         return shadow.sequence

@@ -189,6 +189,10 @@ class EnsembleDrafter(DrafterGroup):
         self._records.pop(sequence.id, None)
         super().release(sequence)
 
+    def record(self, sequence: Sequence) -> AcceptanceRecord | None:
+        """What became of the members' draft tokens in this sequence; None before its first proposal."""
+        return self._records.get(sequence.id)
+
     def num_held(self) -> int:
         return max(super().num_held(), len(self._rounds), len(self._records))
 

@@ -81,13 +81,13 @@ class EagleDrafter(CachedDrafter):
             device=self.target.device,
         )
         self._variant = Variant(config.head_dim**-0.5)
-        self._target_cache: KVCache | None = None
+        self.target_cache: KVCache | None = None
 
     def feature_layers(self) -> Seq[int]:
         return self.head.config.feature_layers
 
     def attach(self, cache: KVCache) -> None:
-        self._target_cache = cache
+        self.target_cache = cache
 
     def weight_bytes(self) -> int:
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
@@ -128,9 +128,9 @@ class EagleDrafter(CachedDrafter):
         """[rows, hidden]: each row's input state, the target's feature or the head's estimate for the token before
         it."""
         if feed.nodes is None:
-            assert self._target_cache is not None, "attach() comes before the first proposal"
+            assert self.target_cache is not None, "attach() comes before the first proposal"
             end = feed.first - 1 + len(feed.rows.token_ids)
-            features = self._target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
+            features = self.target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
             return self.head.encode(features)
         return torch.stack([node.parent.state if node.parent else feed.growth.state for node in feed.nodes])
 

@@ -76,7 +76,7 @@ class HeadDrafter(Drafter):
         self.target = target
         self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
         self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
-        self._target_cache: KVCache | None = None
+        self.target_cache: KVCache | None = None
 
     @abstractmethod
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
@@ -96,7 +96,7 @@ class HeadDrafter(Drafter):
         return (self.target.num_layers,)
 
     def attach(self, cache: KVCache) -> None:
-        self._target_cache = cache
+        self.target_cache = cache
 
     def memory_bytes(self) -> int:
         return self._weight_bytes
@@ -127,8 +127,8 @@ class HeadDrafter(Drafter):
 
     def _feature(self, sequence: Sequence) -> Tensor:
         """[1, hidden]: the hidden state of the token that the target computed last."""
-        assert self._target_cache is not None, "attach() comes before the first proposal"
-        return self._target_cache.features(sequence.id, sequence.num_computed - 1, sequence.num_computed)
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        return self.target_cache.features(sequence.id, sequence.num_computed - 1, sequence.num_computed)
 
 
 def target_of(context: DraftContext, what: str) -> CausalLM:

@@ -48,6 +48,11 @@ class SuffixCache:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Those with answers held."""
+        return tuple(self._indexes)
+
     def index(self, tenant: str) -> SuffixIndex | None:
         """The index over this tenant's past answers; None when there are none."""
         return self._indexes.get(tenant)

@@ -67,7 +67,7 @@ class SlemDrafter(Drafter):
 
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._writer = _Writer(
+        self.writer = _Writer(
             DraftModelOptions(
                 model=options.model,
                 num_speculative_tokens=options.num_speculative_tokens,
@@ -79,9 +79,9 @@ class SlemDrafter(Drafter):
             ),
             context,
         )
-        self.model = self._writer.model
+        self.model = self.writer.model
         self._params = SamplingParams(temperature=options.draft_temperature)
-        self._target, self._draft = self._writer.translator.target, self._writer.translator.draft
+        self._target, self._draft = self.writer.translator.target, self.writer.translator.draft
         self._special = {
             theirs: ours
             for ours, theirs in match_special(self._target, self._draft).items()
@@ -107,7 +107,7 @@ class SlemDrafter(Drafter):
         lengths = [
             min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets
         ]
-        drafts = self._writer.propose([self._as_written(sequence) for sequence in sequences], lengths)
+        drafts = self.writer.propose([self._as_written(sequence) for sequence in sequences], lengths)
         return [
             self._read(sequence, draft.token_ids, budget)
             for sequence, draft, budget in zip(sequences, drafts, budgets, strict=True)
@@ -121,34 +121,34 @@ class SlemDrafter(Drafter):
                 text = self._as_written(seen.sequence)
                 # An upper bound: the writer compares its draft with the text itself.
                 written.append(replace(seen, sequence=text, num_accepted=len(text.token_ids)))
-        self._writer.observe(written)
+        self.writer.observe(written)
 
     def release(self, sequence: Sequence) -> None:
         self._written.pop(sequence.id, None)
-        self._writer.release(sequence)
+        self.writer.release(sequence)
 
     def reset(self) -> None:
-        self._writer.reset()
+        self.writer.reset()
 
     def kv_bytes_per_token(self) -> int:
-        return self._writer.kv_bytes_per_token()
+        return self.writer.kv_bytes_per_token()
 
     def allocate(self, num_tokens: int) -> None:
-        self._writer.allocate(num_tokens)
+        self.writer.allocate(num_tokens)
 
     def memory_bytes(self) -> int:
-        return self._writer.memory_bytes()
+        return self.writer.memory_bytes()
 
     def num_held(self) -> int:
-        return max(self._writer.num_held(), len(self._written))
+        return max(self.writer.num_held(), len(self._written))
 
     def integrity(self) -> list[str]:
-        return self._writer.integrity()
+        return self.writer.integrity()
 
     # --- drafting ---------------------------------------------------------------------------------------------
 
     def _as_written(self, sequence: Sequence) -> Sequence:
-        token_ids = self._writer.translate(sequence)
+        token_ids = self.writer.translate(sequence)
         if sequence.id not in self._written:
             self._written[sequence.id] = replace(
                 sequence, token_ids=token_ids, num_prompt_tokens=0, params=self._params, leader=None

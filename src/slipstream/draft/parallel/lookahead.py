@@ -250,6 +250,10 @@ class LookaheadDrafter(Drafter):
                 pool.add(token_ids[end - options.ngram_size : end])
         return JacobiWindow(columns, pool)
 
+    def window(self, sequence: Sequence) -> JacobiWindow | None:
+        """The sequence's window and pool; None before its first proposal."""
+        return self._windows.get(sequence.id)
+
     def max_nodes(self) -> int:
         """(W + G) (N - 1)."""
         options = self.options

@@ -81,6 +81,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
+    @property
+    def num_kept(self) -> int:
+        """Compiled constraints and refusals that are kept."""
+        return len(self._compiled)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Estimated size of the compiled constraints that are kept."""
+        return self._compiled.num_bytes()
+
     def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
         """The grammar of one answer that may end with `stop_token_ids`.
 
@@ -176,7 +186,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         WORKER_OF_THIS_PROCESS.start()
-        vocabulary, tried = self._read_tokenizer()
+        vocabulary, tried = self.read_tokenizer()
         try:
             source = _source(structured)
         except ValueError as error:
@@ -204,7 +214,8 @@ class GrammarCompiler:
         footprint = Footprint(num_bytes, lambda: self._compiled.keep(structured, refusal))
         return _Compiled(matcher, first, footprint)
 
-    def _read_tokenizer(self) -> tuple[LLTokenizer, TrialVocabulary]:
+    def read_tokenizer(self) -> tuple[LLTokenizer, TrialVocabulary]:
+        """The tokens' bytes for llguidance and for the trial process, read once; raises `RequestError`."""
         if self._vocabulary is None or self._tried_vocabulary is None:
             try:
                 self._vocabulary, tokens = _vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
@@ -235,10 +246,19 @@ class _Results(Generic[T]):
             self._results[structured] = result
             self._results.move_to_end(structured)
             while len(self._results) > 1 and (
-                len(self._results) > MAX_COMPILED
-                or sum(map(_num_bytes, self._results.values())) > MAX_COMPILED_BYTES
+                len(self._results) > MAX_COMPILED or self._num_bytes() > MAX_COMPILED_BYTES
             ):
                 self._results.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._num_bytes()
+
+    def _num_bytes(self) -> int:
+        return sum(map(_num_bytes, self._results.values()))
 
 
 def _num_bytes(result: object) -> int:

@@ -36,14 +36,14 @@ class Footprint:
         """`num_bytes` is its size when compiled; `on_exceeded` is called once it has grown by more than
         `MAX_GROWTH_BYTES`."""
         self.num_bytes = num_bytes
-        self._grown = 0
+        self.grown_bytes = 0
         self._measures = False
         self._on_exceeded = on_exceeded
 
     @property
     def exceeded(self) -> bool:
         """True once the grammar has grown too large to be used further."""
-        return self._grown > MAX_GROWTH_BYTES
+        return self.grown_bytes > MAX_GROWTH_BYTES
 
     def during(self, work: Callable[[], T], clock: Callable[[], float]) -> T:
         """The result of `work`, whose growth is counted. Measuring takes some microseconds and begins with the first
@@ -63,7 +63,7 @@ class Footprint:
 
     def _add(self, num_bytes: int, most: int) -> None:
         was_within = not self.exceeded
-        self._grown += min(num_bytes, most)
+        self.grown_bytes += min(num_bytes, most)
         if was_within and self.exceeded:
             self._on_exceeded()
 

@@ -50,7 +50,7 @@ class TrialProcess:
 
     def __init__(self, command: Seq[str] | None = None) -> None:
         """`command` replaces this package's module, for tests."""
-        self._command = command
+        self.command = command
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
@@ -61,6 +61,11 @@ class TrialProcess:
         """Keys of vocabularies that some process has loaded; "" once some process has started."""
         self._cannot_start = False
         atexit.register(self.close)
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process as it was last started; None where none was, or it has been ended."""
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start the process without waiting for it."""
@@ -114,7 +119,7 @@ class TrialProcess:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         try:
             self._process = subprocess.Popen(
-                self._command
+                self.command
                 or [sys.executable, "-P", "-m", WORKER],  # -P: not what lies in the working directory
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -84,7 +84,7 @@ def main() -> None:
         else:
             vocabularies.move_to_end(key)
             answer = _try(vocabularies[key], content)
-        answer["ends"] = kind in ("check", "try") and _left_over(settled) > KEPT_BYTES
+        answer["ends"] = kind in ("check", "try") and left_over(settled) > KEPT_BYTES
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
         if answer["ends"]:
@@ -170,7 +170,7 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
 
 
-def _left_over(before: int) -> int:
+def left_over(before: int) -> int:
     """Bytes allocated beyond `before`, after returning free memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
