@@ -1,4 +1,4 @@
-"""What each drafter's guesses are worth, by task, on the embedded target: nothing here is timed.
+"""Acceptance of each drafter by task on the embedded target, without timing.
 
 τ and α depend on the models, the prompts and the drafter alone, so the machine may be busy. Every text is compared with
 the one without speculation.

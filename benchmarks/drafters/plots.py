@@ -1,4 +1,4 @@
-"""The guide's two pictures: what guesses are worth by task, and what they gain in time."""
+"""The guide's two plots: acceptance by task, and speedup by task."""
 
 from __future__ import annotations
 

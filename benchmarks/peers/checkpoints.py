@@ -1,4 +1,4 @@
-"""The models of the benchmark on disk: expanded where asked, converted where a peer wants another format."""
+"""The benchmark's models on disk: expanded if configured, converted for peers with other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's side of a worker: a process that is asked one thing at a time."""
+"""The driver's side of a worker process, which handles one request at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 class WorkerRefused(Exception):
-    """A worker said that it cannot do what it was asked, or died over it; the message is the reason."""
+    """A worker refused a request, or died of it; the message is the reason."""
 
 
 class Worker:

@@ -51,7 +51,7 @@ WARM_UP_TOKENS = 12
 SETTLE_S = 0.5
 """How long a worker's threads may go on spinning after its answer before somebody else's turn begins all the same."""
 STARTS_S = {"slipstream": 6.0, "transformers": 8.0, "vllm": 30.0, "openvino": 3.0, "llamacpp": 2.0}
-"""Guesses for the time left, until a process of that peer has started: imports, loading, warm-up."""
+"""Estimated start times of each peer's process (imports, loading, warm-up), until one has been measured."""
 RESERVE_BYTES = 2 * 2**30
 """Memory that stays free, so that nothing is ever pushed out."""
 QUICK = {"prompts_per_task": 1, "max_tokens": 24, "rounds": 1}
@@ -85,7 +85,7 @@ def grouped(modes: Iterable[Mode]) -> list[Group]:
 
 
 class Driver:
-    """Runs what is asked for, model by model; keeps the results on disk."""
+    """Runs the selected modes, model by model, and stores the results on disk."""
 
     def __init__(self, options: argparse.Namespace, catalog: Catalog, results: Results) -> None:
         self.options = options
@@ -194,8 +194,8 @@ class Driver:
             modes = [mode for mode in self.catalog.modes_of(model) if not self.is_refused(model, mode)]
             for group in grouped(modes):
                 known = self.start_s.get((model.name, group.peer))
-                guess = STARTS_S[group.peer] + 3 * self.results.models[model.name]["parameters"] / 1e9
-                seconds += statistics.mean(known) if known else guess
+                estimate_s = STARTS_S[group.peer] + 3 * self.results.models[model.name]["parameters"] / 1e9
+                seconds += statistics.mean(known) if known else estimate_s
             for mode in modes:
                 left = model.rounds * len(asked) - len(self.results.done(model.name, mode.key))
                 seconds += max(0, left) * self._call_s(model, mode)
@@ -272,7 +272,7 @@ class ModelRun:
         return wave
 
     def _need_bytes(self, group: Group) -> float:
-        """Peak memory of a process like this one, measured where one ran before, else guessed from the weights."""
+        """Peak memory of such a process: measured if one ran before, otherwise estimated from the weights."""
         known = self.driver.peak_bytes.get((self.model.name, group.peer, group.weights))
         parameters = self.driver.results.models[self.model.name]["parameters"]
         return known or 2.2 * weight_bytes(parameters, "float32") + 2**30

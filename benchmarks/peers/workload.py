@@ -1,4 +1,4 @@
-"""What every peer is asked: held-out prompts by task as token ids, made once by the target's own tokenizer."""
+"""The prompts for all peers: held-out prompts by task as token ids, encoded once by the target's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak's own books, and what they say of the server's."""
+"""The soak's own counts, and their comparison with the server's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ledger:
     ends: Counter[str] = field(default_factory=Counter)
     """Finish reasons of answers that were read to their end."""
     num_answers: Counter[str] = field(default_factory=Counter)
-    """Answers asked for, by task."""
+    """Requested answers by task."""
     num_tokens: int = 0
     """Of answers that were read to their end, counted from what was sent."""
     num_broken_tokens: int = 0

@@ -38,7 +38,7 @@ _MIX = {"streamed": 0.42, "whole": 0.33, "leave a stream": 0.1, "leave while wai
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is asked, of which server."""
+    """Number of requests, clients and the server of a soak."""
 
     num_requests: int = 10_000
     num_clients: int = 32
@@ -64,7 +64,7 @@ def soak(plan: Plan) -> dict[str, Any]:
 
 @contextmanager
 def server_process(spec: str | None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of the embedded pair; it must leave by itself when it is asked to."""
+    """A server of the embedded pair, which must exit by itself when asked to stop."""
     command = [sys.executable, "-m", "benchmarks.soak.server", *(["--spec", spec] if spec else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -180,7 +180,7 @@ class _Soak:
         await asyncio.gather(*clients)
 
     async def _one(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
-        """One request, entered into the books."""
+        """Send one request and count it."""
         [how] = rng.choices(list(_MIX), list(_MIX.values()))
         self._ledger.num_sent[how] += 1
         if how == "refused":
@@ -248,7 +248,7 @@ class _Soak:
             ledger.wrong.append(f"{fault} ({how}, {json.dumps(expected.case.body, ensure_ascii=False)})")
 
     async def _idle_books(self, client: httpx2.AsyncClient) -> dict[str, Any]:
-        """The engine's books once nothing is under way, or what they are when that does not come."""
+        """The engine's state once it is idle, or the last one if it does not become idle."""
         end_s = time.monotonic() + IDLE_S
         while True:
             books: dict[str, Any] = (await client.get("/integrity")).json()

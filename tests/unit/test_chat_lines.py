@@ -83,7 +83,7 @@ def test_without_a_history_nothing_is_kept(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown = talk(tmp_path / "file" / "cache", [b"one\n"])
-    assert "no history is kept" in shown
+    assert "the history is not stored" in shown
     assert "<one>" in shown
 
 

@@ -82,7 +82,7 @@ REFUSALS = {
         ["hi", "--speculative-config", "nowhere.json"],
         "neither a JSON object nor a file",
     ),
-    "two ways": (["hi", "--spec", "ngram", "--draft", "x"], "--spec and --draft say the same in two ways"),
+    "two ways": (["hi", "--spec", "ngram", "--draft", "x"], "--spec and --draft both choose a drafter"),
     "unknown verifier": (["hi", "--verifier", "couple"], "did you mean 'coupled'?"),
     "tokens without drafter": (["hi", "--spec", "off", "--num-speculative-tokens", "3"], "needs a drafter"),
     "no draft tokens": (["hi", "--num-speculative-tokens", "0"], "must be a whole number of at least 1"),
@@ -503,7 +503,7 @@ def test_compare_says_where_texts_differ() -> None:
     args = ["generate", PROMPT, "--max-tokens", "24", "--compare", "--repeats", "1", "--seed", "3"]
     result = run(*args, "--verifier", "rejection", "--temperature", "1.5")
     assert result.exit_code == 0, result.output
-    assert "no: 1 of 1 prompts differ (verifier rejection keeps the distribution" in result.stdout
+    assert "no: 1 of 1 prompts differ (verifier rejection preserves the distribution" in result.stdout
 
 
 def test_results_of_a_cost_expanded_model_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +538,7 @@ def test_chat_keeps_the_conversation_and_reuses_it() -> None:
     assert reused[1] > 16
     assert re.search(r"seed +\d+, \d+\n", result.stderr)  # two answers before /stats
     assert "acceptance length τ" in result.stderr
-    assert "there is no /what" in result.stderr
+    assert "unknown command /what" in result.stderr
 
 
 def test_chat_refuses_before_it_speaks() -> None:

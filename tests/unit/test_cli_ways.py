@@ -40,14 +40,14 @@ def test_a_model_is_an_argument_or_a_flag(verb: list[str]) -> None:
     assert len(said) == 1
     two = run(verb[0], "here", "--model", "there")
     assert two.exit_code == 2
-    assert "two models are given: 'here' and --model 'there'; leave one out" in two.output
+    assert "two models are given: 'here' and --model 'there'; omit one of them" in two.output
 
 
 def test_chat_without_a_template_says_raw(tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED_DRAFT, tmp_path / "model", ignore=shutil.ignore_patterns("*.jinja"))
     result = run("generate", "hi", "--chat", "--model", str(tmp_path / "model"))
     assert result.exit_code == 2
-    assert "has no chat template, as --chat needs; give the prompt with --raw" in result.output
+    assert "has no chat template, which --chat needs; use --raw" in result.output
 
 
 def test_a_drafter_of_ones_own_by_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ class MisstatesItsDraws(Trees):
         (HidesItsKind, "kinds declares"),
         (RepeatsSiblings, "siblings repeat a token"),
         (WritesIntoTheText, "propose changed the sequences"),
-        (CountsItsCalls, "asked again|drafts otherwise"),
+        (CountsItsCalls, "asked again|drafts differently"),
         (LooksAtItsCompany, "other sequences of the batch"),
         (ForgetsNobody, "memory grows"),
         (HidesWhatItKeeps, "is not forgotten: the drafter still holds the id .* in seen"),
@@ -355,7 +355,7 @@ def test_only_the_coupled_verifier_takes_coupled_proposals() -> None:
         kinds = frozenset({ProposalKind.COUPLED})
 
     check_drafter(Coupled, VOCAB_SIZE)
-    with pytest.raises(AssertionError, match="rejection verifier cannot judge"):
+    with pytest.raises(AssertionError, match="rejection verifier does not accept"):
         check_drafter(Coupled, VOCAB_SIZE, verifier="rejection")
 
 

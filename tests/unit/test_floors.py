@@ -235,8 +235,8 @@ def tiny_survey(monkeypatch: pytest.MonkeyPatch, shared_engines: None) -> None:
 
 
 REFUSALS = {
-    "quick without measure": (["--quick"], "--quick is a way of --measure"),
-    "plot without measure": (["--plot", "a.png"], "--plot is a way of --measure"),
+    "quick without measure": (["--quick"], "--quick needs --measure"),
+    "plot without measure": (["--plot", "a.png"], "--plot needs --measure"),
     "plot of another kind": (["--measure", "--plot", "a.gif"], "--plot writes .pdf, .png, .svg"),
     "plot nowhere": (["--measure", "--plot", "no/such/a.png"], "there is no folder"),
 }
@@ -389,12 +389,12 @@ def test_what_the_numbers_mean() -> None:
     assert "takes 500 ms, 49.55 times what it takes to read its weights and cache (10.1 ms)" in sentences[0]
     assert "v(5) = 1.20 and v(8) = 1.22" in sentences[1]
     assert "Up to 8 rows no step costs more than 1.25" in sentences[2]
-    assert "pays from an acceptance rate of 0.17 on" in sentences[3]
+    assert "gains speed from an acceptance rate of 0.17 on" in sentences[3]
     assert "c = 0.90" in sentences[4]
-    assert "costs 4.80 steps and pays from an acceptance rate of 0.98 on" in sentences[4]
+    assert "costs 4.80 steps and gains speed from an acceptance rate of 0.98 on" in sentences[4]
     steep = {**flat, (8, 9): 1.0}
     assert (
-        "From 8 rows on a step is noticeably dearer: 2.00"
+        "From 8 rows on a step is noticeably more expensive: 2.00"
         in Measurement(profile(steep), None).conclusion()[2]
     )
     slower = {(1, 9): 0.6}

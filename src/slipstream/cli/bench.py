@@ -1,8 +1,9 @@
-"""`slipstream bench`: speculative configurations against speculation off, or a server from its client's side."""
+"""`slipstream bench`: speculative configurations against speculation off, or a server through its clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,16 @@ import typer
 
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, Json, ModelArgument, print_json, with_model
-from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
+from slipstream.cli.flags.remote import (
+    TIMED_SAMPLING,
+    ApiKeyEnv,
+    MetricsUrl,
+    ServedModel,
+    TimeoutS,
+    Url,
+    api_key_of,
+    metrics_url_of,
+)
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.output.console import notes, wide_results
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
@@ -25,121 +35,102 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FLAGS = ("tokenizer", "revision", "trust_remote_code")
 _SPECULATION = "Speculation"
-_SERVER = "A server instead of an engine"
+
+WorkloadFlag = Annotated[
+    str,
+    typer.Option("--workload", "-w", help="Prompts: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."),
+]
+PromptsPerTask = Annotated[
+    int, typer.Option(min=0, help="Number of questions of each task, the first ones; 0 takes all.")
+]
+MaxTokens = Annotated[
+    str,
+    typer.Option(
+        metavar="N|data", help="The most tokens in an answer; `data` uses the workload's lengths, exactly."
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(min=0, help="Each prompt's own seed is derived from it.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Number of times that everything is timed.")]
+Concurrency = Annotated[
+    str, typer.Option(metavar="N,N,…", help="Requests running at once; several are a sweep.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not wrap plain prompts in the chat template.")]
+Output = Annotated[
+    Path | None, typer.Option(help="A folder for bench.json and bench.html; created if it does not exist.")
+]
+Html = Annotated[Path | None, typer.Option(help="Write the page to this file.")]
+Spec = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A drafter in short: ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8 or "
+        "NAME:MODEL; may be repeated. By default the embedded pair's own draft.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Config = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON|FILE",
+        help="All keys of a drafter; may be repeated.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,…", help="Every drafter runs with each of these.", rich_help_panel=_SPECULATION
+    ),
+]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        help="coupled, rejection, block or package.module:Class, for every drafter.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
 
 
 @with_model
 @with_flags(sampling=TIMED_SAMPLING, engine=ENGINE)
 def bench(
     model: ModelArgument = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            "--workload", "-w", help="What is asked: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."
-        ),
-    ] = "sample",
-    prompts_per_task: Annotated[
-        int, typer.Option(min=0, help="The first so many questions of each task; 0 takes all.")
-    ] = 4,
-    max_tokens: Annotated[
-        str,
-        typer.Option(
-            metavar="N|data",
-            help="The most tokens in an answer; `data` makes each exactly as long as the workload says.",
-        ),
-    ] = "64",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Each prompt's own seed is derived from it, the same everywhere.")
-    ] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
-    concurrency: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Requests under way at once; several are a sweep.")
-    ] = "1",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Leave plain prompts as they are, without the chat template.")
-    ] = False,
+    workload: WorkloadFlag = "sample",
+    prompts_per_task: PromptsPerTask = 4,
+    max_tokens: MaxTokens = "64",
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    repeats: Repeats = 3,
+    concurrency: Concurrency = "1",
+    raw: Raw = False,
     json: Json = False,
-    output: Annotated[
-        Path | None, typer.Option(help="A folder for bench.json and bench.html; made where there is none.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    output: Output = None,
+    html: Html = None,
     overwrite: Overwrite = False,
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A drafter in short: ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8 or "
-            "NAME:MODEL; may be repeated. "
-            "The embedded pair's own draft unless given.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--speculative-config",
-            metavar="JSON|FILE",
-            help="All keys of a drafter; may be repeated.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Every drafter runs with each of these.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    verifier: Annotated[
-        str | None,
-        typer.Option(
-            help="coupled, rejection, block or package.module:Class, for every drafter.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    served_model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model's name there; the first that it lists unless given.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    metrics_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Its Prometheus metrics; /metrics beside /v1 unless given.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="Environment variable that holds the server's key.", rich_help_panel=_SERVER),
-    ] = None,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="Seconds until a silent server fails a request.", rich_help_panel=_SERVER
-        ),
-    ] = 600.0,
+    spec: Spec = None,
+    config: Config = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    verifier: Verifier = None,
+    url: Url = None,
+    served_model: ServedModel = None,
+    metrics_url: MetricsUrl = None,
+    api_key_env: ApiKeyEnv = None,
+    timeout_s: TimeoutS = 600.0,
     *,
     sampling: Values,
     engine: Values,
 ) -> None:
     """Measure speculative configurations against speculation off, paired, prompt by prompt, task by task.
 
-    With --url, measure a server as its clients see it instead, and compare with what its own counters say.
+    With --url, measure a server through its clients instead, and compare with its own counters.
     """
     from slipstream.bench.engine.configurations import parse_counts
     from slipstream.bench.settings import BenchSettings
     from slipstream.workload.reading import read_workload
 
     files = _files(output, html, overwrite)
-    asked = BenchSettings(
+    settings = BenchSettings(
         workload=read_workload(workload),
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
         prompts_per_task=prompts_per_task or None,
@@ -148,51 +139,61 @@ def bench(
         repeats=repeats,
         raw=raw,
     )
-    speculation = {
-        "MODEL": model,
-        "--spec": spec,
-        "--speculative-config": config,
-        "--num-speculative-tokens": num_speculative_tokens,
-        "--verifier": verifier,
-    }
-    server = {"--served-model": served_model, "--metrics-url": metrics_url, "--api-key-env": api_key_env}
+    server = _ServerFlags(url, served_model, metrics_url, api_key_env, timeout_s)
     if url is None:
-        _refuse(server, "is about a server; give its --url")
+        _refuse(server.optional(), "is about a server; give its --url")
+        lengths: list[int] = []
         if num_speculative_tokens is not None:
             lengths = parse_counts(num_speculative_tokens, "--num-speculative-tokens")
-        else:
-            lengths = []
-        result: BenchResult | ServerResult = _bench_engines(
-            asked, model, _drafters(spec, config, verifier, model), lengths, engine
-        )
+        drafters = _drafters(spec, config, verifier, model)
+        result: BenchResult | ServerResult = _bench_engines(settings, model, drafters, lengths, engine)
     else:
-        _refuse(speculation, "is about engines of our own, not about the server of --url")
-        others = {name: value for name, value in engine.items() if name not in _TOKENIZER_FLAGS}
-        _refuse(
-            {f"--{name.replace('_', '-')}": value for name, value in others.items()}, "does not go with --url"
-        )
-        key = api_key_of(api_key_env)
-        result = _bench_server(
-            asked, url.rstrip("/"), served_model, metrics_url, key, timeout_s, sampling, engine
-        )
+        speculation = {
+            "MODEL": model,
+            "--spec": spec,
+            "--speculative-config": config,
+            "--num-speculative-tokens": num_speculative_tokens,
+            "--verifier": verifier,
+        }
+        _refuse(speculation, "is for engines in this process, not for the server of --url")
+        result = _bench_server(settings, server, sampling, engine)
     _deliver(result, json, files)
     if not result.complete:
         raise typer.Exit(130)
 
 
+@dataclass(frozen=True)
+class _ServerFlags:
+    """The flags of a benchmark of a server."""
+
+    url: str | None
+    served_model: str | None
+    metrics_url: str | None
+    api_key_env: str | None
+    timeout_s: float
+
+    def optional(self) -> dict[str, str | None]:
+        """Flag to value, for flags that need `--url`."""
+        return {
+            "--served-model": self.served_model,
+            "--metrics-url": self.metrics_url,
+            "--api-key-env": self.api_key_env,
+        }
+
+
 def _drafters(
     spec: list[str] | None, config: list[str] | None, verifier: str | None, model: str | None
 ) -> list[SpeculativeConfig]:
-    """Every drafter that was asked for, in the order of the flags' help; the default one when none was."""
-    asked = [
+    """The chosen drafters, in the order of the flags' help; the default one when none is chosen."""
+    flags = [
         *(SpeculationFlags(spec=short, verifier=verifier) for short in spec or []),
         *(SpeculationFlags(speculative_config=text, verifier=verifier) for text in config or []),
     ]
-    return [speculative_config(flags, model) for flags in asked or [SpeculationFlags(verifier=verifier)]]
+    return [speculative_config(each, model) for each in flags or [SpeculationFlags(verifier=verifier)]]
 
 
 def _bench_engines(
-    asked: BenchSettings,
+    settings: BenchSettings,
     model: str | None,
     drafters: list[SpeculativeConfig],
     lengths: list[int],
@@ -201,34 +202,32 @@ def _bench_engines(
     from slipstream.bench.engine.configurations import sweep
 
     configurations = sweep(drafters, lengths)
-    from slipstream.bench.engine.local import (
-        BenchPlan,
-        run,
-    )  # loads PyTorch: last, after all that can be refused without it
+    # Imported last, because it loads PyTorch: all other errors are raised before.
+    from slipstream.bench.engine.local import BenchPlan, run
 
-    return run(BenchPlan(asked, configurations, model, engine))
+    return run(BenchPlan(settings, configurations, model, engine))
 
 
 def _bench_server(
-    asked: BenchSettings,
-    url: str,
-    model: str | None,
-    metrics_url: str | None,
-    api_key: str | None,
-    timeout_s: float,
-    sampling: Values,
-    tokenizer: Values,
+    settings: BenchSettings, flags: _ServerFlags, sampling: Values, engine: Values
 ) -> ServerResult:
+    """Benchmark a server. Of the `engine` flags only those of the tokenizer are allowed; raises `ConfigError`."""
     from slipstream.bench.server.remote import RemotePlan, run
     from slipstream.client import ServerAddress, find_model
 
-    name = model or find_model(url, api_key, timeout_s)
-    server = ServerAddress(url, name, metrics_url or metrics_url_of(url), api_key, timeout_s)
-    return run(RemotePlan(asked, server, sampling, _counter(tokenizer)))
+    others = {name: value for name, value in engine.items() if name not in _TOKENIZER_FLAGS}
+    _refuse(
+        {f"--{name.replace('_', '-')}": value for name, value in others.items()}, "cannot be used with --url"
+    )
+    api_key = api_key_of(flags.api_key_env)
+    url = (flags.url or "").rstrip("/")
+    name = flags.served_model or find_model(url, api_key, flags.timeout_s)
+    server = ServerAddress(url, name, flags.metrics_url or metrics_url_of(url), api_key, flags.timeout_s)
+    return run(RemotePlan(settings, server, sampling, _counter(engine)))
 
 
 def _counter(options: Values) -> Callable[[str], int] | None:
-    """Counts tokens with the tokenizer that was named; None when none was."""
+    """A function that counts tokens with the tokenizer in `options`; None without one."""
     if "tokenizer" not in options:
         return None
     from slipstream.models import load_tokenizer
@@ -239,7 +238,7 @@ def _counter(options: Values) -> Callable[[str], int] | None:
 
 
 def _max_tokens(text: str) -> int | None:
-    """None for `data`."""
+    """The number in `--max-tokens`; None for `data`. Raises `ConfigError`."""
     if text == "data":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -254,7 +253,7 @@ def _refuse(flags: dict[str, Any], why: str) -> None:
 
 
 def _files(output: Path | None, html: Path | None, overwrite: bool) -> dict[str, Path]:
-    """Where JSON and page go; raises `ConfigError` now rather than after the work when they cannot be written there."""
+    """Files for JSON and page; raises `ConfigError` before the work if they cannot be written."""
     files: dict[str, Path] = {}
     if output is not None:
         check_folder(output)
@@ -268,7 +267,7 @@ def _files(output: Path | None, html: Path | None, overwrite: bool) -> dict[str,
 
 
 def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Path]) -> None:
-    """Write the result and print it: files first, so that no closed pipe can lose it."""
+    """Write the result and print it; files first, so that a closed pipe does not lose them."""
     if "json" in files:
         write_text(files["json"], dumps(result.as_json(), ensure_ascii=False, indent=1) + "\n")
     if "html" in files:

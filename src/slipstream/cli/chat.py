@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -34,9 +35,9 @@ from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
-    from slipstream.engine.outputs import RequestOutput
+    from slipstream.engine.outputs import RequestOutput, Update
 
-HELP = "/exit leaves, /reset forgets the conversation, /stats sums up; Ctrl-C stops an answer, twice leaves"
+HELP = "/exit ends the chat, /reset clears the conversation, /stats shows totals; Ctrl-C stops an answer, twice exits"
 
 
 @with_model
@@ -44,27 +45,25 @@ HELP = "/exit leaves, /reset forgets the conversation, /stats sums up; Ctrl-C st
 def chat(
     model: ModelArgument = None,
     system: Annotated[
-        str | None, typer.Option(help="The system message that every conversation begins with.")
+        str | None, typer.Option(help="System message at the start of every conversation.")
     ] = None,
     history: Annotated[
         bool,
-        typer.Option(
-            help="Keep what is typed on a terminal for the arrow keys of later chats, in the cache folder."
-        ),
+        typer.Option(help="Keep the typed lines in the cache folder, for the arrow keys of later chats."),
     ] = True,
     *,
     speculation: Values,
     sampling: Values,
     engine: Values,
 ) -> None:
-    """Talk with a model. The keys and values of the conversation so far are reused, not computed again.
+    """Chat with a model. The keys and values of the conversation so far are reused, not computed again.
 
-    Reads a message a line; on a terminal it can be edited, and the arrow keys bring back earlier ones. /exit leaves,
-    /reset forgets the conversation, /stats sums up.
+    Reads one message a line; on a terminal lines can be edited, and the arrow keys recall earlier ones. /exit ends the
+    chat, /reset clears the conversation, /stats shows totals.
     """
     params = SamplingParams.from_mapping(sampling)
     if params.n > 1:
-        raise ConfigError("a chat has one answer a turn; leave --n at 1")
+        raise ConfigError("a chat has one answer a turn; omit --n")
     llm = load(model, chosen_speculation(speculation, model), engine)
     if not llm.engine.tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; use `slipstream generate --raw`")
@@ -84,14 +83,14 @@ def chat(
         elif line == "/stats":
             conversation.print_stats()
         elif line.startswith("/"):
-            console.print(f"there is no {line.split()[0]}: {HELP}")
+            console.print(f"unknown command {line.split()[0]}: {HELP}")
         elif line:
             conversation.answer(line)
 
 
 @dataclass
 class Conversation:
-    """What has been said, and what it cost."""
+    """The messages so far, and the finished outputs."""
 
     llm: LLM
     params: SamplingParams
@@ -104,32 +103,32 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the system message."""
+        """Drop all messages but the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def answer(self, text: str) -> None:
-        """Answer one message; what cannot be answered is reported and forgotten."""
+        """Answer one message; an invalid one is reported and dropped."""
         from slipstream.text.prompts import encode_chat
 
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            prompt = encode_chat(self.llm.engine.tokenizer, asked)
+            prompt = encode_chat(self.llm.engine.tokenizer, messages)
             output = self._run(prompt)
         except RequestError as error:
-            notes().print(f"error: {error}; /reset begins anew")
+            notes().print(f"error: {error}; /reset clears the conversation")
             return
-        said = output.outputs[0]
-        self.messages = [*asked, {"role": "assistant", "content": said.text}]
+        answer = output.outputs[0]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._finished.append(output)
-        metrics = said.metrics
+        metrics = answer.metrics
         line = f"[{metrics.num_output_tokens} tokens, {metrics.tokens_per_s:.1f} tokens/s"
         if metrics.num_draft_tokens:
             line += f", α {metrics.acceptance_rate:.2f}, τ {metrics.acceptance_length:.2f}"
         line += f", {metrics.num_cached_tokens} of {metrics.num_prompt_tokens} prompt tokens reused"
-        notes().print(line + f", {said.finish_reason}]", markup=False)
+        notes().print(line + f", {answer.finish_reason}]", markup=False)
 
     def print_stats(self) -> None:
-        """All answers since the start together, those of forgotten conversations included."""
+        """Print a summary of all answers since the start, including cleared conversations."""
         if not self._finished:
             notes().print("nothing has been answered yet")
             return
@@ -139,27 +138,33 @@ class Conversation:
         )
 
     def _run(self, prompt: list[int]) -> RequestOutput:
-        """Step the engine until the answer is complete, or is stopped between two steps."""
+        """Step the engine until the answer is complete, or interrupted between two steps."""
         engine = self.llm.engine
         name = f"chat-{len(self._finished)}"
         engine.add_request(name, prompt, self.params)
         try:
             with _interrupt_flag() as interrupted:
-                while True:
-                    updates = engine.abort(name) if interrupted else engine.step()
-                    for update in updates:
-                        self._painter.write(update.pieces)
-                        if update.output is not None:
-                            self._painter.end()
-                            return update.output
+                output = None
+                while output is None:
+                    output = self._show(engine.abort(name) if interrupted else engine.step())
+                return output
         except BaseException:
             engine.abort(name)
             raise
 
+    def _show(self, updates: Seq[Update]) -> RequestOutput | None:
+        """Write the new text; returns the output of the finished request, if it has finished."""
+        for update in updates:
+            self._painter.write(update.pieces)
+            if update.output is not None:
+                self._painter.end()
+                return update.output
+        return None
+
 
 @contextmanager
 def _interrupt_flag() -> Iterator[list[bool]]:
-    """A list that is no longer empty after the first Ctrl-C; the second one raises `KeyboardInterrupt`."""
+    """A list that gets an item at the first Ctrl-C; the second one raises `KeyboardInterrupt`."""
     interrupted: list[bool] = []
 
     def handle(_number: int, _frame: FrameType | None) -> None:

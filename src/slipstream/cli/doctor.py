@@ -1,4 +1,4 @@
-"""`slipstream doctor`: does this draft fit this target, and if not, why."""
+"""`slipstream doctor`: checks a draft against its target."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def doctor(
     draft: Annotated[str, typer.Argument(help="The draft model or head: a folder or a hub id.")],
     kind: Annotated[
         str | None,
-        typer.Option(help="draft_model, eagle, eagle3, medusa or hydra; found out unless given."),
+        typer.Option(help="draft_model, eagle, eagle3, medusa or hydra; inferred by default."),
     ] = None,
     json: Json = False,
     *,
     engine: Values,
 ) -> None:
     """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
-    layer numbering, and how often it is right on a few real prompts. Exits with 2 when it found a fault.
+    layer numbering, and its acceptance on a few prompts. Exits with 2 when it found a fault.
     """
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.doctor import CheckOutcome, examine

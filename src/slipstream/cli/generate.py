@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; without it, --file or standard input.")
+        str | None, typer.Argument(help="The prompt; without it, --file or standard input is read.")
     ] = None,
     file: Annotated[
         Path | None,
@@ -62,13 +62,13 @@ def generate(
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--raw", help="Wrap prompts in the chat template; done by default where there is one."
+            "--chat/--raw", help="Wrap prompts in the chat template; by default if the model has one."
         ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer without speculation; report the ratio of speeds.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="With --compare: how often each prompt is timed.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="With --compare: timed runs of each prompt.")] = 3,
     json_schema: Annotated[
         str | None,
         typer.Option(
@@ -142,11 +142,11 @@ def generate(
 
 
 def _constraint(json_schema: str | None, regex: str | None, sampling: Values) -> Values:
-    """What `--json-schema` and `--regex` stand for."""
+    """`--json-schema` or `--regex` as a value of `structured`; raises `RequestError` for several constraints."""
     given = {"--json-schema": json_schema, "--regex": regex, "--structured": sampling.get("structured")}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; leave one out")
+        raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; give one of them")
     if json_schema is not None:
         is_json = json_schema.lstrip().startswith("{") or json_schema.strip() in ("true", "false")
         schema = json_schema if is_json else read_text(Path(json_schema))
@@ -156,14 +156,14 @@ def _constraint(json_schema: str | None, regex: str | None, sampling: Values) ->
 
 @dataclass
 class Transcript:
-    """Collects what is released of each answer, piece by piece."""
+    """Collects the released pieces of each answer."""
 
     on_pieces: Callable[[list[Piece]], None] | None = None
     """Called with each update's pieces."""
     _pieces: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
 
     def add(self, update: Update) -> None:
-        """Take an engine's update."""
+        """Add an engine's update."""
         self._pieces.setdefault((update.request_id, update.index), []).extend(update.pieces)
         if self.on_pieces is not None:
             self.on_pieces(update.pieces)
@@ -191,7 +191,7 @@ def _compare(
 
     seeds = [params.seed if params.seed is not None else draw_seed() for _ in prompts]
     seeded = [replace(params, seed=seed) for seed in seeds]
-    # Drawn between the timed runs only: a bar that refreshes by itself would slow them down.
+    # Drawn between the timed runs only, because an automatic refresh would slow them down.
     with Progress(
         console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
     ) as progress:
@@ -207,7 +207,7 @@ def _compare(
 
 
 def _timed(num_answers: int, compare: bool) -> str:
-    """What the summary's speed was measured on."""
+    """The basis of the summary's speed, in words."""
     if num_answers == 1:
         return "prompt included"
     if compare:
@@ -223,7 +223,7 @@ def _print_answers(
     transcript: Transcript,
     params: SamplingParams,
 ) -> None:
-    """Every answer in the order of the prompts, with headings where there are several."""
+    """Print every answer in the order of the prompts, with headings if there are several."""
     painter.legend()
     several = sum(len(output.outputs) for output in outputs) > 1
     for number, (job, output) in enumerate(zip(jobs, outputs, strict=True), start=1):
@@ -240,7 +240,7 @@ def _print_answers(
 
 
 def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
-    """Say of an answer under a constraint that it ended before its form was whole."""
+    """Print a note if an answer under a constraint ended before it was complete."""
     if params.structured is None or answer.finish_reason not in ("length", "error"):
         return
     why = (

@@ -1,4 +1,4 @@
-"""`slipstream info`: what a checkpoint is, what it would cost in memory, and what can draft for it."""
+"""`slipstream info`: describes a checkpoint, its memory, and the drafters that can run with it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def info(
     model: ModelArgument = None,
     draft: Annotated[
-        str | None, typer.Option(help="Can this model draft for it? If so, both are planned for.")
+        str | None, typer.Option(help="Check whether this model can draft for it, and plan memory for both.")
     ] = None,
-    draft_for: Annotated[str | None, typer.Option(help="Can it draft for this model?")] = None,
+    draft_for: Annotated[str | None, typer.Option(help="Check whether it can draft for this model.")] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -49,17 +49,18 @@ def info(
         ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --measure: a rough look in a few seconds, not saved.")
+        bool, typer.Option("--quick", help="With --measure: a rough measurement in a few seconds, not saved.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="With --measure: draw the times into this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="With --measure: plot the times into this .png, .svg or .pdf.")
     ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
     *,
     engine: Values,
 ) -> None:
-    """Load a model as the other verbs would, and say what it is, what it needs and which drafters can serve it."""
+    """Load a model as the other verbs do, and print its properties, its memory and the drafters that can run with
+    it."""
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.engine.llm import LLM
 
@@ -73,48 +74,48 @@ def info(
         drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
         speculative = SpeculativeConfig.from_mapping(drafts)
     llm = LLM(model, speculative_config=speculative, **engine)
-    facts = _facts(llm, model_name(model))
+    details = _details(llm, model_name(model))
     if draft is not None:
-        facts["drafters"]["draft_model"] = f"{draft}: {can_draft}"
+        details["drafters"]["draft_model"] = f"{draft}: {can_draft}"
     elif model is None:
-        facts["drafters"]["draft_model"] = (
+        details["drafters"]["draft_model"] = (
             "the embedded draft, which runs by default and is in the memory plan: "
             + _costs(llm.engine.draft_fit)
         )
     if model is None:
-        about = facts["drafters"]["eagle3"].partition(": ")[2]
-        facts["drafters"]["eagle3"] = f"the embedded target's own head: {about}"
+        about = details["drafters"]["eagle3"].partition(": ")[2]
+        details["drafters"]["eagle3"] = f"the embedded target's own head: {about}"
     if draft_for is not None:
-        facts["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
+        details["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
     measurement = None if measure else Measurement.find(llm)
     if not json:
-        print_rows(results(), [*_lines(facts), *([] if measurement is None else measurement.lines())])
+        print_rows(results(), [*_lines(details), *([] if measurement is None else measurement.lines())])
     if measure:
         measurement = Measurement.take(llm, quick)
         if not quick and measurement.fault is not None and not json:
-            measurement.print_tables(wide_results())  # what is refused is shown
-        facts["profile_files"] = [] if quick else measurement.save()
+            measurement.print_tables(wide_results())  # also when saving is refused
+        details["profile_files"] = [] if quick else measurement.save()
         if plot is not None:
             plot_profiles(measurement.profiles(), plot)
     if json:
-        print_json({**facts, "measured": None if measurement is None else measurement.as_json()})
+        print_json({**details, "measured": None if measurement is None else measurement.as_json()})
     elif measure and measurement is not None:
         measurement.print(wide_results())
-        for file in [*facts["profile_files"], *([] if plot is None else [plot])]:
+        for file in [*details["profile_files"], *([] if plot is None else [plot])]:
             notes().print(f"saved {file}", markup=False)
 
 
 def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: bool) -> None:
-    """Refuse what cannot be done before a model is loaded for it."""
+    """Raise `ConfigError` for invalid flags before a model is loaded."""
     if not measure and (quick or plot is not None):
-        raise ConfigError(f"{'--quick' if quick else '--plot'} is a way of --measure; add that")
+        raise ConfigError(f"{'--quick' if quick else '--plot'} needs --measure; add it")
     if plot is not None:
         check_plot(plot, overwrite)
     if measure and not quick:
         prepare_folder()
 
 
-def _facts(llm: LLM, name: str) -> dict[str, Any]:
+def _details(llm: LLM, name: str) -> dict[str, Any]:
     model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
     fitting = llm.engine.drafter_fits()
     return {
@@ -140,7 +141,7 @@ def _facts(llm: LLM, name: str) -> dict[str, Any]:
 
 
 def _tokenizer_kind(tokenizer: Any) -> str:
-    """How it cuts text into tokens: 'byte-level BPE', 'BPE with byte fallback', 'Unigram'."""
+    """The tokenizer's kind: 'byte-level BPE', 'BPE with byte fallback', 'Unigram'."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return "code of its own"
@@ -151,7 +152,7 @@ def _tokenizer_kind(tokenizer: Any) -> str:
 
 
 def _summary(about: str, fit: Fit) -> str:
-    """'needs model: a smaller model writes ahead', or what it costs when it can run."""
+    """'needs model: a smaller model drafts', or its memory when it can run."""
     if fit.missing:
         return f"{fit.missing}: {about}" if about else fit.missing
     return f"runs, {_costs(fit)}: {about}"
@@ -187,23 +188,23 @@ def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> 
     return "yes"
 
 
-def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    template = "with" if facts["chat_template"] else "without"
-    expanded = ", cost-expanded" if facts["cost_expanded"] else ""
+def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
+    template = "with" if details["chat_template"] else "without"
+    expanded = ", cost-expanded" if details["cost_expanded"] else ""
     lines = [
-        ("model", f"{facts['model']}{expanded}"),
-        ("family", facts["family"]),
-        ("parameters", f"{facts['num_parameters']:,} in {facts['num_layers']} layers"),
-        ("context", f"{facts['context_length']:,} tokens"),
-        ("runs as", facts["runs_as"]),
-        ("tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} tokens, {template} chat template"),
-        ("memory", facts["memory_plan_text"]),
+        ("model", f"{details['model']}{expanded}"),
+        ("family", details["family"]),
+        ("parameters", f"{details['num_parameters']:,} in {details['num_layers']} layers"),
+        ("context", f"{details['context_length']:,} tokens"),
+        ("runs as", details["runs_as"]),
+        ("tokenizer", f"{details['tokenizer']}, {details['vocabulary']:,} tokens, {template} chat template"),
+        ("memory", details["memory_plan_text"]),
     ]
     short = {
         "draft_model": "draft"
-        if facts["drafters"]["draft_model"].startswith("the embedded")
+        if details["drafters"]["draft_model"].startswith("the embedded")
         else "draft:PATH"
     }
-    lines += [(f"--spec {short.get(name, name)}", needs) for name, needs in facts["drafters"].items()]
-    lines += [(f"drafts for {target}", answer) for target, answer in facts.get("drafts_for", {}).items()]
+    lines += [(f"--spec {short.get(name, name)}", needs) for name, needs in details["drafters"].items()]
+    lines += [(f"drafts for {target}", answer) for target, answer in details.get("drafts_for", {}).items()]
     return lines

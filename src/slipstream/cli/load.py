@@ -1,4 +1,4 @@
-"""`slipstream load`: put a server under load and see it as its clients do."""
+"""`slipstream load`: puts a server under load and measures it through its clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(
         int | None,
         typer.Option(
             min=1,
-            help=f"A closed loop of so many clients: each asks again when it has its answer. "
+            help=f"A closed loop of this many clients: each sends its next request after its last answer. "
             f"{DEFAULT_CONCURRENCY} unless there is a --rate.",
         ),
     ] = None,
@@ -36,35 +36,33 @@ def load(
         float | None,
         typer.Option(
             min=0.001,
-            help="An open loop: Poisson arrivals, so many requests a second on average, whatever comes back.",
+            help="An open loop: Poisson arrivals with this mean number of requests a second.",
         ),
     ] = None,
     num_requests: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Send so many; {DEFAULT_REQUESTS} unless there is a --duration."),
+        typer.Option(min=1, help=f"Number of requests; {DEFAULT_REQUESTS} unless there is a --duration."),
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Send for so many seconds; what was sent is then waited for."),
+        typer.Option(min=0.001, help="Seconds of sending; running requests are then completed."),
     ] = None,
     workload: Annotated[
         str,
         typer.Option(
-            "--workload", "-w", help="What is asked: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."
+            "--workload", "-w", help="Prompts: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."
         ),
     ] = "sample",
     task: Annotated[
         list[str] | None,
-        typer.Option(help="Only questions of this task; may be repeated. All unless given, in turn."),
+        typer.Option(help="Only questions of this task; may be repeated. By default all tasks, interleaved."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens in an answer.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[
         int, typer.Option(min=0, help="Arrivals and each request's own seed are derived from it.")
     ] = 0,
-    stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Answers as streams, or in one piece.")
-    ] = True,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Stream the answers.")] = True,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send plain prompts to /completions instead of the chat.")
     ] = False,
@@ -72,24 +70,24 @@ def load(
         bool, typer.Option("--send-task", help="Send each prompt's task as `task`, which Slipstream knows.")
     ] = False,
     extra_body: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Sent with every request, as it is.")
+        str | None, typer.Option(metavar="JSON", help="Further keys, sent with every request.")
     ] = None,
     served_model: Annotated[
-        str | None, typer.Option(help="The model's name there; the first that it lists unless given.")
+        str | None, typer.Option(help="The model's name there; by default the first that it lists.")
     ] = None,
     metrics_url: Annotated[
-        str | None, typer.Option(help="Its Prometheus metrics; /metrics beside /v1 unless given.")
+        str | None, typer.Option(help="Its Prometheus metrics; by default /metrics beside /v1.")
     ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the server's key.")
+        str | None, typer.Option(help="Environment variable with the server's API key.")
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Seconds until a silent server fails a request.")
+        float, typer.Option(min=0.001, help="Seconds without a byte until a request fails.")
     ] = 600.0,
     json: Json = False,
     output: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw latencies and throughput over time: .svg, .png or .pdf.")
+        Path | None, typer.Option(help="Plot latencies and throughput over time: .svg, .png or .pdf.")
     ] = None,
     overwrite: Overwrite = False,
     *,
@@ -97,7 +95,7 @@ def load(
 ) -> None:
     """Put an OpenAI-compatible server under load, and report latencies, throughput, errors and acceptance.
 
-    Ctrl-C ends the load, not the report: it is then of the requests that had ended.
+    After Ctrl-C the report covers the requests finished by then.
     """
     from slipstream.bench.server.load import LoadPlan, first_turns, run
     from slipstream.bench.server.load_result import Arrivals
@@ -108,7 +106,7 @@ def load(
         raise ConfigError("--concurrency is a closed loop and --rate an open one; give one of them")
     SamplingParams.from_mapping(
         {**sampling, "temperature": temperature, "seed": seed}
-    )  # refuses what is wrong
+    )  # raises for invalid values
     extra = _extra(extra_body)
     if plot is not None:
         check_plot(plot, overwrite)
@@ -146,7 +144,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 
 def _deliver(result: Any, json: bool, output: Path | None, plot: Path | None) -> None:
-    """Files first, so that no closed pipe can lose them."""
+    """Write and print the result; files first, so that a closed pipe does not lose them."""
     from slipstream.bench.report.load_report import load_remarks, load_tables, plot_load
 
     if output is not None:

@@ -1,4 +1,4 @@
-"""The `slipstream` command. Verbs are one thin file each; nothing here or there imports PyTorch before it is needed."""
+"""The `slipstream` command. Each verb is one file; PyTorch is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.errors import SlipstreamError
 class _Group(TyperGroup):
     """Turns every failure into one line on standard error and an exit code.
 
-    2: what was asked for cannot be done as asked, or a file cannot be written. 1: a fault of ours. 130: Ctrl-C.
+    2: invalid input, or a file cannot be written. 1: an internal error. 130: Ctrl-C.
     """
 
     debug = False
@@ -33,18 +33,18 @@ class _Group(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError):  # a stand-in, in tests
+            with contextlib.suppress(AttributeError):  # replaced in tests
                 stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
-            sys.stdout.flush()  # what a full disk has to say is said now, not when Python has gone
+            sys.stdout.flush()  # so that a full disk raises here, not when Python exits
         except (SlipstreamError, TyperException) as error:
             code = self._fail(error, getattr(error, "exit_code", 2))
         except Exception as error:
             code = self._fail(error, 1 if unwritable(error) is None else 2)
         if code == 130:
             if sys.stdout.isatty():
-                print()  # the answer, or the sign before a message, stands in the middle of a line
+                print()  # end the unfinished line of the answer or the prompt sign
             print("interrupted", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -66,7 +66,7 @@ class _Group(TyperGroup):
 
 
 def _drop_output() -> None:
-    """What standard output still holds could not be written: Python's own last try would only say so again."""
+    """Redirect standard output, so that Python does not try to write its buffer again at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())
@@ -88,7 +88,7 @@ app.add_typer(train.app, name="train")
 @app.callback(invoke_without_command=True)
 def slipstream(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
     """LLM inference whose first primitive is speculative decoding: the target's own text, faster."""

@@ -1,4 +1,4 @@
-"""Measured step times beside their floors: taken, kept, found again, and shown."""
+"""Measures step times with their floors, saves, loads and prints them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 USUAL_CONTEXT = 256
-"""The context that a conclusion is about, where it was measured."""
+"""The context of conclusions, if it was measured."""
 
 NOTICEABLE = 1.25
-"""A step that costs so many steps of one row is called dearer."""
+"""Ratio to a step of one row from which on a step is called more expensive."""
 
 CHAIN = 4
-"""Draft tokens of the chain in the conclusion; the draft model's default."""
+"""Draft tokens of the chain in conclusions; the draft model's default."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Measurement:
         from slipstream.profiling.floors import QUICK, Survey, measure
 
         models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
-        # Drawn between the timed passes only: a bar that refreshes by itself would slow them down.
+        # Drawn between the timed passes only, because an automatic refresh would slow them down.
         with Progress(
             console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
         ) as progress:
@@ -59,7 +59,7 @@ class Measurement:
 
     @classmethod
     def find(cls, llm: LLM) -> Measurement | None:
-        """What was saved for these models on this machine; None unless there is a profile of the target."""
+        """The saved profiles of these models on this machine; None without a profile of the target."""
         from slipstream.profiling.floors import profile_key
         from slipstream.profiling.store import find
 
@@ -70,7 +70,7 @@ class Measurement:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing may be concluded from it, and what to do; None where all of it can be true."""
+        """Why the measurement is not plausible, and what to do; None for a plausible one."""
         for role, profile in self.profiles().items():
             found = implausible(profile)
             if found is not None:
@@ -81,7 +81,7 @@ class Measurement:
         return None
 
     def save(self) -> list[str]:
-        """Keep the profiles for later runs; returns their files. Raises `ConfigError` where they cannot be true."""
+        """Save the profiles for later runs; returns their files. Raises `ConfigError` for implausible ones."""
         from slipstream.profiling.store import save
 
         if self.fault is not None:
@@ -89,16 +89,16 @@ class Measurement:
         return [str(save(profile)) for profile in self.profiles().values()]
 
     def profiles(self) -> dict[str, CostProfile]:
-        """By role."""
+        """Role to profile."""
         return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
     @property
     def context(self) -> int:
-        """The context that conclusions are about."""
+        """The context of conclusions."""
         return _usual_context(self.target)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The gist in one line a model, for a report about other things."""
+        """A one-line summary for each model, for other reports."""
         context = _usual_context(self.target)
         step = _at(self.target, context)
         costs = ", ".join(
@@ -114,7 +114,7 @@ class Measurement:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with what follows from it."""
+        """The profiles with conclusions."""
         return {
             **{role: _profile_json(profile) for role, profile in {"draft": None, **self.profiles()}.items()},
             "draft_cost": [
@@ -126,13 +126,13 @@ class Measurement:
         }
 
     def print(self, console: Console) -> None:
-        """A table a model, then what they mean."""
+        """Print a table for each model, then conclusions."""
         self.print_tables(console)
         for sentence in self.conclusion():
             console.print(sentence, markup=False)
 
     def print_tables(self, console: Console) -> None:
-        """What was measured, believed or not."""
+        """Print a table for each model, plausible or not."""
         for role, profile in self.profiles().items():
             console.print()
             for line in _heading(role, profile):
@@ -140,7 +140,7 @@ class Measurement:
             console.print(_table(profile))
 
     def conclusion(self) -> list[str]:
-        """What the numbers mean for speculation, a sentence a fact; nothing where they cannot be true."""
+        """Conclusions for speculation, one sentence each; none for an implausible measurement."""
         if self.fault is not None:
             return [f"No conclusion: {self.fault}."]
         context = _usual_context(self.target)
@@ -162,12 +162,12 @@ class Measurement:
             sentences.append(f"Up to {max(costs)} rows no step costs more than {NOTICEABLE} of one row.")
         else:
             sentences.append(
-                f"From {dear} rows on a step is noticeably dearer: {costs[dear]:.2f} of one row."
+                f"From {dear} rows on a step is noticeably more expensive: {costs[dear]:.2f} of one row."
             )
-        return [*sentences, *self._payoff(context)]
+        return [*sentences, *self._break_even_lines(context)]
 
-    def _payoff(self, context: int) -> list[str]:
-        """From which acceptance rate on a chain pays, with the draft model and with drafts that cost nothing."""
+    def _break_even_lines(self, context: int) -> list[str]:
+        """Break-even acceptance rates of a chain, with the draft model and with drafts without cost."""
         verify = self.target.verify_cost(CHAIN + 1, context)
         sentences = [f"A chain of {CHAIN} drafts that cost nothing (ngram, suffix) {_pays(verify)}."]
         if self.draft is not None:
@@ -183,8 +183,8 @@ class Measurement:
 def _pays(cost: float) -> str:
     rate = break_even(CHAIN, cost)
     if rate is None:
-        return "cannot pay, even if every draft token were right"
-    return f"pays from an acceptance rate of {rate:.2f} on"
+        return "cannot gain speed, even if every draft token is accepted"
+    return f"gains speed from an acceptance rate of {rate:.2f} on"
 
 
 def _usual_context(profile: CostProfile) -> int:
@@ -252,7 +252,7 @@ def _table(profile: CostProfile) -> Table:
 
 
 def _ms(seconds: float) -> str:
-    """Three digits that count."""
+    """Milliseconds with three significant digits."""
     ms = seconds * 1e3
     return (
         f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}"

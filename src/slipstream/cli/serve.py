@@ -25,7 +25,7 @@ from slipstream.serve.config import ServeConfig
 logger = logging.getLogger(__name__)
 
 PROBE_SHARE = 0.005
-"""Unless the speculative configuration says otherwise."""
+"""Default `probe_share` of a server."""
 
 SERVER = FlagSet(ServeConfig, "Server")
 
@@ -48,7 +48,7 @@ def serve(
     """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models and metrics.
 
     Every flag can also be set as an environment variable, --max-num-seqs as SLIPSTREAM_MAX_NUM_SEQS, and in the
-    file of --config. A flag goes before the environment, the environment before the file.
+    file of --config. Flags take precedence over the environment, the environment over the file.
     """
     sets = {"server": (SERVER, server), "speculation": (SPECULATION, speculation), "engine": (ENGINE, engine)}
     model, settings = merged(model, sets, config, os.environ)
@@ -57,7 +57,7 @@ def serve(
 
     from slipstream.serve.lifecycle import bind
 
-    bound = bind(server_config.host, server_config.port)  # before the model is loaded: it may be taken
+    bound = bind(server_config.host, server_config.port)  # before loading the model: the port may be in use
 
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.factory import make_engine
@@ -65,12 +65,12 @@ def serve(
     from slipstream.serve.app import create_app
     from slipstream.serve.lifecycle import DrainingServer
 
-    if speculative.probe_share is None:  # whoever serves is shown what speculation really gains
+    if speculative.probe_share is None:  # probes provide the metrics of the realised gain
         speculative = replace(speculative, probe_share=PROBE_SHARE)
-    logs.configure(server_config)  # from here on all lines have one form
+    logs.configure(server_config)  # from here on all lines have one format
     logs.take_over_transformers()
     made = make_engine(model, speculative, settings["engine"])
-    for label in engine_labels(made):  # the engine itself has said what it holds in memory
+    for label in engine_labels(made):  # the engine has logged its memory plan itself
         logger.info("note: %s", label)
     async_engine = AsyncEngine(engine=made, stream_interval_s=server_config.stream_interval_s)
     try:

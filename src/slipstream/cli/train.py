@@ -1,8 +1,7 @@
-"""`slipstream train`: make a drafter for a target."""
+"""`slipstream train`: trains a drafter for a target."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from slipstream.cli.flags.options import (
     model_name,
     with_model,
 )
+from slipstream.cli.flags.remote import ApiKeyEnv, ServedModel, TimeoutS, Url, api_key_of
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.faults import Faults
 from slipstream.errors import ConfigError
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from slipstream.train.target import FrozenTarget
     from slipstream.train.trainer import Student
 
-app = typer.Typer(help="Make a drafter for a target: let the target answer, then train on what it says.")
+app = typer.Typer(
+    help="Train a drafter for a target: let the target answer prompts, then train on its answers."
+)
 
 _REGENERATE = FlagSet(RegenerateOptions, "Prompts and answers")
 _TRAIN = FlagSet(TrainOptions, "Training")
@@ -54,17 +56,16 @@ _DRAFT = FlagSet(DistillOptions, "Draft model")
 _EAGLE = FlagSet(EagleTrainOptions, "Head")
 _MEDUSA = FlagSet(HeadTrainOptions, "Heads")
 _HYDRA = FlagSet(HeadTrainOptions, "Heads", skip=frozenset({"joint", "joint_weight"}))
-_SERVER = "A server instead of an engine"
 
 Data = Annotated[
     list[Path] | None,
-    typer.Option(help="JSON lines of conversations, as `regenerate` writes them; may be repeated."),
+    typer.Option(help="JSON lines of conversations, as written by `regenerate`; may be repeated."),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(help="A folder for checkpoint, log, picture and the result; run again to go on."),
+    typer.Option(help="A folder for checkpoint, log, plot and result; run again to continue."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one unless given.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 
@@ -80,38 +81,20 @@ def regenerate(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where the conversations go; run again to go on.")
+        Path | None, typer.Option(help="File for the conversations; run again to continue.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    served_model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model's name there; the first that it lists unless given.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="Environment variable that holds the server's key.", rich_help_panel=_SERVER),
-    ] = None,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="Seconds until a silent server fails a request.", rich_help_panel=_SERVER
-        ),
-    ] = 600.0,
+    url: Url = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyEnv = None,
+    timeout_s: TimeoutS = 600.0,
     *,
     options: Values,
     speculation: Values,
     engine: Values,
 ) -> None:
-    """Let the target answer the prompts of a file: the data that a drafter of it is trained on.
+    """Let the target answer the prompts of a file, as training data for its drafter.
 
-    Each conversation is written as it is done. The same command goes on with a run that was stopped.
+    Each conversation is written when it is complete. The same command continues a run that was stopped.
     """
     from slipstream.train.regenerate import check_data
     from slipstream.train.regenerate import regenerate as run
@@ -127,7 +110,7 @@ def regenerate(
     if url is None:
         for name, value in (("--served-model", served_model), ("--api-key-env", api_key_env)):
             if value is not None:
-                raise ConfigError(f"{name} is about a server; give its --url")
+                raise ConfigError(f"{name} needs the --url of a server")
         llm = load(model, chosen_speculation(speculation, model), engine)
         announce(llm)
         from slipstream.train.answerers import EngineAnswerer
@@ -142,17 +125,17 @@ def regenerate(
     notes().print(str(tally), markup=False)
     if tally.num_skipped:
         notes().print(
-            f"left out: {tally.num_skipped} that cannot be answered; {tally.why_skipped}", markup=False
+            f"skipped: {tally.num_skipped} that cannot be answered; {tally.why_skipped}", markup=False
         )
     notes().print(f"written: {output}", markup=False)
 
 
 Maker = Callable[[Any, int, "FrozenTarget", Any, "Seq[TrainingDocument]"], "Student"]
-"""Options of the method, seed, target, its tokenizer and the documents -> what learns."""
+"""(options of the method, seed, target, its tokenizer, the documents) -> the student."""
 
 
 def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
-    """Make a command of a function that makes a student: its name is the method's, its docstring the help."""
+    """A command from a function that makes a student; the function's name is the method, its docstring the help."""
 
     def register(make: Maker) -> Maker:
         method = make.__name__
@@ -195,21 +178,21 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
 
 
 def _workload(measured: EvaluationOptions) -> None:
-    """Raises `RequestError` where there is nothing to ask."""
+    """Raises `RequestError` for an invalid evaluation workload."""
     from slipstream.workload.reading import read_workload
 
     read_workload(measured.eval_workload)
 
 
 def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
-    """`--init embedded` is the embedded target's own drafter of the kind."""
+    """Options with `--init embedded` replaced by the embedded target's own drafter of this kind."""
     if own.get("init") != "embedded":
         return own
     from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 
     known = {"draft": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
     if method not in known:
-        raise ConfigError(f"no {method} is embedded; --init embedded is for {' and '.join(known)}")
+        raise ConfigError(f"there is no embedded {method}; --init embedded is for {' and '.join(known)}")
     return {**own, "init": known[method]}
 
 
@@ -217,9 +200,9 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
 def draft(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Distil a small draft model from the target: OUTPUT/draft is what --draft takes.
+    """Distil a small draft model from the target; use OUTPUT/draft with --draft.
 
-    Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command goes on.
+    Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command continues.
     """
     from slipstream.train.distillation import DraftStudent, make_draft
 
@@ -230,9 +213,9 @@ def draft(
 def eagle3(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Train an EAGLE-3 head for the target: OUTPUT/eagle3 is what --spec eagle3:PATH takes, and vLLM and SGLang load.
+    """Train an EAGLE-3 head for the target; use OUTPUT/eagle3 with --spec eagle3:PATH, vLLM or SGLang.
 
-    Ctrl-C saves; the same command goes on.
+    Ctrl-C saves; the same command continues.
     """
     from slipstream.train.eagle import EagleStudent
 
@@ -243,9 +226,9 @@ def eagle3(
 def eagle(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Train an EAGLE-1 head, which EAGLE-2's trees use too: OUTPUT/eagle is what --spec eagle:PATH takes.
+    """Train an EAGLE-1 head, also for EAGLE-2's trees; use OUTPUT/eagle with --spec eagle:PATH.
 
-    Ctrl-C saves; the same command goes on.
+    Ctrl-C saves; the same command continues.
     """
     from slipstream.train.eagle import EagleStudent
 
@@ -256,10 +239,10 @@ def eagle(
 def medusa(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Train Medusa heads: OUTPUT/medusa is what --spec medusa:PATH takes.
+    """Train Medusa heads; use OUTPUT/medusa with --spec medusa:PATH.
 
-    Medusa-1 leaves the target as it is. With --joint (Medusa-2) a copy of the target changes with the heads, and
-    OUTPUT/medusa/target is then the target to serve. Ctrl-C saves; the same command goes on.
+    Medusa-1 does not change the target. With --joint (Medusa-2) a copy of the target is trained with the heads, and
+    OUTPUT/medusa/target is then the target to serve. Ctrl-C saves; the same command continues.
     """
     from slipstream.train.heads import HeadStudent, JointStudent
 
@@ -272,9 +255,9 @@ def medusa(
 def hydra(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Train Hydra heads: OUTPUT/hydra is what --spec hydra:PATH takes.
+    """Train Hydra heads; use OUTPUT/hydra with --spec hydra:PATH.
 
-    Ctrl-C saves; the same command goes on.
+    Ctrl-C saves; the same command continues.
     """
     from slipstream.train.heads import HeadStudent
 
@@ -302,14 +285,14 @@ def _train(
             asked_to_stop,
         )
     if asked_to_stop():
-        console.print(f"stopped at step {progress.step}; the same command goes on from there")
+        console.print(f"stopped at step {progress.step}; the same command continues from there")
         raise typer.Exit(130)
     console.print(f"written: {wanted.output / method}", markup=False)
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a wish to stop after the step; yields whether one has come."""
+    """Catch SIGINT and SIGTERM; yields a function that returns True once one has been received."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
@@ -328,19 +311,15 @@ def _server(
 
     for name in engine:
         if name != "max_num_seqs":
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --url")
-    key = None
-    if api_key_env is not None:
-        key = os.environ.get(api_key_env)
-        if not key:
-            raise ConfigError(f"the environment variable {api_key_env} of --api-key-env is not set")
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --url")
+    key = api_key_of(api_key_env)
     name = model or find_model(url, key, timeout_s)
     server = ServerAddress(url, name, "", key, timeout_s)
     return ServerAnswerer(server, engine.get("max_num_seqs", 32)), {"model": name, "server": url}
 
 
 def _reporter(every_s: float = 15.0) -> Any:
-    """Says how far a run is, a line now and then."""
+    """A callback that prints the progress at intervals."""
     said_s = time.monotonic()
 
     def report(tally: Tally) -> None:

@@ -1,4 +1,4 @@
-"""`slipstream tree`: the fixed tree that suits a drafter, from how often its guesses are right by rank."""
+"""`slipstream tree`: plans a drafter's best fixed tree from its acceptance by rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 FEW_STEPS = 100
-"""Shares of fewer steps are off by a tenth or more (twice the standard error of a half, of a hundred)."""
+"""Rates of fewer steps have an error of 0.1 or more (two standard errors of a rate of 0.5)."""
 
 
 @with_model
@@ -43,19 +43,21 @@ def tree(
     num_draft_nodes: Annotated[int, typer.Option(min=1, help="The most nodes of the tree.")] = 16,
     depth: Annotated[int, typer.Option(min=1, help="The most levels of the tree.")] = 8,
     width: Annotated[
-        int, typer.Option(min=1, help="Siblings that are measured, and the most of a node.")
+        int, typer.Option(min=1, help="Number of measured siblings, and the most children of a node.")
     ] = 8,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", help="Prompts to measure on, as for generate; else the embedded ones."),
+        typer.Option(
+            "--file", "-f", help="Prompts to measure on, as for generate; by default the embedded ones."
+        ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Of the embedded prompts, so many a task.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of embedded prompts of each task.")] = 3,
     fastest: Annotated[
         bool,
         typer.Option(
             "--fastest",
-            help="The size and depth at which a token takes least time, by the step times that info --measure saved; "
-            "else the longest acceptance for all nodes.",
+            help="Choose size and depth for the least time per token, with the step times saved by info --measure; "
+            "by default the greatest acceptance length for all nodes.",
         ),
     ] = False,
     json: Json = False,
@@ -71,7 +73,7 @@ def tree(
     from slipstream.bench.engine.ranks import measure_rank_acceptance, with_tree
 
     speculative = chosen_speculation(speculation, model)
-    with_tree(speculative, [[0]])  # refuse a drafter without fixed trees before anything is loaded
+    with_tree(speculative, [[0]])  # raises for a drafter without fixed trees, before anything is loaded
     params = SamplingParams.from_mapping(sampling)
     jobs = _embedded(prompts) if file is None else read_jobs(None, file)
     llm = load(model, speculative, engine)
@@ -125,5 +127,5 @@ def _plan(rates: RankAcceptance, num_nodes: int, depth: int, measurement: Any) -
     level_s = measurement.draft.step_s(1, context)
     plan = fastest_tree(rates, num_nodes, depth, level_s, lambda rows: step_s(rows, context))
     if not plan.tree_choices:
-        raise ConfigError("no tree of this drafter pays on this machine: a token takes least time without it")
+        raise ConfigError("no tree of this drafter gains speed on this machine; run without speculation")
     return plan

@@ -1,1 +1,1 @@
-"""Public fakes, exact enumeration and the drafter conformance kit."""
+"""Stub drafters, table models, exact enumeration and the drafter conformance kit."""

@@ -1,10 +1,10 @@
-"""The drafter conformance kit: whoever writes a drafter proves here that an engine can rely on it.
+"""The drafter conformance kit: tests that a drafter keeps the contract of `Drafter`.
 
     def test_my_drafter_keeps_the_contract():
         context = draft_context(vocab_size=50)
         check_drafter(lambda: MyDrafter(MyDrafter.Options(), context), vocab_size=50)
 
-No model is needed. A scene is improvised (see `slipstream.testing.rehearsal`), then repeated in other ways,
+No model is needed. A random scene is simulated (see `slipstream.testing.rehearsal`), then repeated in other ways,
 and the proposals are compared.
 """
 
@@ -30,7 +30,7 @@ from slipstream.testing.rehearsal import (
 from slipstream.verify.registry import VERIFIERS
 
 _FIRST_ID = 7_000_000_000
-"""Ids from here on are no tokens, lengths or counts, so whoever holds one holds it of a sequence."""
+"""Sequence ids from here on, which cannot be confused with tokens, lengths or counts."""
 
 
 def check_drafter(
@@ -46,7 +46,7 @@ def check_drafter(
     num_sequences: int = 8,
     seed: int = 0,
 ) -> None:
-    """Raise AssertionError, with a sentence, where the drafters that `make` makes break the contract.
+    """Raise AssertionError, with an explanation, where the drafters from `make` break the contract.
 
     Every call of `make` must return an equal, unused drafter. `params` and `tasks` are dealt out to the
     sequences in turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a
@@ -77,7 +77,7 @@ def check_drafter(
     _compare(steps, repeat(fresh(), steps), "an equal drafter drafts otherwise for the same requests")
     again = improvise(used, random.Random(seed + 2), first_id=0)  # other texts, under ids used before
     _compare(
-        again, repeat(fresh(), again), "a drafter that released everything drafts otherwise than a new one"
+        again, repeat(fresh(), again), "a drafter that released everything drafts differently from a new one"
     )
     _check_forgotten(used, others)
     arrivals = {i: arrival for step in steps for i, arrival in step.arrivals.items()}
@@ -96,7 +96,7 @@ def check_drafter(
 
 
 def _check_forgotten(stage: Stage, steps: list[RehearsalStep]) -> None:
-    """Nothing may be left of the sequences of `steps`, which are all released, nor more when they come once more."""
+    """Require that nothing of the released sequences of `steps` remains, and that repeating them adds no memory."""
     drafter, apart = stage.drafter, stage.belongings()
     released = {i for step in steps for i in step.arrivals}
     found = remembered(drafter, released, apart)

@@ -1,12 +1,11 @@
 """Proof that under `coupled` no draft changes the text, not even one made with the target's own noise.
 
-A coupled drafter knows the noise, so its guess and the target's choice are not independent, and enumerating outcomes
-(`slipstream.testing.enumeration`) would need their joint law. There is a stronger argument. Fix the noise and try
-*all* trees up to a number of nodes with *all* assignments of tokens, which covers whatever any drafter could derive
-from that noise. Each time, the committed text must be a prefix of what plain decoding says under the same noise.
-Then the text is a function of the noise alone, and by induction over steps it is plain decoding's text, whose
-distribution the enumerator checks with the empty proposal. The noise runs over a finite alphabet in which every token
-wins at every row.
+A coupled drafter knows the noise, so its tokens and the target's are not independent, and enumerating outcomes
+(`slipstream.testing.enumeration`) would need their joint distribution. There is a stronger argument. Fix the noise and
+try *all* trees up to a number of nodes with *all* assignments of tokens, which covers any drafter. Each time, the
+committed text must be a prefix of plain decoding's text with the same noise. Then the text is a function of the noise
+alone, and by induction over steps it is plain decoding's text, whose distribution the enumerator checks with the empty
+proposal. The noise is taken from a finite alphabet in which every token wins at every row.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.verify.base import Verifier
 
 
 class FixedNoise(Noise):
-    """`Noise` whose Gumbel vectors are given: one float64 [V] a position."""
+    """`Noise` with given Gumbel vectors: one float64 [V] for each position."""
 
     def __init__(self, vectors: Seq[torch.Tensor], root_position: int) -> None:
         super().__init__(seed=0, root_position=root_position)
@@ -42,7 +41,7 @@ class FixedNoise(Noise):
 
 
 def noise_alphabet(vocab_size: int, num_mild: int = 2, seed: int = 0) -> list[torch.Tensor]:
-    """Noise vectors [V]: for each token one that makes it win, and mild ones that let the row decide."""
+    """Noise vectors [V]: for each token one that makes it win, and small ones with which the row's logits decide."""
     generator = torch.Generator().manual_seed(seed)
     return [
         *(100.0 * torch.eye(vocab_size, dtype=torch.float64)),

@@ -1,14 +1,14 @@
-"""The exact distribution of a real engine's answers: every random decision of every step, taken in turn.
+"""The exact distribution of a real engine's answers: all outcomes of every random decision are enumerated.
 
 `slipstream.testing.enumeration` proves verifiers on table models. Here the real engine runs its real drafter on a real
-model, as often as there are ways to decide, so that wrong rows and a wrong draft distribution show as a gap, without
-any sampling error, and a number that is asked for twice in a step raises:
+model once for each combination of outcomes, so that wrong rows and a wrong draft distribution show as a gap, without
+any sampling error. A random number that is used twice in a step raises:
 
     off = engine_distribution(LLM(), prompt, params)
     assert total_variation(engine_distribution(llm, prompt, params), off) < 1e-5
 
 Keep the support small: `top_k` 2 and three tokens are some hundred runs. The verifiers are `rejection` and `block`;
-under `coupled` the answer is a function of the noise, which `slipstream.testing.coupled_identity` is for.
+under `coupled` the answer is a function of the noise, see `slipstream.testing.coupled_identity`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.testing.table_model import Text
 
 
 def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> Distribution:
-    """Answer to probability, over all that can be drafted, accepted and chosen; caches are emptied before each run."""
+    """Answer to probability, over all drafts, acceptances and choices; caches are cleared before each run."""
 
     def run(script: Decisions) -> Text:
         def branching(seed: int, root_position: int, greedy: bool, nonce: int) -> BranchingNoise:

@@ -1,9 +1,9 @@
-"""Exact proof, with no sampling error, that a verifier and a drafter leave the target's distribution alone.
+"""Exact proof, without sampling error, that a verifier and a drafter preserve the target's distribution.
 
 **How.** The real verifier judges the real drafter's proposals over several steps, but every random decision
-asks a `BranchingNoise`, which takes all outcomes in turn and keeps their exact weights. What comes out is the
-full distribution of the first T tokens in float64, to be compared with the target's own by total variation:
-about 1e-16 when all is well, and well above 1e-3 for each of the classical mistakes.
+uses a `BranchingNoise`, which enumerates all outcomes with their exact weights. The result is the full
+distribution of the first T tokens in float64, which is compared with the target's own by total variation: about
+1e-16 if both are correct, and well above 1e-3 for each of the classical mistakes.
 
     gap = exactness_gap(Target(TableModel(seed=1), SamplingParams(top_p=0.9)), drafter, verifier,
     num_tokens=3) assert gap < 1e-12
@@ -17,8 +17,8 @@ give it two independent values. So a second use in one step raises `ValueError`.
 **Rows at one position.** Real noise is shared by the rows of one position (cousins in a tree), and the joint
 law of their choices is not enumerated. The `coupled` verifier does not need it: its walk reads one row a
 depth, hence one row a position, and positions are independent. So a choice is decided when it is read, which
-also keeps large trees cheap, and a verifier that reads two rows of one position is told that it cannot be
-judged this way.
+also keeps large trees cheap. A verifier that reads two rows of one position raises, since it cannot be judged
+this way.
 
 **Drafts made with the target's noise** are outside this: the joint law of the two choices would be needed. For
 them see `slipstream.testing.coupled_identity`.
@@ -51,22 +51,22 @@ Mark = tuple[int, float, frozenset[Use]]
 
 
 class Decisions:
-    """The decisions of one run, in the order in which they are asked for; beyond its end the first branch is taken."""
+    """The decisions of one run, in order; beyond its end the first branch is taken."""
 
     def __init__(self) -> None:
         self._branches: list[list[tuple[int, float]]] = []
-        """A decision's outcomes that are still to be explored, with their probabilities, the current one first."""
+        """For each decision: its unexplored outcomes with their probabilities, the current one first."""
         self._next = 0
         self._changed = 0
         """The first decision that differs from the run before."""
         self.weight = 1.0
         """The probability of the decisions so far."""
         self.used: set[Use] = set()
-        """What has been asked for in this run."""
+        """The random numbers used in this run."""
 
     def pick(self, probs: Callable[[], Seq[float]]) -> int:
-        """One index, with the probability that stands there. Runs repeat most decisions of those before them, so
-        `probs` is asked only for a decision that is new."""
+        """An index of `probs`, taken with its probability. Runs repeat most decisions of earlier ones, so `probs` is
+        called only for a new decision."""
         if self._next == len(self._branches):
             self._branches.append([(i, p) for i, p in enumerate(probs()) if p > 0])
         outcome, probability = self._branches[self._next][0]
@@ -75,7 +75,7 @@ class Decisions:
         return outcome
 
     def advance(self) -> bool:
-        """Back to the beginning, with other decisions; False when all have been tried."""
+        """Restart with other decisions; False when all have been enumerated."""
         self._next, self.weight = 0, 1.0
         self.used.clear()
         while self._branches and len(self._branches[-1]) == 1:
@@ -142,7 +142,7 @@ class BranchingNoise(Noise):
         )
 
     def _use(self, stream: Stream, position: int, index: int) -> None:
-        """Branching treats all decisions as independent; real noise would give the same number again."""
+        """Raise ValueError for a second use: branching would treat it as independent, real noise would not."""
         use = (self.root_position, stream, position, index)
         if use in self._script.used:
             raise ValueError(
@@ -152,7 +152,7 @@ class BranchingNoise(Noise):
 
 
 class _LazyChoices(Seq[int]):
-    """The target's tokens for some rows, each decided when it is first read."""
+    """The target's tokens for rows, each decided when it is first read."""
 
     def __init__(self, noise: Noise, log_probs: torch.Tensor, positions: Seq[int]) -> None:
         assert isinstance(noise, BranchingNoise)
@@ -178,7 +178,7 @@ def all_runs(run: Callable[[BranchingNoise], T], root_position: int = 0) -> Iter
 
 
 def all_scripts(run: Callable[[Decisions], T]) -> Iterator[tuple[float, T]]:
-    """The same for a run that makes noise more than once: every noise it makes is to read its script."""
+    """As `all_runs`, for a run that creates several noises, all of which must use its script."""
     script = Decisions()
     while True:
         result = run(script)
@@ -189,7 +189,7 @@ def all_scripts(run: Callable[[Decisions], T]) -> Iterator[tuple[float, T]]:
 
 @dataclass
 class Target:
-    """What is to be left alone: a table model under sampling parameters. Texts are without the prompt."""
+    """The target of a proof: a table model with sampling parameters. Texts are without the prompt."""
 
     model: TableModel
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -219,13 +219,13 @@ class Target:
         return self._cache[output, paths]
 
     def judgement(self, output: Text, proposal: Proposal, noise: Noise) -> Judgement:
-        """What a verifier is given for `proposal` after `output`."""
+        """The verifier's input for `proposal` after `output`."""
         nodes = range(len(proposal))
         paths = [tuple(proposal.token_ids[step] for step in proposal.path(node)) for node in nodes]
         return Judgement(self.log_probs(output, ((), *paths)), proposal, noise)
 
     def ends(self, output: Text, num_tokens: int) -> bool:
-        """At a stop token, or with one that may not come: nothing else was left."""
+        """True at `num_tokens`, at a stop token, and at a token that is not permitted (its row had no other)."""
         if len(output) >= num_tokens or not output:
             return len(output) >= num_tokens
         if output not in self._last:

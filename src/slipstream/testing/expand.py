@@ -1,14 +1,14 @@
-"""Enlarge a Llama checkpoint without changing what it computes: speed at a size that nobody had to train.
+"""Enlarge a Llama checkpoint without changing its function, to measure speed at a larger size without training.
 
     python -m slipstream.testing.expand SOURCE TARGET --parameters 300M
 
-The result costs as much time and memory as a trained model of its size and writes the source's text, so
-that draft acceptance stays what training made it. Quality and speed can then be measured on one pair of
-models. What is added computes on real numbers and adds zero: new layers take their values from the new part
-of the hidden state, which stays zero; new heads and new intermediate units have a zero column in `o_proj` and
-`down_proj`. No two matrices of a wider model are equal, for an engine that keeps equal constants once would
-read less than its size says. RMSNorm divides by the mean square over all dimensions, which the zeros lower by
-h/H; its weights are scaled by sqrt(h/H) and its epsilon by h/H.
+The result takes as much time and memory as a trained model of its size and generates the source's text, with
+the same draft acceptance, so that quality and speed can be measured on one pair of models. The added weights
+compute on real numbers and contribute zero: new layers read the new part of the hidden state, which stays zero;
+new heads and new intermediate units have a zero column in `o_proj` and `down_proj`. No two matrices of a wider
+model are equal, since an engine that stores equal constants once would read fewer bytes. RMSNorm divides by the
+mean square over all dimensions, which the zeros lower by h/H; its weights are scaled by sqrt(h/H) and its epsilon
+by h/H.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ def _usual_shapes(config: Any) -> Iterator[ModelShape]:
 
 
 def _oddity(shape: ModelShape) -> int:
-    """How far its depth is from the ideal."""
+    """Distance of its depth from the ideal."""
     return abs(shape.num_layers - IDEAL_LAYERS)
 
 
 def check_new(folder: Path) -> None:
-    """Raise `ModelError` where there is something in the folder that is to be written."""
+    """Raise `ModelError` unless the output folder is new or empty."""
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{str(folder)!r} is not empty; give a new folder")
 
@@ -172,7 +172,7 @@ def check_source(source: Path) -> Any:
 
 
 def misfits(config: Any, small: ModelShape, large: ModelShape) -> list[str]:
-    """What stops a model of the sizes `small` from being a part of one of the sizes `large`."""
+    """Reasons why a model of sizes `small` cannot be part of one of sizes `large`."""
     faults = [
         f"{name} {getattr(large, name)} is below the source's {getattr(small, name)}"
         for name in ("hidden_size", "num_layers", "intermediate_size", "num_heads")
@@ -209,7 +209,7 @@ def _large_config(config: Any, large: ModelShape) -> LlamaConfig:
 
 
 def _fill(new: Any, old: Any, small: ModelShape, large: ModelShape) -> None:
-    """Write the old weights into the new model, and zeros wherever something new would add to its state."""
+    """Write the old weights into the new model, and zeros wherever new weights would change its state."""
     place(new.model.embed_tokens.weight, old.model.embed_tokens.weight)
     if not old.config.tie_word_embeddings:
         place(new.lm_head.weight, old.lm_head.weight)
@@ -231,7 +231,7 @@ def _fill(new: Any, old: Any, small: ModelShape, large: ModelShape) -> None:
 
 
 def _silence(layer: Any, small: ModelShape, large: ModelShape) -> None:
-    """Make a new layer add zero: what it multiplies into its output sees only the part of the state that is zero."""
+    """Make a new layer contribute zero: its values are computed from the zero part of the state only."""
     if large.hidden_size > small.hidden_size:
         layer.self_attn.v_proj.weight[:, : small.hidden_size] = 0
         layer.mlp.up_proj.weight[:, : small.hidden_size] = 0
@@ -241,20 +241,20 @@ def _silence(layer: Any, small: ModelShape, large: ModelShape) -> None:
 
 
 def source_layer(index: int, small: int, large: int) -> int | None:
-    """Which old layer the new layer `index` is, None for one in between; the old ones are spread evenly."""
+    """The old layer at new index `index`; None for an added one. The old layers are spread evenly."""
     before, after = index * small // large, (index + 1) * small // large
     return before if after > before else None
 
 
 def place(new: Tensor, old: Tensor) -> None:
-    """`old` goes into the top left corner; zeros beside it, random weights stay below it."""
+    """Write `old` into the top left corner, with zeros beside it; the random weights below are kept."""
     rows, columns = old.shape
     new[:rows] = 0
     new[:rows, :columns] = old
 
 
 def place_norm(new: Any, old: Any) -> None:
-    """Its weights make up for the zeros in the mean square; `rms_norm_eps` must shrink with it."""
+    """Scale the weights to compensate the zeros in the mean square; `rms_norm_eps` must be scaled likewise."""
     small, large = len(old.weight), len(new.weight)
     new.weight[:small] = old.weight * (small / large) ** 0.5
 
@@ -268,7 +268,7 @@ def copy_other_files(source: Path, target: Path) -> None:
 
 
 def share(folder: Path) -> None:
-    """Weights are written readable for their owner alone; give them the configuration's permissions."""
+    """Give the weights, which are written readable for their owner only, the configuration's permissions."""
     mode = (folder / "config.json").stat().st_mode & 0o777
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
@@ -285,7 +285,7 @@ def parse_count(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")

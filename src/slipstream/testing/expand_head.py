@@ -1,4 +1,4 @@
-"""Enlarge a trained head so that it fits its target's enlarged model: the same guesses at the larger model's cost.
+"""Enlarge a trained head for its target's enlarged model: the same draft tokens at the larger model's cost.
 
     python -m slipstream.testing.expand_head HEAD SOURCE EXPANDED OUTPUT
 
@@ -55,19 +55,19 @@ class EnlargedPair:
 
     source: CausalLM
     path: str
-    """Of the enlarged model; a head says whose it is."""
+    """Path of the enlarged model, which heads record."""
     config: Any
-    """Of the enlarged model."""
+    """Configuration of the enlarged model."""
 
     @property
     def hidden_size(self) -> int:
-        """The width that a head gets."""
+        """Width of an enlarged head."""
         return int(self.config.hidden_size)
 
     def layer(self, number: int) -> int:
         """The enlarged model's number of a hidden state: what source layer `number` puts out, 0 the embedding."""
         small, large = self.source.num_layers, int(self.config.num_hidden_layers)
-        if number in (0, small):  # the last one is what the final norm puts out
+        if number in (0, small):  # the last one is the output of the final norm
             return 0 if number == 0 else large
         return next(i + 1 for i in range(large) if source_layer(i, small, large) == number - 1)
 
@@ -102,7 +102,7 @@ def expand_head(
 
 
 def _pair(source: Path, expanded: Path) -> EnlargedPair:
-    """Raises `ModelError` unless `expanded` is what `source` was enlarged to."""
+    """The pair; raises `ModelError` unless `expanded` is the enlarged `source`."""
     small, large = check_source(source), check_source(expanded)
     if not getattr(large, "cost_expanded", None):
         raise ModelError(f"{str(expanded)!r} is not an enlarged model; slipstream.testing.expand makes them")
@@ -220,7 +220,7 @@ def _expand_medusa(path: Path, pair: EnlargedPair, output: Path, tensors: Mappin
     if config.shares_lm_head and any(
         "linear" not in name and tensor.ndim == 2 for name, tensor in tensors.items()
     ):
-        # The file holds a copy of the target's for vLLM, which does not lend it to heads.
+        # The file has a copy of the target's output layer, because vLLM does not share it with heads.
         output_layer = _widened(source.model.lm_head.weight, pair.hidden_size)
     medusa.save_medusa(new, output, _weight_file(path, medusa.WEIGHT_FILES), output_layer)
     return _num_parameters(new)
@@ -272,14 +272,14 @@ def _place_linear(new: nn.Linear, old: nn.Linear, states: int = 1) -> None:
 
 
 def _place_into_state(new: nn.Linear, old: nn.Linear, states: int) -> None:
-    """The same where the output is a state again: its new part sees only what is zero in the states that it reads."""
+    """As `_place_linear`, where the output is a state: its new part reads only the zero parts of the input states."""
     _place_linear(new, old, states)
     for part in new.weight.chunk(states, dim=1):
         part[old.out_features :, : old.in_features // states] = 0
 
 
 def _place_output(new: nn.Linear, old: nn.Linear) -> None:
-    """What is read has new numbers that are not zero, so that all new weights must be."""
+    """Write `old` with zeros for all new weights, because the new inputs are not zero."""
     nn.init.zeros_(new.weight)
     place(new.weight, old.weight)
     _place_bias(new, old)

@@ -1,4 +1,4 @@
-"""What is still reachable from a drafter: whether it has forgotten the sequences that were released, and how much."""
+"""Finds what is still reachable from a drafter: references to released sequences, and the amount of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUES = (int, float, complex, str, bytes, bytearray, type(None), types.Ellipsi
 
 
 def remembered(drafter: Drafter, sequence_ids: Collection[int], apart: Collection[Any] = ()) -> str:
-    """Where a sequence can still be found, in words; empty where none can.
+    """Where a released sequence is still referenced, in words; empty if nowhere.
 
     Looks for any sequence, and for the ids `sequence_ids` and their requests' ids, so these must be numbers that mean
     nothing else.
@@ -38,7 +38,7 @@ def remembered(drafter: Drafter, sequence_ids: Collection[int], apart: Collectio
 
 
 def size(drafter: Drafter, apart: Collection[Any] = ()) -> int:
-    """How much can be reached from the drafter: the entries of all containers, and the bytes of texts and tensors."""
+    """Size of everything reachable from the drafter: entries of all containers, bytes of texts and tensors."""
     total = 0
     for found, _ in _reachable(drafter, apart):
         if isinstance(found, (*_CONTAINERS, str, bytes, bytearray)):
@@ -49,7 +49,7 @@ def size(drafter: Drafter, apart: Collection[Any] = ()) -> int:
 
 
 def _reachable(drafter: Drafter, apart: Collection[Any]) -> Iterator[tuple[Any, str]]:
-    """Everything that the drafter and its own classes refer to, each with a name for what holds it.
+    """Everything reachable from the drafter and its own classes, each with the name of its holder.
 
     Numbers come as often as they are held, all else once. Classes, modules and the globals of functions are no part of
     a drafter.
@@ -74,7 +74,7 @@ def _reachable(drafter: Drafter, apart: Collection[Any]) -> Iterator[tuple[Any, 
 
 
 def _held(holder: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """What `holder` refers to."""
+    """The objects that `holder` refers to, with names."""
     if isinstance(holder, (torch.Tensor, np.ndarray)):
         return
     if isinstance(holder, dict):

@@ -1,10 +1,9 @@
-"""An engine without a model, for the drafter conformance kit: it plays one scene, writes it down, plays it
-again.
+"""An engine without a model, for the drafter conformance kit: it simulates a random scene, records it and repeats it.
 
-Sequences arrive with short and long prompts, are drafted for in changing company and order with budgets from
-0 up, see speculation go off for a while, are preempted and come back, finish in the middle of an accepted
-block, run into the length limit or are aborted. The target repeats itself often, and agrees with the draft
-never, sometimes or always. Every answer of the drafter is checked on the spot.
+Sequences arrive with short and long prompts, and are drafted for in changing batches and orders with budgets from 0 up.
+Speculation is turned off for a while; sequences are preempted and continued, finish in the middle of an accepted block,
+reach the length limit or are aborted. The simulated target repeats itself often, and agrees with the draft never,
+sometimes or always. Every result of the drafter is checked at once.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
 
 MAX_LIVE = 4
-"""Sequences that are under way at one time."""
+"""The most sequences running at one time."""
 TENANTS = ("", "red", "blue")
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Raise AssertionError; unlike `assert`, under `python -O` too."""
+    """Raise AssertionError unless `condition`; unlike `assert`, also under `python -O`."""
     if not condition:
         raise AssertionError(sentence)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is fixed throughout one check."""
+    """The constants of one check."""
 
     vocab_size: int
     max_len: int
@@ -55,14 +54,14 @@ class Scene:
     num_sequences: int
     verifier: VerifierTraits
     params: tuple[SamplingParams, ...]
-    """Dealt out to the sequences in turn."""
+    """Assigned to the sequences in turn."""
     tasks: tuple[str, ...] = ("",)
-    """Dealt out likewise."""
+    """Assigned to the sequences in turn."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, as far as a drafter can see it."""
+    """A request, with what a drafter can see of it."""
 
     prompt: tuple[int, ...]
     tenant: str
@@ -71,7 +70,7 @@ class Arrival:
 
 @dataclass
 class RehearsalStep:
-    """One step of the engine, written down so that it can be repeated. All by sequence id."""
+    """A recorded step of the engine, by sequence id, which can be repeated."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     preempted: dict[int, None] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class RehearsalStep:
     finished: dict[int, FinishReason] = field(default_factory=dict)
 
     def only(self, ids: set[int]) -> RehearsalStep:
-        """What of this step concerns the sequences `ids`."""
+        """The part of this step that concerns the sequences `ids`."""
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return RehearsalStep(
             **{name: {i: x for i, x in part.items() if i in ids} for name, part in parts.items()}
@@ -99,15 +98,15 @@ class Stage:
         self.max_nodes = self.call("max_nodes")
         is_count = isinstance(self.max_nodes, int) and self.max_nodes >= 0
         require(is_count, f"max_nodes() returned {self.max_nodes!r}")
-        # Ample: segments are rounded up, and a draft's own tokens may be more than the target's. Where memory is short
-        # a drafter may leave a sequence out, which would look like a dependence on its company.
+        # More than needed: segments are rounded up, and a draft's own tokens may outnumber the target's. With too
+        # little memory a drafter may skip a sequence, which would look like a dependence on the batch.
         num_slots = MAX_LIVE * (2 * (scene.max_len + self.max_nodes + 1) + CHUNK)
         self.call("allocate", num_slots)
         self._proposals: dict[int, Proposal] = {}
         self._target = self._make_target(num_slots)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the drafter; it must neither raise nor touch what it is given."""
+        """Call the drafter; it must neither raise nor change its arguments."""
         before = _copy(arguments)
         try:
             result = getattr(self.drafter, name)(*arguments)
@@ -117,7 +116,7 @@ class Stage:
         return result
 
     def arrive(self, arrivals: dict[int, Arrival]) -> None:
-        """Let requests in; the drafter learns of them when it is first asked."""
+        """Admit requests; the drafter first sees them in `propose`."""
         for i, arrival in arrivals.items():
             params = self.scene.params[i % len(self.scene.params)]
             prompt = list(arrival.prompt)
@@ -126,14 +125,14 @@ class Stage:
             self.live[i] = Sequence(i, str(i), 0, prompt, len(prompt), params, arrival.seed, options)
 
     def preempt(self, ids: dict[int, None]) -> None:
-        """Take back what sequences hold; they may return under the same id."""
+        """Preempt sequences; they may return under the same id."""
         for i in ids:
             self.live[i].num_computed = 0
             self._forget(i)
             self.call("release", self.live[i])
 
     def propose(self, budgets: dict[int, int]) -> dict[int, Proposal]:
-        """Ask for proposals and check each; with speculation off nobody asks."""
+        """Call `propose` and check each proposal; not called with speculation off."""
         if not budgets:
             return {}
         sequences = [self.live[i] for i in budgets]
@@ -149,14 +148,14 @@ class Stage:
         return dict(zip(budgets, proposals, strict=True))
 
     def ask_again(self, i: int, step: RehearsalStep) -> None:
-        """Ask for one sequence alone, as an engine does to find out who made a batch fail."""
+        """Call `propose` for one sequence alone, as an engine does to find the one that made a batch fail."""
         again = self.propose({i: step.budgets[i]})[i]
         require(
             same_proposal(again, step.proposals[i]), "asked again in the same step, it proposes otherwise"
         )
 
     def commit(self, commits: dict[int, tuple[list[int], int]], finished: dict[int, FinishReason]) -> None:
-        """Append what was decided, tell the drafter, and release whoever is done."""
+        """Append the committed tokens, call `observe`, and release finished sequences."""
         for i, (token_ids, _) in commits.items():
             self.live[i].token_ids.extend(token_ids)
             self.live[i].num_computed = len(self.live[i].token_ids) - 1
@@ -175,7 +174,7 @@ class Stage:
         require(not problems, f"integrity() reports: {problems}")
 
     def _observation(self, i: int, token_ids: list[int], num_accepted: int) -> Observation:
-        """What the drafter is told of a step. The logits are a function of the last tokens before each row."""
+        """The drafter's observation of a step. The logits are a function of the last tokens before each row."""
         sequence = self.live[i]
         proposal = self._proposals.get(i, EMPTY_PROPOSAL)
         text = sequence.token_ids[: len(sequence.token_ids) - len(token_ids)]
@@ -186,7 +185,7 @@ class Stage:
             rows.append(torch.randn(self.scene.vocab_size, generator=torch.Generator().manual_seed(seed)))
         return Observation(sequence, proposal, num_accepted, torch.stack(rows))
 
-    # A drafter that was given a target model finds its entries in the target's cache, as in an engine.
+    # A drafter with a target model finds the target's entries in its cache, as in an engine.
 
     def _make_target(self, num_slots: int) -> KVCache | None:
         model = self.drafter.context.target
@@ -205,11 +204,11 @@ class Stage:
         accounting.reserve(i, len(sequence.token_ids) + num_more)
 
     def _compute(self, ids: list[int]) -> None:
-        """Let the target compute all committed tokens but the last, as they stand after a step."""
+        """Compute all committed tokens but the last with the target, as an engine has after a step."""
         model, cache = self.drafter.context.target, self._target
         assert model is not None
         assert cache is not None
-        for i in ids:  # first all: making room for one may move another
+        for i in ids:  # reserve for all first: reserving for one may move another
             self._reserve(i, 0)
         groups: dict[int, RowGroup] = {}
         for i in ids:
@@ -235,11 +234,11 @@ class Stage:
             self._target.accounting.close(i)
 
     def belongings(self) -> list[Any]:
-        """What the drafter was given and does not hold itself."""
+        """Objects that the drafter was given and that are not its own."""
         return [] if self._target is None else [self._target]
 
     def memory_bytes(self) -> int:
-        """What the drafter says it holds."""
+        """The drafter's `memory_bytes()`, checked."""
         memory_bytes = self.call("memory_bytes")
         is_count = isinstance(memory_bytes, int) and memory_bytes >= 0
         require(is_count, f"memory_bytes() returned {memory_bytes!r}")
@@ -260,7 +259,7 @@ class Stage:
         require(kind in declared, f"a {kind} proposal, but kinds declares {declared}")
         require(
             kind in self.scene.verifier.kinds,
-            f"a {kind} proposal, which the {self.scene.verifier.name} verifier cannot judge",
+            f"a {kind} proposal, which the {self.scene.verifier.name} verifier does not accept",
         )
         if kind != ProposalKind.SAMPLED_IID:
             for siblings in proposal.children.values():
@@ -284,10 +283,10 @@ class Stage:
 
 
 def same_proposal(a: Proposal, b: Proposal) -> bool:
-    """Equal trees of equal kind; probabilities may differ in their last bits."""
+    """True for equal trees of equal kind; probabilities may differ in their last bits."""
     if (a.token_ids, a.parents) != (b.token_ids, b.parents):
         return False
-    if not len(a):  # the empty proposal is ordinary decoding, whatever kind it says it is
+    if not len(a):  # the kind of an empty proposal does not matter
         return True
     if a.draft_probs is None or b.draft_probs is None:
         return a.kind == b.kind and a.draft_probs is b.draft_probs
@@ -295,7 +294,7 @@ def same_proposal(a: Proposal, b: Proposal) -> bool:
 
 
 def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[RehearsalStep]:
-    """Play until every sequence has come and gone; returns what happened."""
+    """Simulate until all sequences have finished; returns the recorded steps."""
     steps: list[RehearsalStep] = []
     waiting = list(range(first_id, first_id + stage.scene.num_sequences))
     paused: set[int] = set()
@@ -329,7 +328,7 @@ def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[Rehearsal
 
 
 def repeat(stage: Stage, steps: list[RehearsalStep], cold: Stage | None = None) -> list[dict[int, Proposal]]:
-    """Play `steps` again; returns what `stage` proposes, or what `cold` does, to which each text is new."""
+    """Repeat `steps`; returns the proposals of `stage`, or those of `cold`, for which each text is new."""
     proposals = []
     for step in steps:
         stage.arrive(step.arrivals)
@@ -352,7 +351,7 @@ def _arrival(rng: random.Random, scene: Scene) -> Arrival:
 
 
 def _decide(rng: random.Random, stage: Stage, step: RehearsalStep, i: int) -> None:
-    """Write down what sequence `i` gains in this step, and whether that ends it."""
+    """Record the tokens that sequence `i` gains in this step, and whether it finishes."""
     proposal = step.proposals.get(i, EMPTY_PROPOSAL)
     text = stage.live[i].token_ids
     verdict = _verdict(rng, proposal, text, stage.scene.vocab_size)
@@ -366,7 +365,7 @@ def _decide(rng: random.Random, stage: Stage, step: RehearsalStep, i: int) -> No
 
 
 def _verdict(rng: random.Random, proposal: Proposal, text: list[int], vocab_size: int) -> Verdict:
-    """Descend as a verifier does, with a target that agrees with the draft never, sometimes or always."""
+    """Walk the tree as a verifier does, with a target that agrees with the draft never, sometimes or always."""
     agreement = rng.choice((0.0, 0.6, 1.0))
     accepted: list[int] = []
     while True:
@@ -383,12 +382,12 @@ def _verdict(rng: random.Random, proposal: Proposal, text: list[int], vocab_size
 
 
 def _target_token(rng: random.Random, text: list[int], vocab_size: int) -> int:
-    """Often what stood five tokens ago, so that there is something to guess."""
+    """The next token: often the one five positions before, so that drafters can predict it."""
     return text[-5] if len(text) >= 5 and rng.random() < 0.7 else rng.randrange(vocab_size)
 
 
 def _copy(arguments: tuple[Any, ...]) -> list[Any]:
-    """What can be compared with a later copy; a Sequence itself compares by identity."""
+    """A value that can be compared with a later copy; a Sequence itself compares by identity."""
     parts: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Sequence):

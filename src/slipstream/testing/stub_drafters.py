@@ -1,4 +1,4 @@
-"""Drafters whose guesses and faults are known beforehand, to test everything around a drafter.
+"""Drafters with known proposals and faults, to test what surrounds a drafter.
 
 They are built like any other, from options and a context, so that an engine can be given one by name:
 `{"method": "slipstream.testing.stub_drafters:OracleDrafter", "texts": [...], "accuracy": 0.7}`.
@@ -36,18 +36,18 @@ def draft_context(
 
 @dataclass(frozen=True)
 class OracleOptions:
-    """What the oracle knows, and how often it tells the truth."""
+    """The oracle's texts and accuracy."""
 
     texts: Seq[Seq[int]] = ()
     """Whole texts, prompt and answer; the first that begins with a sequence's tokens is its future."""
     accuracy: float = 1.0
-    """Share of draft tokens that are right: 1 always, 0 never."""
+    """Share of draft tokens that are correct."""
     num_speculative_tokens: int = 4
     seed: int = 0
 
 
 class OracleDrafter(Drafter):
-    """Knows how the texts go on. Which tokens are wrong depends on the seed, text and position alone."""
+    """Drafts the true continuation of known texts. Which tokens are wrong depends on seed, text and position only."""
 
     Options = OracleOptions
 
@@ -91,7 +91,7 @@ class RandomTreeDrafter(Drafter):
     Options = RandomTreeOptions
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """A tree a sequence, of anything from no node to the whole budget."""
+        """A random tree a sequence, from empty to the whole budget."""
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def _propose(self, sequence: Sequence, budget: int) -> Proposal:
@@ -146,13 +146,13 @@ class RaisingDrafter(OracleDrafter):
 
 @dataclass(frozen=True)
 class OverBudgetOptions(OracleOptions):
-    """How far it overdoes it."""
+    """Number of tokens beyond the budget."""
 
     num_extra_tokens: int = 1
 
 
 class OverBudgetDrafter(OracleDrafter):
-    """Proposes more than it may: a chain of token 0 that is longer than the budget."""
+    """Breaks the contract: proposes a chain of token 0 that is longer than the budget."""
 
     Options = OverBudgetOptions
 
@@ -169,7 +169,7 @@ class SlowOptions(OracleOptions):
 
 
 class SlowDrafter(OracleDrafter):
-    """An oracle that takes its time, whatever it then says."""
+    """An oracle with a delay in every call."""
 
     Options = SlowOptions
 

@@ -1,4 +1,4 @@
-"""Models so small that everything about them can be known: a table of logits, and drafters that read one."""
+"""Table-driven models small enough for exact enumeration, and drafters that read a table."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ UNBALANCED = (ROOT, 0, 0, ROOT, 1)
 
 @dataclass(frozen=True)
 class TableDrafter:
-    """Proposes trees of one shape, filled from any distribution in the way that `kind` says.
+    """Proposes trees of one shape, filled from a given distribution according to `kind`.
 
     `log_probs` maps a text to the draft distribution after it, [V] or narrower than the target's. `shape`
     holds the parents of the nodes. A `ONE_HOT` proposal takes the most probable tokens for siblings, in
@@ -68,7 +68,7 @@ class TableDrafter:
     kind: ProposalKind
 
     def __call__(self, text: Text, noise: Noise, max_depth: int) -> Proposal:
-        """A proposal after `text`, no deeper than `max_depth`; whatever is random comes from `noise`."""
+        """A proposal after `text`, at most `max_depth` deep; all randomness comes from `noise`."""
         plan = Proposal((0,) * len(self.shape), self.shape)
         built: dict[int, tuple[int, Text]] = {
             ROOT: (ROOT, ())
@@ -92,7 +92,7 @@ class TableDrafter:
         return Proposal(tuple(tokens), tuple(parents), self.kind, probs)
 
     def _pick(self, row: torch.Tensor, k: int, position: int, parent: int, noise: Noise) -> list[int]:
-        """Tokens for k siblings. The index keeps cousins, who share a position, from sharing numbers."""
+        """Tokens for k siblings. The index gives cousins at one position different random numbers."""
         if self.kind is ProposalKind.ONE_HOT:
             return row.topk(min(k, len(row))).indices.tolist()
         if self.kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:

@@ -40,7 +40,7 @@ class Journal:
             self._abandon()
             raise ConfigError(
                 f"cannot write {str(self.file)!r}: {error.strerror}; what it holds is whole, and the same command "
-                "goes on from there"
+                "continues from there"
             ) from None
         self._size += len(line)
 

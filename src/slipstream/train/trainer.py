@@ -1,6 +1,6 @@
 """The training loop, the same for every student: schedule, checkpoints, log, early stop.
 
-Stopped at any step and started again, a run goes on as if it had never been stopped; with a budget in tokens, on one
+Stopped at any step and started again, a run continues as if it had not been stopped; with a budget in tokens, on one
 process, it ends with the very weights of an uninterrupted one.
 """
 
@@ -311,7 +311,7 @@ class Trainer:
         progress = Progress(**state["progress"], cursor=cursor)
         if self.processes.is_main:
             _forget_after(self.output / LOG, progress.step)
-        self.say(f"goes on at step {progress.step}, {progress.tokens:,} tokens")
+        self.say(f"continues at step {progress.step}, {progress.tokens:,} tokens")
         return progress
 
     def _identity(self) -> dict[str, str]:

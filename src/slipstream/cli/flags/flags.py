@@ -1,7 +1,7 @@
-"""Command-line flags made from the dataclasses that they fill, so that flags, help and documentation cannot drift.
+"""Command-line flags made from dataclasses, so that flags, help and documentation agree.
 
-A field becomes `--its-name`; its help is the string below it in the class, its default the field's own. A flag that
-was not given is not passed on, so that defaults are decided in one place.
+A field becomes `--its-name`, with the string below it in the class as its help and the field's default. A flag that is
+not given is not passed on, so that defaults are defined in one place.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ Values = dict[str, Any]
 _ALIASES = {"n": ["-n"], "num_threads": ["--threads"]}
 
 _PLAIN_HELP = {
-    "bad_words": "Texts that must not come.",
+    "bad_words": "Texts that must not occur in the answer.",
     "device": "auto, cpu or cuda.",
     "dtype": "auto, float32, bfloat16 or float16.",
-    "enable_prefix_caching": "Reuse the keys and values of prompts that begin alike; the text does not change.",
-    "ignore_eos": "Go on after the model's own end token.",
+    "enable_prefix_caching": "Reuse keys and values of prompts with a common prefix; the text does not change.",
+    "ignore_eos": "Continue after the model's end token.",
     "include_stop_str_in_output": "Keep the stop string or stop token in the text.",
     "method": "The drafter: one of those below, one that a package installed, or package.module:Class.",
     "model": "Checkpoint folder or hub id.",
-    "options": "The drafter's own keys, below; written flat beside the other two.",
+    "options": "The drafter's own keys, below; written on the same level as the other two.",
     "max_num_seqs": "The most sequences that run at once.",
     "max_tokens": "The most tokens in an answer.",
     "prompt_logprobs": "As `logprobs`, for the tokens of the prompt.",
     "revision": "Branch, tag or commit of a checkpoint on the hub.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
+    "skip_special_tokens": "Omit special tokens from the text.",
     "stop_token_ids": "Token ids that end the answer.",
-    "tokenizer": "Folder or hub id of the tokenizer; the model's own unless given.",
+    "tokenizer": "Folder or hub id of the tokenizer; the model's own by default.",
     "verifier": "coupled, rejection, block, one that a package installed, or package.module:Class.",
     "trust_remote_code": "Run Python code that comes with the checkpoint.",
 }
-"""For fields whose name says enough in the source but which need a word in help and reference."""
+"""Help of fields without a string in the source."""
 
 
 def field_help(cls: type) -> dict[str, str]:
     """Field name to help: the string that follows the field in the source of `cls`, in one line.
 
-    Inherited fields keep their base's help unless the class says something else.
+    Inherited fields keep their base's help unless the class has its own.
     """
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -72,9 +72,9 @@ def field_help(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """The flags of one dataclass: `skip` names the fields that get none, `panel` is their heading in the help.
+    """The flags of one dataclass: `skip` names the fields without a flag, `panel` is their heading in the help.
 
-    `defaults` are values for flags that are not given, where the fields' own are not wanted.
+    `defaults` replace the fields' own defaults.
     """
 
     cls: type
@@ -83,16 +83,16 @@ class FlagSet:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
-        """The fields that have a flag."""
+        """The fields with a flag."""
         return [field for field in dataclasses.fields(self.cls) if field.name not in self.skip]
 
     def parameters(self) -> list[inspect.Parameter]:
-        """One keyword parameter a flag, as Typer reads them; None means that the flag was not given."""
+        """One keyword parameter for each flag, in Typer's form; None means that the flag was not given."""
         help_, hints = field_help(self.cls), typing.get_type_hints(self.cls)
         return [self._parameter(field, hints[field.name], help_[field.name]) for field in self.fields()]
 
     def collect(self, arguments: Values) -> Values:
-        """Take this set's values out of a command's `arguments`, converted to what the fields hold."""
+        """Remove this set's values from a command's `arguments`; returns them converted to the fields' types."""
         hints = typing.get_type_hints(self.cls)
         given: Values = {}
         for field in self.fields():
@@ -104,9 +104,9 @@ class FlagSet:
         return given
 
     def read(self, values: Mapping[str, Any], source: str) -> Values:
-        """Values of a file or of the environment, which has only texts, as `collect` would give them.
+        """Values of a file or of the environment, which holds texts only, converted as `collect` does.
 
-        Raises `ConfigError`, which names the `source`, for a text that is no such value.
+        Raises `ConfigError`, which names the `source`, for an invalid value.
         """
         hints = typing.get_type_hints(self.cls)
         return {name: _read(name, _kind(name, hints[name]), value, source) for name, value in values.items()}
@@ -134,7 +134,7 @@ class FlagSet:
 
 
 def with_flags(**sets: FlagSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of each set; the command gets their values as one mapping a set."""
+    """Add the flags of each set to a command, which gets their values as one mapping for each set."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -178,13 +178,13 @@ _EXAMPLES = {
     "logit_bias": """A JSON object: '{"5": 1.5, "6": -100}'.""",
     "structured": """In JSON: '{"regex": "[0-9]+"}'.""",
 }
-"""Said instead where an example helps."""
+"""Replaces `_SYNTAX` for flags with an example."""
 
 _METAVARS = {"ids": "ID,ID,…", "json": "JSON", "bytes": "SIZE", "strings": "TEXT", bool: None}
 
 
 def _kind(name: str, hint: Any) -> Any:
-    """A plain type, or the name of a form that needs conversion."""
+    """A plain type, or the name of a kind that needs conversion."""
     if name.endswith("_bytes"):
         return "bytes"
     if isinstance(hint, types.UnionType):
@@ -224,9 +224,9 @@ _SWITCHES = {
 
 
 def _read(name: str, kind: Any, value: Any, source: str) -> Any:
-    """A setting from outside: texts are read as on the command line, lists with commas between their parts."""
+    """A value from a file or the environment: texts are parsed as on the command line, lists are comma-separated."""
     if isinstance(value, Mapping) and kind is str:
-        return json.dumps(value)  # an object where the command line takes JSON
+        return json.dumps(value)  # the command line takes JSON for it
     if not isinstance(value, str):
         return value
     if kind == "strings":

@@ -1,4 +1,4 @@
-"""`--help` as plain text: names are never cut, and brackets in a help text are not taken for markup."""
+"""`--help` as plain text: names are never cut, and brackets are not read as markup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 
 class PlainHelp(TyperCommand):
-    """A command whose flags stand under the headings of their panels."""
+    """A command whose help groups flags under the headings of their panels."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""What several verbs have in common: the flags of a model and its drafter, and making the engine from them."""
+"""Flags of models and drafters that several verbs share, and the engine made from them."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 SPECULATION = FlagSet(SpeculationFlags, "Speculation")
 PYTHON_ONLY = frozenset({"structured_outputs", "detokenize", "output_kind", "extra_args"})
-"""Sampling parameters without a flag: another name for one that has it, or nothing for a terminal."""
+"""Sampling parameters without a flag: synonyms of others, or without use on a terminal."""
 DEFAULT_MAX_TOKENS = 256
-"""Where a verb's answers end; `SamplingParams` keeps vLLM's 16, which is little to read."""
+"""Default length of a verb's answers; `SamplingParams` keeps vLLM's 16."""
 SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_tokens": DEFAULT_MAX_TOKENS})
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
-"""`--model` is an option of its own. `--seed` is the answers' seed, so the engine has none to draw others from."""
+"""`--model` is an option of its own, and `--seed` is the answers' seed, not the engine's."""
 
 _MODEL_FLAG = typer.Option(
-    "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target unless given."
+    "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target by default."
 )
 Model = Annotated[str | None, _MODEL_FLAG]
 ModelArgument = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target unless given.")
+    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target by default.")
 ]
-"""For commands that are decorated `with_model`."""
+"""For commands decorated with `with_model`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def with_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command's `model` be given as its argument or as `--model`, as `generate` takes it."""
+    """Accept a command's `model` as its argument or as `--model`."""
 
     @functools.wraps(command)
     def run(*, model: str | None = None, model_flag: str | None = None, **others: Any) -> None:
         if model is not None and model_flag not in (None, model):
-            raise ConfigError(f"two models are given: {model!r} and --model {model_flag!r}; leave one out")
+            raise ConfigError(f"two models are given: {model!r} and --model {model_flag!r}; omit one of them")
         command(model=model if model is not None else model_flag, **others)
 
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())
@@ -71,42 +71,42 @@ def with_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
-    """The speculation that was asked for, checked as far as that goes without loading anything."""
+    """The chosen speculation, checked as far as possible without loading anything; raises `ConfigError`."""
     return speculative_config(SpeculationFlags(**speculation), model)
 
 
 def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:
-    """The engine. Say `announce` once everything has been checked that can be refused."""
+    """Load the engine. Call `announce` after all other checks."""
     from slipstream.engine.llm import LLM
 
     return LLM(model, speculative_config=speculative, **engine)
 
 
 def recommended(llm: LLM, params: SamplingParams, given: Values) -> SamplingParams:
-    """`params` with what the checkpoint recommends for the flags that were not given."""
+    """`params` with the checkpoint's recommended values for flags that are not in `given`."""
     others = {name: value for name, value in llm.engine.sampling_defaults.items() if name not in given}
     return replace(params, **others)
 
 
 def announce(llm: LLM) -> None:
-    """What the engine will hold in memory, and any label its results must carry, to standard error."""
+    """Print the engine's memory plan and labels to standard error."""
     console = notes()
     for line in engine_notes(llm.engine):
         console.print(line, markup=False)
 
 
 def engine_notes(engine: Engine) -> list[str]:
-    """What is said of an engine before it begins."""
+    """Lines about an engine's memory plan and labels."""
     return [f"memory: {engine.memory_plan}", *(f"note: {label}" for label in engine_labels(engine))]
 
 
 def labels(llm: LLM) -> list[str]:
-    """What must be said beside every result of this engine."""
+    """Notes that must accompany every result of this engine."""
     return engine_labels(llm.engine)
 
 
 def describe_speculation(llm: LLM) -> dict[str, Any]:
-    """Method, verifier and all options, the defaults included."""
+    """Method, verifier and all options, including defaults."""
     speculative = llm.engine.speculative
     return {
         "method": speculative.method,
@@ -123,12 +123,12 @@ def short_speculation(llm: LLM) -> str:
 
 
 def model_name(model: str | None) -> str:
-    """As results name it."""
+    """The model's name in results."""
     return model if model is not None else "embedded pair"
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on standard output."""
+    """Print `value` as JSON to standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
 
 

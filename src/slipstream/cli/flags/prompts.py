@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, a file or standard input."""
+"""Reads prompts from the command line, a file or standard input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One thing to answer: exactly one of `text`, `messages` and `token_ids` is set."""
+    """One prompt: exactly one of `text`, `messages` and `token_ids` is set."""
 
     text: str | None = None
     messages: list[Message] | None = None
@@ -24,13 +24,13 @@ class PromptJob:
     label: str = ""
     """The `task` or `id` of its line in a file; empty otherwise."""
     task: str = ""
-    """The `task` of its line in a file; some drafters go by it."""
+    """The `task` of its line in a file; some drafters use it."""
     where: str = ""
-    """File and line, for errors; empty where there is only one prompt."""
+    """File and line, for errors; empty for a single prompt."""
 
 
 def read_jobs(prompt: str | None, file: Path | None) -> list[PromptJob]:
-    """The prompts that were asked for; raises `RequestError` when there are none or a file cannot be read.
+    """The given prompts; raises `RequestError` when there are none or a file cannot be read.
 
     A `.jsonl` file holds one JSON object a line with `prompt` (text), `messages` (a conversation, answered at its
     last user message) or `token_ids`; `task` and `id` are labels and other keys are ignored. Any other file, and
@@ -41,7 +41,7 @@ def read_jobs(prompt: str | None, file: Path | None) -> list[PromptJob]:
     if file is not None and file.suffix == ".jsonl":
         jobs = [_job(row, where) for where, row in read_rows(file)]
         if not jobs:
-            raise RequestError(f"{file} holds no prompts; write one JSON object a line")
+            raise RequestError(f"{file} has no prompts; write one JSON object a line")
         return jobs
     if prompt is None:
         prompt = _read_text(file).rstrip("\n")
@@ -53,9 +53,9 @@ def read_jobs(prompt: str | None, file: Path | None) -> list[PromptJob]:
 
 
 def prepare(engine: Engine, job: PromptJob, chat: bool | None) -> list[int]:
-    """The job's token ids, checked; raises `RequestError`, with file and line, where `engine` would refuse them.
+    """The job's token ids; raises `RequestError`, with file and line, where `engine` would refuse them.
 
-    `chat` wraps a text in the chat template; None does so where there is one.
+    `chat` wraps a text in the chat template; None does so if the model has one.
     """
     from slipstream.text.prompts import encode_prompt
 
@@ -76,9 +76,7 @@ def _encode(tokenizer: Any, job: PromptJob, chat: bool | None) -> str | list[int
             raise RequestError("--raw cannot be used with messages: only the chat template can join them")
         return encode_chat(tokenizer, job.messages)
     if chat and not tokenizer.chat_template:
-        raise RequestError(
-            "this model's tokenizer has no chat template, as --chat needs; give the prompt with --raw"
-        )
+        raise RequestError("this model's tokenizer has no chat template, which --chat needs; use --raw")
     if chat or (chat is None and tokenizer.chat_template):
         return encode_chat(tokenizer, [{"role": "user", "content": job.text}])
     return job.text or ""

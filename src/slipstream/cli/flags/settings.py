@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 PREFIX = "SLIPSTREAM_"
 
 _SAME_THING = frozenset({"spec", "draft", "speculative_config"})
-"""Ways to name a drafter: one that is given replaces those of the layers below it."""
+"""Settings that name a drafter; one that is given replaces all of them from lower layers."""
 
 
 def merged(
@@ -23,10 +23,9 @@ def merged(
     file: Path | None,
     environment: Mapping[str, str],
 ) -> tuple[str | None, dict[str, Values]]:
-    """The model, and each set's values: what its flags say, else the environment, else the file.
+    """(the model, each set's values): flags take precedence over the environment, the environment over the file.
 
-    Raises `ConfigError` or `RequestError` for a file that cannot be read, a name that nothing has, or a value that
-    is not one.
+    Raises `ConfigError` or `RequestError` for a file that cannot be read, an unknown name or an invalid value.
     """
     written = {} if file is None else read_file(file)
     names = {"model"} | {field.name for flags, _ in sets.values() for field in flags.fields()}
@@ -44,7 +43,7 @@ def merged(
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """The settings in a TOML or YAML file; raises `ConfigError` when there are none to be had."""
+    """The settings in a TOML or YAML file; raises `ConfigError`."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""From flags to a speculative configuration."""
+"""Makes a speculative configuration from flags."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
 
 _EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
-"""What the embedded target's own drafters are, by method."""
+"""Method to the embedded target's own drafter."""
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
-"""A drafter of one's own, `my_module:MyDrafter`; a model's path would not be written so."""
+"""A drafter class, `my_module:MyDrafter`; a model's path does not look like that."""
 
 AUTO_DEPTH = 6
 """The deepest chain that `--spec auto` chooses."""
@@ -25,22 +25,22 @@ AUTO_DEPTH = 6
 
 @dataclass(frozen=True)
 class SpeculationFlags:
-    """How speculation is asked for; at most one of the first three, but for --spec auto with a --draft."""
+    """The flags of speculation; at most one of the first three, except for --spec auto with a --draft."""
 
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, NAME:MODEL, or
-    my_module:MyDrafter for one of your own. `auto` chooses step by step what pays, nothing included: from suffix and a
-    draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the target itself in
-    int8. `draft` and `eagle3` alone are the embedded target's own.
-    Without any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
+    my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none: from suffix and
+    a draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the target itself in
+    int8. `draft` and `eagle3` alone are the embedded target's own. Without any of these flags the embedded pair
+    speculates with its draft, and another model does not speculate."""
     draft: str | None = None
-    """Folder or hub id of a draft model; short for --spec draft:PATH."""
+    """Folder or hub id of a draft model; the same as --spec draft:PATH."""
     speculative_config: str | None = None
     """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
     pair, `draft_model` and `eagle3` need no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own
     draft."""
     num_speculative_tokens: int | None = None
-    """The most draft tokens on a path, whatever the drafter."""
+    """The most draft tokens on a path, for any drafter."""
     verifier: str | None = None
     """coupled (the same text as without speculation), rejection or block (the same distribution), one that a package
     installed, or package.module:Class."""
@@ -50,9 +50,9 @@ class SpeculationFlags:
 
 
 def speculative_config(flags: SpeculationFlags, model: str | None) -> SpeculativeConfig:
-    """What the flags ask for with the target `model`, None being the embedded one.
+    """The configuration that the flags describe, for the target `model`; None is the embedded one.
 
-    Raises `ConfigError` for contradictions, and for all that can be told without loading a model.
+    Raises `ConfigError` for contradictions, and for all errors that show without loading a model.
     """
     config = _chosen(flags, embedded=model is None)
     if flags.num_speculative_tokens is not None:
@@ -79,7 +79,7 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     if flags.spec == "auto" and flags.speculative_config is None:
         return _auto(flags.draft or (EMBEDDED_DRAFT if embedded else None))
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} say the same in two ways; give one of them")
+        raise ConfigError(f"{' and '.join(given)} both choose a drafter; give one of them")
     if flags.speculative_config is not None:
         return _with_embedded_model(SpeculativeConfig.from_text(flags.speculative_config), embedded)
     if flags.draft is not None:
@@ -97,14 +97,14 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         _search_working_directory()
         return SpeculativeConfig(spec)
     names = [*drafter_names(), "draft"]
-    # The registry knows the long names only, so it would not find that a misspelt name means `draft`.
+    # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
     if (name := spec.partition(":")[0]) not in names and get_close_matches(name, names, n=1) == ["draft"]:
         reject_unknown([name], names, "drafter")
     return SpeculativeConfig.from_short(spec)
 
 
 def _search_working_directory() -> None:
-    """Let classes be found in modules that are not installed."""
+    """Allow classes in modules of the working directory, which are not installed."""
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
@@ -115,14 +115,14 @@ def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str
     if config.method == "auto":
         if not isinstance(drafters := config.options.get("drafters"), list):
             raise ConfigError(
-                "--num-speculative-tokens needs a drafter; auto without a draft chooses by itself"
+                "--num-speculative-tokens needs a drafter; auto without a draft chooses the number itself"
             )
         return {**config.options, "drafters": [{**one, **limit} for one in drafters]}
     return {**config.options, **limit}
 
 
 def _auto(draft: str | None) -> SpeculativeConfig:
-    """What `--spec auto` chooses from: suffix and the draft model, or the usual where there is none."""
+    """The configuration of `--spec auto`: suffix and the draft model, or the defaults without one."""
     if draft is None:
         return SpeculativeConfig("auto")
     own = {"method": "draft_model", "model": draft, "num_speculative_tokens": AUTO_DEPTH}
@@ -130,8 +130,8 @@ def _auto(draft: str | None) -> SpeculativeConfig:
 
 
 def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
-    """`draft` is short for `draft_model`; the embedded target's own drafter is the `model` where none is named. So it
-    is inside an ensemble, a cascade or auto."""
+    """`config` with `draft` replaced by `draft_model`, and the embedded target's own drafter as its `model` where none
+    is named; also inside an ensemble, a cascade or auto."""
     for method, key in (("ensemble", "members"), ("auto", "drafters")):
         if config.method == method and isinstance(members := config.options.get(key), list):
             named = [_named(member, embedded) for member in members]
@@ -147,7 +147,7 @@ def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> Speculati
 
 
 def _named(member: Any, embedded: bool) -> Any:
-    """A drafter inside another as `_with_embedded_model` leaves it; what is no configuration is refused later."""
+    """An inner drafter after `_with_embedded_model`; an invalid configuration is unchanged and refused later."""
     if not isinstance(member, dict) or "verifier" in member or not isinstance(member.get("method"), str):
         return member
     config = _with_embedded_model(SpeculativeConfig.from_mapping(member), embedded)

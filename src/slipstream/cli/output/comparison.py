@@ -1,8 +1,8 @@
-"""The same prompts with and without speculation, on one engine, fairly timed.
+"""Times the same prompts with and without speculation, in pairs, on one engine.
 
-A pair is one prompt answered both ways, one after the other, from empty caches. The order alternates from pair to
-pair, so that a machine that grows slower or faster harms neither side. The ratio of a pair is a ratio of wall-clock
-times for equal work; the median over the pairs is reported with its quartiles, which a stray process hardly moves.
+A pair is one prompt answered both ways, one after the other, from empty caches. The order alternates from pair to pair,
+so that a machine that becomes slower or faster favours neither side. The ratio of a pair is a ratio of wall-clock times
+for equal work; the median over the pairs is reported with its quartiles, because they are robust against outliers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
-"""Of fewer, all ratios may lie on one side of the true median by chance in more than one case of twenty."""
+"""With fewer pairs all ratios lie on one side of the true median by chance with a probability above 5 %."""
 WARM_UP_TOKENS = 8
-"""Answered before the clock runs, both ways: the first passes of a process set up threads and kernels."""
+"""Tokens of the warm-up answers: the first passes of a process set up threads and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TimedPair:
 
 @dataclass(slots=True)
 class TimedComparison:
-    """All pairs of a run, and what follows from them."""
+    """All pairs of a comparison, and statistics of them."""
 
     pairs: list[TimedPair] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class TimedComparison:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """At least 95 % confidence for the median, whatever the distribution: the sign test's, which needs six pairs.
+        """A confidence interval of at least 95 % for the median, from the sign test, which needs six pairs.
 
         Of n pairs, the k-th smallest and the k-th largest ratio, k as large as Binomial(n, 1/2) allows.
         """
@@ -106,7 +106,7 @@ class TimedComparison:
 
     @property
     def conclusion(self) -> str:
-        """Which is the faster, as far as the pairs say."""
+        """Which side is faster, as far as the interval decides."""
         interval = self.interval
         if interval is None:
             return f"none: {len(self.pairs)} pairs are too few, raise --repeats to {MIN_PAIRS} or more"
@@ -118,11 +118,11 @@ class TimedComparison:
 
     @property
     def differing(self) -> list[int]:
-        """Prompts of which some pair of answers was not the same, token by token."""
+        """Prompts with a pair of answers that differ in a token."""
         return sorted({pair.prompt_index for pair in self.pairs if not pair.identical})
 
     def speed(self, side: str) -> float:
-        """Tokens a second of one side, `off` or `on`: the median of its runs, which a stray process cannot spoil."""
+        """Tokens a second of one side, `off` or `on`: the median of its runs."""
         runs: list[TimedRun] = [getattr(pair, side) for pair in self.pairs]
         return statistics.median(run.tokens_per_s for run in runs)
 
@@ -152,7 +152,7 @@ class TimedComparison:
         }
 
     def print(self, console: Console, speculation: str, verifier: VerifierTraits) -> None:
-        """The two speeds, their ratio, and whether the texts are the same."""
+        """Print the two speeds, their ratio, and whether the texts are identical."""
         num_pairs, (low, high) = len(self.pairs), self.quartiles
         spread, median = "one pair", ""
         if num_pairs > 1:
@@ -173,7 +173,7 @@ class TimedComparison:
         num_prompts = len({pair.prompt_index for pair in self.pairs})
         answer = f"no: {len(self.differing)} of {num_prompts} prompts differ"
         if not verifier.reproducible:
-            return f"{answer} (verifier {verifier.name} keeps the distribution of texts, not each text)"
+            return f"{answer} (verifier {verifier.name} preserves the distribution of texts, not each text)"
         pair = next(pair for pair in self.pairs if not pair.identical)
         return f"{answer}; prompt {pair.prompt_index} first at token {_first_difference(pair)}"
 
@@ -187,9 +187,9 @@ def time_pairs(
     on_update: UpdateCallback,
     on_pair: Callable[[int], None],
 ) -> TimedComparison:
-    """Time every prompt `repeats` times each way. `params` must hold seeds, or sampled texts could not be equal.
+    """Time every prompt `repeats` times each way. `params` must have seeds, so that sampled texts can be compared.
 
-    `on_update` sees the updates of every run, `on_pair` the number of pairs that are done.
+    `on_update` gets the updates of every run, `on_pair` the number of finished pairs.
     """
     brief = replace(params[0], max_tokens=WARM_UP_TOKENS, min_tokens=0)
     for bound in (0, None):
@@ -211,7 +211,7 @@ def time_pairs(
 
 
 def _first_difference(pair: TimedPair) -> int:
-    """Position, counted from 0, of the first token that is not the same."""
+    """Position, from 0, of the first differing token."""
     for off, on in zip(pair.off.token_ids, pair.on.token_ids, strict=True):
         if off != on:
             pairs = zip(off, on, strict=False)

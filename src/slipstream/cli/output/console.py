@@ -1,4 +1,4 @@
-"""What goes where: answers to standard output, everything else to standard error."""
+"""Consoles: answers go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def notes() -> Console:
 
 
 def results() -> Console:
-    """Standard output, for reports that are results. Answers are written by `Painter`, which changes no character."""
+    """Standard output, for reports that are results. Answers are written by `Painter`, character by character."""
     return Console(highlight=False, soft_wrap=True, emoji=False)
 
 
 def wide_results() -> Console:
-    """Standard output for tables: as wide as the terminal, and wide enough for any table where there is none."""
+    """Standard output for tables: as wide as the terminal, or wide enough for any table without one."""
     width = None if sys.stdout.isatty() else 240
     return Console(highlight=False, emoji=False, width=width)
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Names and values, the values aligned; nothing is wrapped, so that lines can be searched."""
+    """Print names and aligned values; lines are not wrapped, so that they can be searched."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -55,14 +55,14 @@ class Painter:
         self._colour = uses_colour(sys.stdout)
 
     def legend(self) -> None:
-        """Say what the colours mean, where there are colours."""
+        """Print the meaning of the colours, if there are colours."""
         if self._colour:
             print(
                 f"{_DRAFT}accepted draft tokens{_RESET}  {_TARGET}the target's own tokens{_RESET}", flush=True
             )
 
     def heading(self, text: str) -> None:
-        """A line above one of several answers."""
+        """Print a line above one of several answers."""
         print(f"\x1b[1m{text}{_RESET}" if self._colour else text, flush=True)
 
     def write(self, pieces: Iterable[Piece]) -> None:
@@ -75,6 +75,6 @@ class Painter:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """The answer is complete."""
+        """End the answer's last line."""
         sys.stdout.write("\n")
         sys.stdout.flush()

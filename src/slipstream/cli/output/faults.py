@@ -1,4 +1,4 @@
-"""All that is wrong with a command, told at once instead of one thing a try."""
+"""Collects all errors of a command line, to report them together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from slipstream.errors import ConfigError, SlipstreamError
 
 
 class Faults:
-    """Collects faults; leaving it raises one `ConfigError` that names them all."""
+    """A context that collects errors; leaving it raises one `ConfigError` with all of them."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     def add(self, fault: str) -> None:
-        """One more."""
+        """Add an error message."""
         self.found.append(fault)
 
     def made(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns; None where it raises what a user can mend."""
+        """The result of `make`; None where it raises a `SlipstreamError`, which is added."""
         try:
             return make()
         except SlipstreamError as error:
@@ -32,7 +32,7 @@ class Faults:
             return None
 
     def check_paths(self, data: Seq[Path] | None, output: Path | None, init: str | None) -> None:
-        """What is read must be there, and what is written must have a place. `init` may be a hub id."""
+        """Check that inputs exist and outputs can be written; `init` may be a hub id."""
         if not data:
             self.add("--data is missing")
         self.found += [f"there is no file {str(file)!r}" for file in data or () if not file.is_file()]

@@ -1,4 +1,4 @@
-"""Lines that a person types, with editing and a history where there is a terminal."""
+"""Reads typed lines, with editing and a history on a terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slipstream.config import cache_folder
 
 SIGN = "> "
 MAX_LINES = 1000
-"""Of the history."""
+"""The most lines of the history."""
 MAX_LINE_BYTES = 16 * 2**10
-"""A longer line is not kept."""
+"""Longer lines are not stored."""
 
 
 def typed_lines(with_history: bool) -> Iterator[str]:
-    """Messages from standard input, without the blanks around them.
+    """Messages from standard input, stripped.
 
-    On a terminal a line can be edited, and the arrow keys bring back earlier ones; `with_history` keeps them for
-    later conversations. Where they cannot be kept, a note says so.
+    On a terminal a line can be edited, and the arrow keys recall earlier ones; `with_history` stores them for later
+    conversations. A note reports when they cannot be stored.
     """
     readline = _readline()
     history = LineHistory.opened(readline) if readline is not None and with_history else None
@@ -37,34 +37,34 @@ def typed_lines(with_history: bool) -> Iterator[str]:
 
 
 class LineHistory:
-    """The last lines, one a line, in a file that only its owner may read."""
+    """The last typed lines, in a file that only its owner may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @staticmethod
     def default_path() -> Path:
-        """Where it is kept."""
+        """The history's file in the cache folder."""
         return cache_folder() / "chat_history"
 
     @classmethod
     def opened(cls, readline: ModuleType) -> LineHistory | None:
-        """The history, its earlier lines in reach of the arrow keys; None where there can be none."""
+        """The history, its lines loaded into `readline`; None where the file cannot be used."""
         history = cls(cls.default_path())
         try:
             lines = history.read()
         except OSError as error:
-            notes().print(f"no history is kept: {history.path}: {error.strerror}", markup=False)
+            notes().print(f"the history is not stored: {history.path}: {error.strerror}", markup=False)
             return None
         for line in lines:
             readline.add_history(line)
         return history
 
     def read(self) -> list[str]:
-        """The lines, the oldest first; a file of more than `MAX_LINES` is cut to them."""
+        """The lines, oldest first; cuts the file to the last `MAX_LINES`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(self._open(os.O_RDWR), "r+", encoding="utf-8", errors="replace", newline="\n") as file:
-            os.fchmod(file.fileno(), 0o600)  # also where it was there before
+            os.fchmod(file.fileno(), 0o600)  # also for an existing file
             lines = file.read().split("\n")[:-1]
             kept = [line for line in lines if 0 < len(line.encode()) <= MAX_LINE_BYTES][-MAX_LINES:]
             if kept != lines:
@@ -74,8 +74,8 @@ class LineHistory:
         return kept
 
     def add(self, line: str) -> None:
-        """Keep a line. What cannot be written is not kept: a conversation does not end for it."""
-        text = " ".join(line.split())  # what is pasted may have ends of lines
+        """Store a line; errors are ignored, so that they do not end the conversation."""
+        text = " ".join(line.split())  # pasted text may have line breaks
         raw = text.encode(errors="replace")
         if raw and len(raw) <= MAX_LINE_BYTES:
             with contextlib.suppress(OSError), os.fdopen(self._open(os.O_WRONLY | os.O_APPEND), "wb") as file:
@@ -86,7 +86,7 @@ class LineHistory:
 
 
 def _readline() -> ModuleType | None:
-    """What edits lines, where both ends are a terminal and Python has it."""
+    """The `readline` module, if input and output are a terminal and Python has it."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
     try:
@@ -97,7 +97,7 @@ def _readline() -> ModuleType | None:
 
 
 def _edited() -> str | None:
-    """A line by way of `readline`; None at the end of the input."""
+    """A line edited with `readline`; None at the end of the input."""
     try:
         return input(SIGN)
     except EOFError:
@@ -106,7 +106,7 @@ def _edited() -> str | None:
 
 
 def _plain() -> str | None:
-    """A line as it comes, with a prompt sign on a terminal."""
+    """An unedited line, with a prompt sign on a terminal; None at the end of the input."""
     if sys.stdin.isatty():
         print(SIGN, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline() or None

@@ -1,4 +1,4 @@
-"""Log-probabilities as a table below the answer that they belong to."""
+"""Prints log-probabilities as a table below their answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def print_logprobs(tokenizer: Any, answer: CompletionOutput) -> None:
-    """The answer's tokens, to standard output; nothing where `logprobs` were not asked for."""
+    """Print the answer's tokens to standard output; nothing without `logprobs`."""
     if answer.token_logprobs is not None:
         _print_table(tokenizer, "token", answer.token_ids, answer.token_logprobs)
 
 
 def print_prompt_logprobs(tokenizer: Any, output: RequestOutput) -> None:
-    """The prompt's tokens, to standard output; nothing where `prompt_logprobs` were not asked for."""
+    """Print the prompt's tokens to standard output; nothing without `prompt_logprobs`."""
     if output.prompt_token_logprobs is not None:
         _print_table(tokenizer, "prompt token", output.prompt_token_ids, output.prompt_token_logprobs)
 

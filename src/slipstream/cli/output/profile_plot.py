@@ -1,4 +1,4 @@
-"""Step times against rows, with their floors, as a picture."""
+"""Plots step times over rows, with their floors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _COLOURS = ("#1b6ca8", "#d1495b", "#3b8e5a", "#8a5fbf", "#b8860b")
 
 
 def check_plot(file: Path, overwrite: bool) -> None:
-    """Raise `ConfigError` when no picture could be drawn into `file`, before anything is measured for it."""
+    """Raise `ConfigError` when `file` cannot be written as a plot, before anything is measured."""
     if file.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot writes {', '.join(SUFFIXES)}; {str(file)!r} ends otherwise")
+        raise ConfigError(f"--plot writes {', '.join(SUFFIXES)}; {str(file)!r} has another suffix")
     check_file(file, overwrite, "--plot")
 
 
 def plot_profiles(profiles: Mapping[str, CostProfile], file: Path) -> None:
-    """One panel a model: a line a context with its quartiles, the floors dashed and dotted."""
+    """Draw one panel a model: a line for each context with its quartiles, the floors dashed and dotted."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(profiles), 4.8), layout="constrained")

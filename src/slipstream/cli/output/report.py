@@ -1,4 +1,4 @@
-"""From finished requests to lines for people and an object for programs."""
+"""Reports on finished requests, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def summarise(outputs: Seq[RequestOutput], wall_s: float) -> dict[str, Any]:
-    """All requests of a run together: counts add up, rates are of the sums, times are means over the answers."""
+    """Totals of all requests: counts are summed, rates are of the sums, times are means over the answers."""
     answers = [answer.metrics for output in outputs for answer in output.outputs]
     counts = RequestMetrics.merged(answers)
     return {
@@ -76,7 +76,7 @@ def print_summary(console: Console, summary: dict[str, Any], speculation: str, t
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
-    """A finished request with all that is known about it."""
+    """A finished request as JSON, with all its figures."""
     return {
         "prompt_token_ids": output.prompt_token_ids,
         "prompt_logprobs": None

@@ -1,4 +1,4 @@
-"""Files that verbs write: refused before any work where that can be known, and one line of error where a disk fails."""
+"""Writes the verbs' files: checks them before any work, and reports a failing disk in one line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Overwrite = Annotated[
 ]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-"""What a disk says that cannot be written."""
+"""Error numbers of a disk that cannot be written."""
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ETXTBSY}
 )
-"""What a system says of a file that this user or this name cannot have."""
+"""Error numbers of a path that cannot be created."""
 _SAFETENSORS = re.compile(r"I/O error: .*\(os error (\d+)\)")
 _TORCH_SAVE = re.compile(r"inline_container\.cc.*unexpected pos|PytorchStreamWriter failed")
 
 
 def check_file(file: Path, overwrite: bool, flag: str = "") -> None:
-    """Raise `ConfigError` unless `file` can be made, or be written over where that was asked for."""
+    """Raise `ConfigError` unless `file` can be created, or overwritten with `overwrite`."""
     parent = file.absolute().parent
     _check(parent.is_dir(), file, f"there is no folder {str(file.parent)!r}", flag)
     _check(not file.is_dir(), file, "it is a folder", flag)
@@ -37,7 +37,7 @@ def check_file(file: Path, overwrite: bool, flag: str = "") -> None:
 
 
 def check_folder(folder: Path, flag: str = "") -> None:
-    """Raise `ConfigError` unless `folder` is one that can be written to, or can be made."""
+    """Raise `ConfigError` unless `folder` is writable or can be created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     _check(
         existing.is_dir() and os.access(existing, os.W_OK),
@@ -48,7 +48,7 @@ def check_folder(folder: Path, flag: str = "") -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write it in place of what was there. An `OSError` names the file; Python's own does not when a disk is full."""
+    """Write the file, replacing an existing one; an `OSError` names the file, also for a full disk."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -57,7 +57,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def unwritable(error: BaseException) -> str | None:
-    """What to tell a user of an error that is their disk's and not ours; None for every other.
+    """The message for an error of the user's disk; None for any other error.
 
     Libraries wrap what the system says: PyTorch loses it, safetensors keeps its number.
     """

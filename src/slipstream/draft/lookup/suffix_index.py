@@ -123,7 +123,7 @@ class SuffixIndex:
         return found
 
     def continuations(self, places: list[int], depth: int) -> dict[int, list[int]]:
-        """`places` grouped by the token at `place + depth`; places whose document has ended are left out."""
+        """`places` grouped by the token at `place + depth`; places whose document has ended are omitted."""
         groups: dict[int, list[int]] = {}
         text, offset = self._text, depth - self._base
         for place in places:
