@@ -295,7 +295,7 @@ class MisstatesItsDraws(Trees):
         (KeepsTextsInItsClass, "keeps more and more"),
         (KeepsTextsInAClosure, "keeps more and more"),
         (CannotForgetAStranger, "release raised KeyError"),
-        (RemembersWhatCameBefore, "than a new one"),
+        (RemembersWhatCameBefore, "from a new one"),
         (AnswersOnlyOnce, "asked again"),
         (SwapsItsSequences, "asked again|other sequences of the batch"),
         (KnowsItIsBroken, "a slot is held by nobody"),

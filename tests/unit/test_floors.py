@@ -398,4 +398,4 @@ def test_what_the_numbers_mean() -> None:
         in Measurement(profile(steep), None).conclusion()[2]
     )
     slower = {(1, 9): 0.6}
-    assert "cannot pay" in Measurement(profile(flat), profile(slower)).conclusion()[4]
+    assert "cannot gain speed" in Measurement(profile(flat), profile(slower)).conclusion()[4]
