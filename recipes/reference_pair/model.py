@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from slipstream.train.attention import ATTENTION, block_diagonal_mask
-from slipstream.train.batches import Rows, next_tokens
+from slipstream.train.batches import TrainingRows, next_tokens
 
 from .tokenizer import MAX_POSITIONS
 
@@ -69,7 +69,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: 
     tokenizer.save_pretrained(folder)
 
 
-def to_batch(rows: Rows, device: torch.device, dtype: torch.dtype) -> Batch:
+def to_batch(rows: TrainingRows, device: torch.device, dtype: torch.dtype) -> Batch:
     """Move rows to `device` and work out labels and the block-diagonal causal mask, which has `dtype`."""
     tokens, documents, is_answer = (
         torch.from_numpy(part).to(device) for part in (rows.tokens, rows.documents, rows.is_answer)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from slipstream.train.batches import Rows, pack
+from slipstream.train.batches import TrainingRows, pack
 from slipstream.train.muon import Muon
 
 from .data import Piece, RecipeError, mix_pieces
@@ -67,13 +67,13 @@ def learning_rate_factor(fraction: float, warmup: float, hold: float) -> float:
     return min(1.0, 0.05 + 0.95 * fraction / warmup, (1.0 - fraction) / (1.0 - hold))
 
 
-def epoch_rows(pieces: list[Piece], config: TrainConfig, pad: int, epoch: int) -> Rows:
+def epoch_rows(pieces: list[Piece], config: TrainConfig, pad: int, epoch: int) -> TrainingRows:
     """The rows of one epoch: the same for the same seed and epoch, so a checkpoint need not hold them."""
     rng = np.random.default_rng([config.seed, epoch])
     return pack(mix_pieces(pieces, config.mix, rng), config.row_length, pad, rng)
 
 
-def batches(pieces: list[Piece], config: TrainConfig, pad: int, progress: Progress) -> Iterator[Rows]:
+def batches(pieces: list[Piece], config: TrainConfig, pad: int, progress: Progress) -> Iterator[TrainingRows]:
     """Batches from where `progress` stands, epoch after epoch; moves `progress` past each batch it yields."""
     while True:
         rows = epoch_rows(pieces, config, pad, progress.epoch)

@@ -33,7 +33,7 @@ class TrainingDocument(NamedTuple):
     """[L]: True for the assistant's tokens, including its end token."""
 
 
-class Rows(NamedTuple):
+class TrainingRows(NamedTuple):
     """Packed rows. A token attends only to earlier tokens of its own document."""
 
     tokens: NDArray[np.int64]
@@ -45,9 +45,11 @@ class Rows(NamedTuple):
     sources: NDArray[np.int64]
     """[N, T]: index of the token in the concatenated documents, -1 on padding."""
 
-    def take(self, which: slice) -> Rows:
+    def take(self, which: slice) -> TrainingRows:
         """Some of the rows."""
-        return Rows(self.tokens[which], self.documents[which], self.is_answer[which], self.sources[which])
+        return TrainingRows(
+            self.tokens[which], self.documents[which], self.is_answer[which], self.sources[which]
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def read_documents(
     return documents
 
 
-def pack(documents: Seq[TrainingDocument], length: int, pad: int, rng: np.random.Generator) -> Rows:
+def pack(documents: Seq[TrainingDocument], length: int, pad: int, rng: np.random.Generator) -> TrainingRows:
     """Fill rows of `length` tokens by best fit, longest document first, then shuffle the rows.
 
     Padding comes to well under 1 % on a few thousand conversations.
@@ -129,7 +131,7 @@ def pack(documents: Seq[TrainingDocument], length: int, pad: int, rng: np.random
             insort(rooms, (free - sizes[i], row))
     offsets = np.cumsum([0, *sizes])
     shape = (len(bins), length)
-    rows = Rows(
+    rows = TrainingRows(
         np.full(shape, pad, dtype=np.int64),
         np.full(shape, PADDING, dtype=np.int16),
         np.zeros(shape, dtype=bool),
@@ -158,7 +160,7 @@ class Cursor:
 
 def row_batches(
     documents: Seq[TrainingDocument], batch_rows: int, length: int, pad: int, seed: int, cursor: Cursor
-) -> Iterator[Rows]:
+) -> Iterator[TrainingRows]:
     """Batches from `cursor` on, epoch after epoch; advances it past each yielded batch. Raises `ConfigError`."""
     while True:
         rows = pack(documents, length, pad, np.random.default_rng([seed, cursor.epoch]))
@@ -174,7 +176,7 @@ def row_batches(
         cursor.epoch, cursor.row = cursor.epoch + 1, 0
 
 
-def make_batch(rows: Rows, target: FrozenTarget, layers: Seq[int]) -> TrainingBatch:
+def make_batch(rows: TrainingRows, target: FrozenTarget, layers: Seq[int]) -> TrainingBatch:
     """Move `rows` to the target's device and compute its hidden states of `layers` and the last layer."""
     device = target.device
     token_ids = torch.from_numpy(rows.tokens).to(device)

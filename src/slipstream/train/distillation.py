@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.train.attention import ATTENTION
-from slipstream.train.batches import Rows, TrainingBatch, TrainingDocument, pack
+from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows, pack
 from slipstream.train.options import DistillOptions
 from slipstream.train.target import FrozenTarget, check_plain_head, load_model
 
@@ -53,7 +53,7 @@ class DraftStudent:
         target = batch.target_logits_at(where)  # [n, vocab]
         return distillation_loss(draft, target, batch.labels[where], self._losses)
 
-    def own_text(self, rows: Rows, step: int) -> Rows:
+    def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows`, or on a fraction of the steps the draft's own answers to their prompts, sampled at temperature 1.
 
         Deterministic for the seed, the step and the weights.
@@ -222,7 +222,7 @@ def _empty(config: Any) -> Any:
     return make(config, dtype=torch.float32, attn_implementation=ATTENTION)
 
 
-def _prompts(rows: Rows) -> list[list[int]]:
+def _prompts(rows: TrainingRows) -> list[list[int]]:
     """For each document in the rows: the tokens before its last answer."""
     prompts: list[list[int]] = []
     for tokens, documents, is_answer in zip(rows.tokens, rows.documents, rows.is_answer, strict=True):

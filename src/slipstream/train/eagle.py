@@ -14,7 +14,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError
-from slipstream.train.batches import Rows, TrainingBatch, TrainingDocument
+from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions
 from slipstream.train.target import FrozenTarget
@@ -42,7 +42,7 @@ class EagleStudent:
         self.module: nn.Module = self.head
         self.feature_layers: Seq[int] = self.head.config.feature_layers
 
-    def own_text(self, rows: Rows, step: int) -> Rows:
+    def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows` unchanged: the head's own drafts are made inside the loss."""
         return rows
 

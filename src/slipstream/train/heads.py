@@ -19,7 +19,7 @@ from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydr
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.heads.target_shape import check_fits
 from slipstream.errors import ConfigError
-from slipstream.train.batches import Rows, TrainingBatch
+from slipstream.train.batches import TrainingBatch, TrainingRows
 from slipstream.train.options import HeadTrainOptions
 from slipstream.train.target import FrozenTarget
 
@@ -35,7 +35,7 @@ class HeadStudent:
         self.module: nn.Module = self.heads
         self.feature_layers: Seq[int] = (target.num_layers,)
 
-    def own_text(self, rows: Rows, step: int) -> Rows:
+    def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows` unchanged."""
         return rows
 

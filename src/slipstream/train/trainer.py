@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.provenance import provenance, without_folders
-from slipstream.train.batches import Cursor, Rows, TrainingBatch, TrainingDocument, make_batch, row_batches
+from slipstream.train.batches import (
+    Cursor,
+    TrainingBatch,
+    TrainingDocument,
+    TrainingRows,
+    make_batch,
+    row_batches,
+)
 from slipstream.train.evaluation import EvaluationFigures
 from slipstream.train.journal import Journal
 from slipstream.train.muon import Muon
@@ -45,7 +52,7 @@ class Student(Protocol):
     feature_layers: Seq[int]
     """The target's hidden states that `loss` reads, besides the last one."""
 
-    def own_text(self, rows: Rows, step: int) -> Rows:
+    def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """The rows to train on instead of `rows`, such as texts of its own; `rows` themselves by default."""
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
@@ -188,7 +195,7 @@ class Trainer:
         return self.stop(progress) or bool(patience and progress.evaluations_since_best >= patience)
 
     def _step(
-        self, stream: Iterator[Rows], progress: Progress, factor: float
+        self, stream: Iterator[TrainingRows], progress: Progress, factor: float
     ) -> tuple[float, dict[str, float], int]:
         """One optimizer step; returns the mean loss, the means of the metrics and the number of training tokens."""
         options, processes = self.options, self.processes
