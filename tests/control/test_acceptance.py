@@ -9,13 +9,13 @@ import pytest
 from slipstream.control.acceptance import (
     BUCKETS,
     DRAFTER_PRIOR,
-    FIRST_GUESS,
-    MAX_TASKS,
+    PRIOR,
     Acceptance,
     Drafts,
     LookupYield,
     bucket_of,
 )
+from slipstream.control.types import MAX_TASKS
 
 
 def chain(num_tokens: int, num_accepted: int) -> Drafts:
@@ -25,7 +25,7 @@ def chain(num_tokens: int, num_accepted: int) -> Drafts:
 
 
 def draw(alphas: list[float], source: random.Random) -> int:
-    """Tokens of a chain that stand."""
+    """Tokens of a chain that are accepted."""
     accepted = 0
     while accepted < len(alphas) and source.random() < alphas[accepted]:
         accepted += 1
@@ -48,7 +48,7 @@ def test_survival_equals_a_direct_count() -> None:
     assert survival == pytest.approx(exact, abs=0.06)
 
 
-def test_positions_that_were_never_tried_are_thought_of_as_the_one_before() -> None:
+def test_positions_that_were_never_tried_are_expected_to_be_as_the_one_before() -> None:
     acceptance = Acceptance(3)
     for i in range(200):
         acceptance.learn(i, "", chain(1, 1))
@@ -69,10 +69,10 @@ def test_a_position_that_is_no_longer_tried_forgets() -> None:
     assert acceptance.survival(-1, "")[1] > 0.85
 
 
-def test_before_anything_is_known_the_first_guess_holds() -> None:
+def test_before_anything_is_known_the_prior_holds() -> None:
     acceptance = Acceptance(3)
-    assert acceptance.survival(0, "a") == pytest.approx([FIRST_GUESS, FIRST_GUESS**2, FIRST_GUESS**3])
-    assert acceptance.per_draft(0, "a")[0] == pytest.approx(sum(FIRST_GUESS**k for k in (1, 2, 3)))
+    assert acceptance.survival(0, "a") == pytest.approx([PRIOR, PRIOR**2, PRIOR**3])
+    assert acceptance.per_draft(0, "a")[0] == pytest.approx(sum(PRIOR**k for k in (1, 2, 3)))
     assert acceptance.rate() is None
 
 
@@ -100,7 +100,7 @@ def test_a_request_is_shrunk_to_its_task_and_a_task_to_the_drafter() -> None:
 def test_one_draft_weighs_as_its_prior_says() -> None:
     acceptance = Acceptance(1)
     acceptance.learn(0, "t", chain(1, 1))
-    drafter = (1 + DRAFTER_PRIOR * FIRST_GUESS) / (1 + DRAFTER_PRIOR)
+    drafter = (1 + DRAFTER_PRIOR * PRIOR) / (1 + DRAFTER_PRIOR)
     assert acceptance.survival(-1, "other")[0] == pytest.approx(drafter)
 
 
@@ -113,7 +113,7 @@ def test_old_drafts_fade() -> None:
 
 
 def test_a_change_of_the_traffic_is_noticed_within_a_few_drafts() -> None:
-    """Where nothing is drafted but a few tries, the many drafts before must not outweigh them."""
+    """Where nothing is drafted but in a few trials, the many drafts before must not outweigh them."""
     acceptance = Acceptance(1)
     for i in range(600):
         acceptance.learn(i, "t", chain(1, int(i % 20 == 0)))
@@ -182,8 +182,8 @@ def test_buckets(length: int, bucket: int) -> None:
     assert bucket_of(length) == bucket
 
 
-def test_lookups_are_worth_what_guesses_of_their_length_were() -> None:
-    """Short guesses stand seldom, long ones often, as in text that repeats itself."""
+def test_lookups_are_worth_what_proposals_of_their_length_were() -> None:
+    """Short ones are seldom accepted, long ones often, as in text that repeats itself."""
     source, lookups = random.Random(2), LookupYield()
     chances = {0: (0.5, 0.0), 2: (0.3, 0.25), 8: (0.2, 0.9)}
     for _ in range(3000):
@@ -211,8 +211,8 @@ def test_a_task_without_lookups_borrows_from_the_others() -> None:
     assert lookups.rates("t")[bucket_of(4)] < 0.2
 
 
-def test_a_chain_that_ended_early_counts_as_one_that_fell() -> None:
-    """What its drafter had no confidence in would not have stood, or is at least not to be had."""
+def test_a_chain_that_ended_early_counts_as_rejected() -> None:
+    """What its drafter had no confidence in would not have been accepted, or is at least not to be had."""
     acceptance = Acceptance(3)
     for i in range(200):
         drafts = Drafts()

@@ -7,23 +7,29 @@ import random
 
 import pytest
 
-from slipstream.control.realised import (
-    MAX_TASKS,
-    MEMORY,
+from slipstream.control.explore import (
+    MAX_PAIRS,
+    MIN_PAIRS,
     NUM_OFF_STEPS,
     NUM_ON_STEPS,
-    Gain,
     Pair,
     Realised,
     Step,
     ratio_of,
 )
+from slipstream.control.types import MAX_TASKS, Outcome
+from slipstream.draft.choice import NOBODY
+
+
+def gain(task: str, num_tokens: int) -> Outcome:
+    """What a step gave one sequence."""
+    return Outcome(0, task, NOBODY, 0, 0, 0, num_tokens)
 
 
 def step(
     num_sequences: int, seconds: float, tokens: int, *, speculates: bool = True, task: str = "t"
 ) -> Step:
-    return Step(num_sequences, seconds, [Gain(task, tokens)] * num_sequences, speculates)
+    return Step(num_sequences, seconds, [gain(task, tokens)] * num_sequences, speculates)
 
 
 def pair(realised: Realised, on: list[Step], off: list[Step]) -> None:
@@ -59,7 +65,7 @@ def test_the_first_step_of_a_probe_does_not_count() -> None:
 
 def test_tasks_have_gains_of_their_own() -> None:
     realised = Realised()
-    mixed = Step(2, 0.03, [Gain("a", 3), Gain("b", 1)], True)
+    mixed = Step(2, 0.03, [gain("a", 3), gain("b", 1)], True)
     for _ in range(4):
         pair(realised, [mixed] * NUM_ON_STEPS, [step(2, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
     found = [realised.speedup(task) for task in ("a", "b", None)]
@@ -136,8 +142,10 @@ def test_memory_is_bounded() -> None:
     realised = Realised()
     for i in range(MAX_TASKS + 50):
         on = [step(4, 0.03, 2, task=f"task {i}")] * NUM_ON_STEPS
-        pair(realised, on, [step(4, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
-    assert len(realised._pairs) == MAX_TASKS
+        for _ in range(MIN_PAIRS):
+            pair(realised, on, [step(4, 0.02, 1, speculates=False)] * NUM_OFF_STEPS)
+    known = [realised.speedup(f"task {i}") is not None for i in range(MAX_TASKS + 50)]
+    assert known == [False] * 50 + [True] * MAX_TASKS, "the latest"
     speedup = realised.speedup()
     assert speedup is not None
-    assert speedup.num_pairs == MEMORY
+    assert speedup.num_pairs == MAX_PAIRS

@@ -6,11 +6,10 @@ import logging
 import random
 
 import pytest
-from test_controller import FOREVER
+from test_policy import FOREVER
 from world import World, chain
 
-from slipstream.control.realised import NUM_BACK_STEPS, NUM_OFF_STEPS, Pair
-from slipstream.control.stand_back import RECENT, StandBack
+from slipstream.control.explore import NUM_BACK_STEPS, NUM_OFF_STEPS, RECENT_PAIRS, Pair, Realised, StandBack
 
 SHARE = 0.005
 
@@ -21,8 +20,8 @@ def pair(gain: float, cost: float = 1.5) -> Pair:
 
 def losing(size: int, alpha: float, told: float, **changes: object) -> World:
     """Drafts are told to be accepted more often than they yield tokens."""
-    guessers = [chain("a", {"t": alpha})]
-    world = World(guessers, size=size, tasks=("t",), prompt=0, answer=FOREVER, probe_share=SHARE, **changes)  # type: ignore[arg-type]
+    drafters = [chain("a", {"t": alpha})]
+    world = World(drafters, size=size, tasks=("t",), prompt=0, answer=FOREVER, probe_share=SHARE, **changes)  # type: ignore[arg-type]
     world.told_alpha = {"t": told}
     return world
 
@@ -31,7 +30,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
     world = losing(8, 0.4, 0.8)
     with caplog.at_level(logging.INFO, logger="slipstream.control"):
         world.run(400)
-        report = world.controller.report()
+        report = world.policy.report()
         assert report.stands_back
         assert report.realised is not None
         assert report.realised.high < 1
@@ -39,17 +38,17 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
         world.restart()
         world.run(1000)
         assert world.rate > 0.985 * world.off_rate()
-        later = world.controller.report()
+        later = world.policy.report()
         assert later.stands_back
         assert later.realised is not None
         assert later.realised.num_pairs > num_pairs  # it goes on to look
         assert later.probe_share < 1.2 * SHARE
         assert later.estimated_speedup == 1.0  # of what is done
         assert [record.message.split(":")[0] for record in caplog.records] == ["auto stands back"]
-        world.guessers[0].alpha["t"] = world.told_alpha["t"] = 0.85  # type: ignore[index]
+        world.drafters[0].alpha["t"] = world.told_alpha["t"] = 0.85  # type: ignore[index]
         for _ in range(3000):
             world.step()
-            if not world.controller.report().stands_back:
+            if not world.policy.report().stands_back:
                 break
         assert [record.message.split(":")[0] for record in caplog.records][-1] == "auto drafts again"
         world.run(100)
@@ -61,7 +60,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
 
 def test_a_fixed_drafter_is_the_operators_choice() -> None:
     world = losing(8, 0.1, 0.8, adaptive=False).run(400)
-    assert not world.controller.report().stands_back
+    assert not world.policy.report().stands_back
     assert world.choices[0].depth
 
 
@@ -76,7 +75,7 @@ def test_below_one_is_stood_back_from_and_above_one_ends_it() -> None:
     assert back.lost(8) == pytest.approx(1.5 * (1 - 0.71), rel=0.01)
     changes = [back.learn(8, pair(gain), 1.5) for gain in (0.7, 1.3, 1.3)]
     assert changes == [False] * 3  # the interval still holds 1
-    assert any(back.learn(8, pair(1.3), 1.5) for _ in range(RECENT))
+    assert any(back.learn(8, pair(1.3), 1.5) for _ in range(RECENT_PAIRS))
     assert not back.is_active(8)
     assert back.gain(8) is None  # what it was has no say in what comes
 
@@ -110,8 +109,6 @@ def test_it_does_not_flap(true: float, active: tuple[float, float]) -> None:
 
 def test_a_probe_with_drafts_makes_pairs_of_the_same_kind() -> None:
     from test_realised import step
-
-    from slipstream.control.realised import Realised
 
     realised = Realised()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A simulated engine for the controller: acceptance and costs are known, time is counted and nothing is computed.
+"""A simulated engine for the policy: acceptance and costs are known, time is counted and nothing is computed.
 
 What a choice is worth is known too, so that a run is judged by the tokens that its choices were expected to yield, and
 not by the luck of the draw; the controller sees the draws, and noisy times.
@@ -11,16 +11,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.choice import Asked, Member
-from slipstream.control.controller import Controller
-from slipstream.control.facts import Call, Outcome, StepFacts
-from slipstream.control.knowledge import MAX_LEARNED
-from slipstream.control.realised import Gain
-from slipstream.control.step_cost import Drafted
+from slipstream.control.policy import Policy
+from slipstream.control.types import Call, Drafted, DrafterTraits, ObservedStep, Outcome, StepRequest
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 PLAN_S = 2e-4
-"""Seconds between two looks at the clock: what a plan takes."""
+"""Seconds between two looks at the clock: what a search takes."""
 
 
 class FakeClock:
@@ -52,10 +48,10 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Guesser:
-    """A drafter: what it costs, and how often its tokens stand, by task."""
+class Simulated:
+    """A drafter: what it costs, and how often its tokens are accepted, by task."""
 
-    member: Member
+    traits: DrafterTraits
     alpha: Mapping[str, float]
     """Task to conditional acceptance of each token; of a lookup, when it has found something."""
     call_s: float = 0.0005
@@ -64,7 +60,7 @@ class Guesser:
     """Of a sequence's token."""
     missed_token_s: float = 0.0
     found: Mapping[str, Seq[tuple[float, int]]] = field(default_factory=dict)
-    """Of a lookup: task to the chances of guesses by length; the rest finds nothing."""
+    """Of a lookup: task to the chances of proposals by length; the rest finds nothing."""
 
     def call(self, depths: Seq[int], num_missed: int) -> float:
         """Seconds."""
@@ -72,14 +68,14 @@ class Guesser:
         return self.call_s + levels + self.missed_token_s * num_missed
 
     def tokens(self, task: str, depth: int) -> float:
-        """Expected to stand, of a draft of so many."""
+        """Expected to be accepted, of a draft of so many."""
         return sum(self.alpha[task] ** level for level in range(1, depth + 1))
 
 
 def chain(
     name: str, alpha: Mapping[str, float], *, depth: int = 8, level_s: float = 0.001, missed_s: float = 0.0
-) -> Guesser:
-    return Guesser(Member(name, depth, True), alpha, level_s=level_s, missed_token_s=missed_s)
+) -> Simulated:
+    return Simulated(DrafterTraits(name, depth, True), alpha, level_s=level_s, missed_token_s=missed_s)
 
 
 @dataclass
@@ -91,7 +87,7 @@ class Running:
     prompt: int
     answer: int
     limit: int
-    members: frozenset[int] | None
+    allowed: frozenset[int] | None
     length: int = 0
     output: int = 0
 
@@ -101,7 +97,7 @@ class World:
 
     def __init__(
         self,
-        guessers: Seq[Guesser],
+        drafters: Seq[Simulated],
         *,
         size: int,
         tasks: Seq[str] = ("sql",),
@@ -110,29 +106,30 @@ class World:
         prompt: int = 64,
         answer: int = 200,
         limit: int = 16,
-        members: frozenset[int] | None = None,
+        allowed: frozenset[int] | None = None,
         adaptive: bool = True,
         probe_share: float = 0.005,
         noise: float = 0.03,
         clock: Callable[[], float] | None = None,
         one_by_one: bool = False,
-        books_s: float = 0.0,
+        overhead_s: float = 0.0,
     ) -> None:
-        """`books_s` is what a step's books take. With `one_by_one`, requests do not all begin and end at once."""
-        self.guessers, self.machine = guessers, machine or Machine()
+        """`overhead_s` is what asking and telling the policy takes in a step. With `one_by_one`, requests do not all
+        begin and end at once."""
+        self.drafters, self.machine = drafters, machine or Machine()
         self.tasks = tasks
-        self.prompt, self.answer, self.limit, self.members = prompt, answer, limit, members
-        self.controller = Controller(
-            [guesser.member for guesser in guessers],
+        self.prompt, self.answer, self.limit, self.allowed = prompt, answer, limit, allowed
+        self.policy = Policy(
+            [drafter.traits for drafter in drafters],
             adaptive=adaptive,
             probe_share=probe_share,
             pass_s=self.machine.pass_s,
             clock=clock or FakeClock(),
         )
-        self.books_s = books_s
+        self.overhead_s = overhead_s
         self.random = random.Random(seed)
         self.noise = noise
-        self.slowdown: Callable[[int, float], float] = lambda member, seconds: seconds
+        self.slowdown: Callable[[int, float], float] = lambda number, seconds: seconds
         """Changes what a call takes; for accidents."""
         self.told_alpha: Mapping[str, float] | None = None
         """What outcomes say is accepted, by task, where that is not what a step yields: the estimate is then wrong."""
@@ -140,14 +137,14 @@ class World:
         """True ones, but for what the target takes for prompts, and expected ones."""
         self.probing_s = 0.0
         """Seconds of steps in which nobody was drafted for, to see what is gained."""
-        self.num_steps = self.num_told = 0
-        self.num_asked = [0] * len(guessers)
-        """Draft tokens asked for, by member."""
+        self.num_steps = self.num_asked_about = 0
+        self.num_asked = [0] * len(drafters)
+        """Draft tokens asked for, by drafter."""
         self.choices: list[Choice] = []
         """Of the last step."""
         self.num_begun = 0
-        self._lengths: list[dict[int, int]] = [{} for _ in guessers]
-        """By member, sequence id to the tokens that it has seen."""
+        self._lengths: list[dict[int, int]] = [{} for _ in drafters]
+        """By drafter, sequence id to the tokens that it has seen."""
         self.waiting: list[Running] = []
         self.running = [self._begin() for _ in range(size)]
         for i, request in enumerate(self.running):
@@ -158,15 +155,15 @@ class World:
         number = self.num_begun
         self.num_begun += 1
         task = self.tasks[number % len(self.tasks)]
-        request = Running(number, task, self.prompt, self.answer, self.limit, self.members)
+        request = Running(number, task, self.prompt, self.answer, self.limit, self.allowed)
         request.length = request.prompt
         return request
 
     def restart(self) -> None:
         """Begin to count anew."""
         self.seconds = self.tokens = self.probing_s = 0.0
-        self.num_steps = self.num_told = 0
-        self.num_asked = [0] * len(self.guessers)
+        self.num_steps = self.num_asked_about = 0
+        self.num_asked = [0] * len(self.drafters)
 
     @property
     def rate(self) -> float:
@@ -180,106 +177,75 @@ class World:
 
     def step(self) -> None:
         """As the engine does one: prompts of new requests are computed beside the others' tokens."""
-        controller, running = self.controller, self.running
-        num_others = sum(request.prompt for request in self.waiting)
-        if running and controller.repeats(len(running), num_others > 0):
-            choices = [self._standing(request) for request in running]
-            told = controller.wants_books
+        policy, running = self.policy, self.running
+        num_prompt_rows = sum(request.prompt for request in self.waiting)
+        if running and policy.rests(len(running), num_prompt_rows):
+            choices = [NOTHING] * len(running)
         else:
-            told = True
-            choices = controller.choose([self._asked(request) for request in running], num_others)
+            self.num_asked_about += 1
+            choices = policy.choose([self.asked(request) for request in running], num_prompt_rows)
         self.choices = choices
         calls, drafts = self._draft(choices)
         for request in self.waiting:
-            if not controller.in_probe:
+            if not policy.in_probe:
                 self._announce(request, calls)
-        outcomes, gains, expected = self._verify(choices, drafts)
+        outcomes, expected = self._verify(choices, drafts)
         checked = sum(length for _, length in drafts.values())
-        rows = len(running) + num_others + checked
+        rows = len(running) + num_prompt_rows + checked
         undrafted_s = self.machine.step_s(len(running), rows)
-        prompts_s = self.machine.step_s(len(running), len(running) + num_others)
+        prompts_s = self.machine.step_s(len(running), len(running) + num_prompt_rows)
         if running:
             prompts_s -= self.machine.step_s(len(running), len(running))
         self.seconds += undrafted_s - prompts_s + sum(call.seconds for call in calls)
+        self.seconds += self.overhead_s + policy.planning_s
         self.tokens += expected
         self.num_steps += 1
-        if controller.in_probe:
+        if policy.in_probe:
             self.probing_s += undrafted_s
         ended = [request for request in running if request.output >= request.answer]
         for request in ended:
-            controller.release(request.sequence_id, request.task, request.output)
+            policy.release(request.sequence_id, request.task, request.output)
             for seen in self._lengths:
                 seen.pop(request.sequence_id, None)
-        self.num_told += told
-        if not told:
-            seconds = self._noisy(undrafted_s) + sum(call.seconds for call in calls)
-            controller.pass_by(seconds)
-        else:
-            self._tell(outcomes, gains, drafts, calls, rows, num_others, undrafted_s)
-        self.running = [request for request in running if request not in ended] + self.waiting
-        self.waiting = [self._begin() for _ in ended]
-
-    def _tell(
-        self,
-        outcomes: Seq[Outcome],
-        gains: Seq[Gain],
-        drafts: Mapping[int, tuple[int, int]],
-        calls: Seq[Call],
-        rows: int,
-        num_others: int,
-        undrafted_s: float,
-    ) -> None:
-        controller = self.controller
-        every = max(1, -(-len(outcomes) // MAX_LEARNED))
-        controller.learn(
-            StepFacts(
+        policy.observe(
+            ObservedStep(
+                num_sequences=len(running),
                 num_rows=rows,
-                num_others=num_others,
-                undrafted_s=self._noisy(undrafted_s),
-                calls=[Call(member, drafted, self._noisy(s)) for member, drafted, s in calls],
-                outcomes=[
-                    outcome
-                    for i, outcome in enumerate(outcomes)
-                    if i % every == self.num_steps % every or outcome.sequence_id == controller.tried
-                ],
+                num_prompt_rows=num_prompt_rows,
+                undrafted_s=self._noisy(undrafted_s + self.overhead_s),
+                calls=[Call(number, drafted, self._noisy(s)) for number, drafted, s in calls],
+                outcomes=outcomes if any(choice.drafts for choice in choices) else [],
                 num_drafted=sum(length > 0 for _, length in drafts.values()),
-                num_checked=sum(length for _, length in drafts.values()),
-                gains=gains,
-                books_s=self.books_s,
+                num_checked=checked,
             )
         )
-        self.seconds += self.books_s
-
-    def _standing(self, request: Running) -> Choice:
-        """As the engine asks by it: for no more than the request may have."""
-        choice = self.controller.standing(request.sequence_id, request.task)
-        if request.limit < 1 or choice == NOTHING:
-            return NOTHING
-        return choice._replace(depth=min(choice.depth, request.limit))
+        self.running = [request for request in running if request not in ended] + self.waiting
+        self.waiting = [self._begin() for _ in ended]
 
     def _noisy(self, seconds: float) -> float:
         return seconds * max(0.2, 1 + self.noise * self.random.gauss(0, 1))
 
-    def _asked(self, request: Running) -> Asked:
-        return Asked(
-            request.sequence_id, request.task, request.limit, request.length, request.output, request.members
+    def asked(self, request: Running) -> StepRequest:
+        """As the policy sees it."""
+        return StepRequest(
+            request.sequence_id, request.task, request.limit, request.length, request.output, request.allowed
         )
 
     def _draft(self, choices: Seq[Choice]) -> tuple[list[Call], dict[int, tuple[int, int]]]:
         """The calls, and request number to who drafted and how many tokens."""
         drafts: dict[int, tuple[int, int]] = {}
         calls: list[Call] = []
-        for number, guesser in enumerate(self.guessers):
-            if not guesser.member.looks_up:
+        for number, drafter in enumerate(self.drafters):
+            if not drafter.traits.looks_up:
                 continue
             asked = [i for i, choice in enumerate(choices) if choice.lookup == number]
             for i in asked:
-                length = min(self._found(guesser, self.running[i].task), self.running[i].limit)
+                length = min(self._found(drafter, self.running[i].task), self.running[i].limit)
                 if length >= choices[i].min_tokens:
                     drafts[i] = number, length
             if asked:
                 calls.append(self._call(number, asked, [1] * len(asked)))
-        for number, guesser in enumerate(self.guessers):
+        for number, drafter in enumerate(self.drafters):
             asked = [i for i, choice in enumerate(choices) if choice.drafter == number and i not in drafts]
             depths = [choices[i].depth for i in asked]
             if not asked:
@@ -287,113 +253,110 @@ class World:
             assert all(depths), "a drafter is asked for nothing"
             calls.append(self._call(number, asked, depths))
             drafts |= {
-                i: (number, min(d, guesser.member.max_depth)) for i, d in zip(asked, depths, strict=True)
+                i: (number, min(d, drafter.traits.max_depth)) for i, d in zip(asked, depths, strict=True)
             }
         return calls, drafts
 
-    def _found(self, guesser: Guesser, task: str) -> int:
+    def _found(self, drafter: Simulated, task: str) -> int:
         point = self.random.random()
-        for chance, length in guesser.found[task]:
+        for chance, length in drafter.found[task]:
             point -= chance
             if point < 0:
                 return length
         return 0
 
     def _call(self, number: int, asked: Seq[int], depths: Seq[int]) -> Call:
-        guesser, missed = self.guessers[number], 0
+        drafter, missed = self.drafters[number], 0
         self.num_asked[number] += sum(depths)
         for i in asked:
             request = self.running[i]
-            self.controller.meet(number, request.sequence_id, request.length)
+            self.policy.note_asked(number, request.sequence_id, request.length)
             missed += max(request.length - self._lengths[number].get(request.sequence_id, 0) - 1, 0)
             self._lengths[number][request.sequence_id] = request.length
-        if guesser.member.is_chain:
-            depths = [min(depth, guesser.member.max_depth) for depth in depths]
+        if drafter.traits.is_chain:
+            depths = [min(depth, drafter.traits.max_depth) for depth in depths]
             drafted = Drafted(len(asked), max(depths), sum(depths))
         else:
             drafted = Drafted(len(asked), 1, len(asked))
-        return Call(number, drafted, self.slowdown(number, guesser.call(depths, missed)))
+        return Call(number, drafted, self.slowdown(number, drafter.call(depths, missed)))
 
     def _announce(self, request: Running, calls: list[Call]) -> None:
-        member = self.controller.announce(
+        number = self.policy.announce(
             request.sequence_id, request.task, request.prompt, request.prompt, request.answer
         )
-        if member == NOBODY:
+        if number == NOBODY:
             return
-        guesser = self.guessers[member]
-        self._lengths[member][request.sequence_id] = request.prompt
-        seconds = guesser.missed_token_s * request.prompt
+        drafter = self.drafters[number]
+        self._lengths[number][request.sequence_id] = request.prompt
+        seconds = drafter.missed_token_s * request.prompt
         for place, call in enumerate(calls):
-            if call.member == member:
+            if call.drafter == number:
                 calls[place] = call._replace(seconds=call.seconds + seconds)
                 return
-        calls.append(Call(member, Drafted(0, 0, 0), guesser.call_s + seconds))
+        calls.append(Call(number, Drafted(0, 0, 0), drafter.call_s + seconds))
 
     def _verify(
         self, choices: Seq[Choice], drafts: Mapping[int, tuple[int, int]]
-    ) -> tuple[list[Outcome], list[Gain], float]:
+    ) -> tuple[list[Outcome], float]:
         outcomes: list[Outcome] = []
-        gains: list[Gain] = []
         expected = 0.0
         for i, (request, choice) in enumerate(zip(self.running, choices, strict=True)):
-            member, length = drafts.get(i, (NOBODY, 0))
+            number, length = drafts.get(i, (NOBODY, 0))
             accepted = 0
             expected += 1.0
             if length:
-                alpha = self.guessers[member].alpha[request.task]
-                expected += self.guessers[member].tokens(request.task, length)
+                alpha = self.drafters[number].alpha[request.task]
+                expected += self.drafters[number].tokens(request.task, length)
                 while accepted < length and self.random.random() < alpha:
                     accepted += 1
             request.output += accepted + 1
             request.length += accepted + 1
-            reached = min(accepted + 1, length)
-            gains.append(Gain(request.task, accepted + 1))
+            num_tokens = accepted + 1
             if self.told_alpha is not None:
-                told = 0
-                while told < length and self.random.random() < self.told_alpha[request.task]:
-                    told += 1
-                reached, accepted = min(told + 1, length), told
+                accepted = 0
+                while accepted < length and self.random.random() < self.told_alpha[request.task]:
+                    accepted += 1
+            reached = min(accepted + 1, length)
             outcomes.append(
                 Outcome(
                     request.sequence_id,
                     request.task,
-                    member,
-                    choice.depth,
+                    number,
                     length,
                     reached,
                     accepted,
-                    accepted + 1,
+                    num_tokens,
                     choice.lookup,
                 )
             )
-        return outcomes, gains, expected
+        return outcomes, expected
 
     # --- what would be right ----------------------------------------------------------------------------------
 
     def fixed_rate(self, by_task: Mapping[str, tuple[int, int]]) -> float:
-        """Expected tokens a second of a member and a depth for each task, prompts apart."""
+        """Expected tokens a second of a drafter and a depth for each task, prompts apart."""
         requests = [by_task[request.task] for request in self.running]
         tokens = float(len(requests))
         rows, seconds = len(requests), 0.0
-        for number, guesser in enumerate(self.guessers):
+        for number, drafter in enumerate(self.drafters):
             mine = [
                 (request.task, depth)
-                for request, (member, depth) in zip(self.running, requests, strict=True)
-                if member == number and depth
+                for request, (chosen, depth) in zip(self.running, requests, strict=True)
+                if chosen == number and depth
             ]
             if mine:
-                tokens += sum(guesser.tokens(task, depth) for task, depth in mine)
+                tokens += sum(drafter.tokens(task, depth) for task, depth in mine)
                 rows += sum(depth for _, depth in mine)
-                seconds += guesser.call([depth for _, depth in mine], 0)
+                seconds += drafter.call([depth for _, depth in mine], 0)
         return tokens / (seconds + self.machine.step_s(len(requests), rows))
 
     def settings(self) -> list[tuple[int, int]]:
         """Off, and every chain at every depth."""
         return [(NOBODY, 0)] + [
             (number, depth)
-            for number, guesser in enumerate(self.guessers)
-            if guesser.member.is_chain
-            for depth in range(1, min(guesser.member.max_depth, self.limit) + 1)
+            for number, drafter in enumerate(self.drafters)
+            if drafter.traits.is_chain
+            for depth in range(1, min(drafter.traits.max_depth, self.limit) + 1)
         ]
 
     def off_rate(self) -> float:
@@ -412,5 +375,5 @@ class World:
             self.running = running
 
     def chosen(self) -> list[tuple[int, int]]:
-        """Member and depth of each request in the last step."""
+        """Drafter and depth of each request in the last step."""
         return [(choice.drafter, choice.depth) for choice in self.choices]

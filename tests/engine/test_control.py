@@ -15,9 +15,8 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.control import controller as controller_module
-from slipstream.control.choice import Asked
-from slipstream.control.controller import Controller
+from slipstream.control.policy import Policy
+from slipstream.control.types import StepRequest
 from slipstream.core import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
@@ -115,13 +114,13 @@ def texts(
 
 
 def random_choices(seed: int) -> Any:
-    """In the place of the controller's own choice: anything that the contract allows, anew in every step."""
+    """In the place of the policy's own choice: anything that the contract allows, anew in every step."""
     rng = random.Random(seed)
 
-    def chosen_now(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+    def chosen_now(self: Policy, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
         choices = []
-        for request in asked:
-            member = rng.choice([NOBODY, *range(len(self.members))])
+        for request in requests:
+            member = rng.choice([NOBODY, *range(len(self.drafters))])
             lookup = rng.choice([NOBODY, 0])
             depth = rng.randint(1, max(request.limit, 1))
             chain = member != NOBODY and request.limit > 0
@@ -140,7 +139,8 @@ def test_any_choice_gives_the_same_text(
     make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], verifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members change from step to step, drafts have to catch up, and a request may rest for a while."""
-    monkeypatch.setattr(Controller, "_chosen_now", random_choices(3))
+    monkeypatch.setattr(Policy, "choose", random_choices(3))
+    monkeypatch.setattr(Policy, "rests", lambda *_: False)
     third = {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 5}
     config = {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT, third], "verifier": verifier}
     llm = make_llm(config, max_num_seqs=6)
@@ -167,29 +167,19 @@ def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: l
     assert llm.engine.stats().num_drafted_sequences == 0
 
 
-def test_steps_that_repeat_what_was_decided_say_the_same(
+def test_steps_by_a_cached_plan_say_the_same(
     make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are short here, so most are not told of; whoever is drafted for stays so."""
-    told: Counter[str] = Counter()
-
-    def counting(name: str) -> None:
-        method = getattr(Controller, name)
-
-        def counted(self: Controller, *args: Any, **kwargs: Any) -> None:
-            told[name] += 1
-            method(self, *args, **kwargs)
-
-        monkeypatch.setattr(Controller, name, counted)
-
-    counting("learn")
-    counting("pass_by")
-    monkeypatch.setattr(controller_module, "BOOKS_SHARE", 1e-4)
+    """Steps are short here, so a plan holds for many; whoever is drafted for stays so."""
+    searches: Counter[bool] = Counter()
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     llm = make_llm(AUTO, max_num_seqs=3)
+    policy = llm.engine.drafting.policy
+    assert policy is not None
+    llm.engine.on_step = lambda step: searches.update([policy.planning_s > 0])
     for _ in range(2):
         assert texts(llm, prompts[:6], params) == texts(plain, prompts[:6], params)
-    assert told["pass_by"] > told["learn"]
+    assert searches[False] > searches[True] > 0
     assert sum(output.metrics.num_draft_tokens for output in llm.generate(prompts[:6], params)) > 0
     assert llm.engine.integrity() == []
 
@@ -201,7 +191,7 @@ def test_a_request_may_name_its_drafter(
     llm = make_llm(AUTO)
     used: Counter[str] = Counter()
     llm.engine.on_observe = lambda seen: used.update(one.method for one in seen)
-    monkeypatch.setattr(Controller, "_adapted", lambda self, asked, others: [NOTHING] * len(asked))
+    monkeypatch.setattr(Policy, "choose", lambda self, requests, rows: [NOTHING] * len(requests))
     assert texts(llm, prompts[:6], draft_method=method) == texts(plain, prompts[:6])
     assert used.keys() <= {method, "off"}
     assert used[method] > 5 * used["off"], "even where it does not pay"
@@ -216,13 +206,13 @@ def test_of_two_drafters_of_one_method_either_or_one_may_be_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_draft: list[frozenset[int] | None] = []
-    choose = Controller.choose
+    choose = Policy.choose
 
-    def recorded(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
-        may_draft.extend(request.members for request in asked)
-        return choose(self, asked, num_other_rows)
+    def recorded(self: Policy, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
+        may_draft.extend(request.allowed for request in requests)
+        return choose(self, requests, num_prompt_rows)
 
-    monkeypatch.setattr(Controller, "choose", recorded)
+    monkeypatch.setattr(Policy, "choose", recorded)
     llm = make_llm({"method": "auto", "drafters": [DRAFT, {**DRAFT, "num_speculative_tokens": 2}]})
     assert llm.engine.draft_methods == ["draft_model-1", "draft_model-2", "draft_model"]
     used: set[str] = set()
@@ -271,7 +261,7 @@ def test_probes_measure_what_a_fixed_drafter_gains(
 
 def test_without_a_share_nothing_is_probed(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
     llm = make_llm(DRAFT)
-    assert llm.engine.drafting.controller is None
+    assert llm.engine.drafting.policy is None
     llm.generate(prompts[0], PARAMS)
     report = llm.engine.control_report()
     assert (report.adaptive, report.speculating, report.realised) == (False, True, None)

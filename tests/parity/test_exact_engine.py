@@ -17,8 +17,8 @@ from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.control.choice import Asked
-from slipstream.control.controller import Controller
+from slipstream.control.policy import Policy
+from slipstream.control.types import StepRequest
 from slipstream.core import Proposal, ProposalKind
 from slipstream.draft.choice import NOBODY, Choice
 from slipstream.draft.model.growth import Growth
@@ -114,16 +114,16 @@ def test_every_drafter_is_here() -> None:
     assert {spec["method"] for spec in SPECS} == set(drafter_names()) - {"off"}
 
 
-def chosen_by_length(self: Controller, asked: Seq[Asked], num_other_rows: int) -> list[Choice]:
+def chosen_by_length(self: Policy, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
     """A lookup and a draft in turn, and nothing, of other depths each time. A run of the enumeration must not depend on
-    the runs before it, as what a controller has learned does."""
+    the runs before it, as what a policy has learned does."""
     turns = [
         Choice(1, 2, lookup=0, min_tokens=2),
         Choice(1, 1),
         Choice(NOBODY, 0, lookup=0, min_tokens=1),
         Choice(1, 2),
     ]
-    return [turns[each.length % 4] if each.limit >= 2 else Choice(NOBODY, 0) for each in asked]
+    return [turns[each.length % 4] if each.limit >= 2 else Choice(NOBODY, 0) for each in requests]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name)
@@ -134,7 +134,8 @@ def test_the_distribution_stays(
     cut_draft: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Controller, "_chosen_now", chosen_by_length)
+    monkeypatch.setattr(Policy, "choose", chosen_by_length)
+    monkeypatch.setattr(Policy, "rests", lambda *_: False)
     given = spec
     if spec.get("model") == TRAINED:
         spec = {**spec, "model": trained_heads(spec["method"])}

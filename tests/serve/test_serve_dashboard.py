@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
-from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
+from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.core import Proposal, Sequence, StepItem, Verdict
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics

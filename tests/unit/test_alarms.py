@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.control.report import ControlReport, MethodReport, TaskReport
+from slipstream.control.types import ControlReport, MethodReport, TaskReport
 from slipstream.monitor.alarms import FAILURE_MEMORY_S, MAX_TASKS, Alarm, AlarmKind, Alarms, FinishedRequest
 from slipstream.monitor.causes import Traits, suspected_causes
 

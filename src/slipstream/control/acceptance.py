@@ -1,4 +1,4 @@
-"""How many draft tokens stand: by drafter, by task and by request, each the first guess for the next.
+"""How many draft tokens are accepted: by drafter, by task and by request, each the prior of the next.
 
 Nothing here looks at the tokens of the draft at hand: what is decided from it never depends on what was drawn, which
 the classical verifiers demand (the non-anticipation rule).
@@ -10,24 +10,27 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-FIRST_GUESS = 0.6
+from slipstream.control.types import MAX_TASKS
+
+PRIOR = 0.75
 """Conditional acceptance of a drafter of which nothing is known."""
 DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 8.0
 """How many drafts the level above is worth."""
 DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
-SURPRISE = 6.0
-"""Evidence, in logarithms of a likelihood ratio, that drafts do better or worse than before: then what was before is
-forgotten, because where little is drafted it would take long to outweigh it."""
+EVIDENCE = 6.0
+"""Logarithm of a likelihood ratio from which on acceptance is taken to have changed: what was learned before is then
+dropped, because where little is drafted it would take long to outweigh it."""
 SHIFT = 7.0
 """By what factor the odds of the first token must have changed for a change to be worth noticing."""
-FEW = 10.0
-"""Drafts without which there is no before."""
+MIN_DRAFTS = 10.0
+"""Drafts without which there is nothing to compare with."""
 KEPT = 2.0
-"""Drafts that the forgotten ones then weigh together."""
-MAX_TASKS = 256
-"""Of one drafter; the one that was used the longest time ago makes room."""
+"""Drafts that the dropped ones then weigh together."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class Drafts:
     number: int = 0
     checked: int = 0
     accepted: int = 0
-    looks_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
     """Entry i: drafts that had a token at position i + 1 below an accepted path."""
     accepted_at: list[int] = field(default_factory=list)
 
@@ -51,76 +54,75 @@ class Drafts:
         self.number += 1
         self.checked += num_checked
         self.accepted += num_accepted
-        if len(self.looks_at) < num_reached:
-            more = [0] * (num_reached - len(self.looks_at))
-            self.looks_at += more
+        if len(self.reached_at) < num_reached:
+            more = [0] * (num_reached - len(self.reached_at))
+            self.reached_at += more
             self.accepted_at += more
         for position in range(num_accepted):
-            self.looks_at[position] += 1
+            self.reached_at[position] += 1
             self.accepted_at[position] += 1
         if num_reached > num_accepted:
-            self.looks_at[num_accepted] += 1
-
-
-def _evidence(odds: float, other: float, stood: int, fell: int) -> float:
-    """Log-likelihood ratio of `other` odds against `odds`."""
-    return stood * math.log(other / odds) + (stood + fell) * math.log((1 + odds) / (1 + other))
+            self.reached_at[num_accepted] += 1
 
 
 @dataclass(slots=True)
 class Counts:
-    """Decayed counts of drafts: tokens checked and accepted, and for chains looks and acceptances by position."""
+    """Decayed counts of drafts: tokens checked and accepted, and for chains reached and accepted by position."""
 
     memory: float
     drafts: float = 0.0
     checked: float = 0.0
     accepted: float = 0.0
-    looks_at: list[float] = field(default_factory=list)
-    """Entry i: drafts that had a token at position i + 1 below an accepted path."""
+    reached_at: list[float] = field(default_factory=list)
     accepted_at: list[float] = field(default_factory=list)
     better: float = 0.0
-    """Evidence that the first token stands more often than it did."""
+    """Evidence that the first token is accepted more often than it was."""
     worse: float = 0.0
 
-    def learn(self, drafts: Drafts) -> None:
-        """Some drafts, of about the same age."""
+    def learn(self, drafts: Drafts) -> bool:
+        """Some drafts, of about the same age; True where they show that acceptance has changed."""
         keep = (1.0 - 1.0 / self.memory) ** drafts.number
-        if self._surprised_by(drafts):
-            keep *= KEPT / max(self.drafts, KEPT)
+        changed = self._changed(drafts)
+        if changed:
+            self.forget()
         self.drafts = self.drafts * keep + drafts.number
         self.checked = self.checked * keep + drafts.checked
         self.accepted = self.accepted * keep + drafts.accepted
-        while len(self.looks_at) < len(drafts.looks_at):
-            self.looks_at.append(0.0)
-            self.accepted_at.append(0.0)
-        # All positions fade alike, so that one that has not been tried for long is thought of as the one before it.
-        self.looks_at = [looks * keep for looks in self.looks_at]
-        self.accepted_at = [accepted * keep for accepted in self.accepted_at]
-        for position, looks in enumerate(drafts.looks_at):
-            self.looks_at[position] += looks
+        more = [0.0] * (len(drafts.reached_at) - len(self.reached_at))
+        # All positions fade alike, so that one that has not been drafted for long is expected to be as the one before.
+        self.reached_at = [reached * keep for reached in self.reached_at] + more
+        self.accepted_at = [accepted * keep for accepted in self.accepted_at] + more
+        for position, reached in enumerate(drafts.reached_at):
+            self.reached_at[position] += reached
             self.accepted_at[position] += drafts.accepted_at[position]
+        return changed
 
-    def _surprised_by(self, drafts: Drafts) -> bool:
+    def forget(self) -> None:
+        """What was learned says little of what comes."""
+        keep = KEPT / max(self.drafts, KEPT)
+        self.drafts, self.checked, self.accepted = self.drafts * keep, self.checked * keep, self.accepted * keep
+        self.reached_at = [reached * keep for reached in self.reached_at]
+        self.accepted_at = [accepted * keep for accepted in self.accepted_at]
+
+    def _changed(self, drafts: Drafts) -> bool:
         """Whether the recent drafts, these included, are of another kind than those before (Page's CUSUM test)."""
-        if not drafts.looks_at or not self.looks_at:
+        if not drafts.reached_at or not self.reached_at or self.reached_at[0] < MIN_DRAFTS:
             return False
-        if self.looks_at[0] < FEW:
-            return False
-        odds = (self.accepted_at[0] + 0.5) / (self.looks_at[0] - self.accepted_at[0] + 0.5)
-        stood = drafts.accepted_at[0]
-        fell = drafts.looks_at[0] - stood
-        self.better = max(0.0, self.better + _evidence(odds, odds * SHIFT, stood, fell))
-        self.worse = max(0.0, self.worse + _evidence(odds, odds / SHIFT, stood, fell))
-        surprised = max(self.better, self.worse) > SURPRISE
-        if surprised:
+        odds = (self.accepted_at[0] + 0.5) / (self.reached_at[0] - self.accepted_at[0] + 0.5)
+        accepted = drafts.accepted_at[0]
+        rejected = drafts.reached_at[0] - accepted
+        self.better = max(0.0, self.better + _evidence(odds, odds * SHIFT, accepted, rejected))
+        self.worse = max(0.0, self.worse + _evidence(odds, odds / SHIFT, accepted, rejected))
+        changed = max(self.better, self.worse) > EVIDENCE
+        if changed:
             self.better = self.worse = 0.0
-        return surprised
+        return changed
 
     def conditional(self, position: int, prior: float, weight: float) -> float:
         """Acceptance at `position`, from 0, of the drafts that came so far, shrunk towards `prior`."""
-        if position >= len(self.looks_at):
+        if position >= len(self.reached_at):
             return prior
-        return (self.accepted_at[position] + weight * prior) / (self.looks_at[position] + weight)
+        return (self.accepted_at[position] + weight * prior) / (self.reached_at[position] + weight)
 
     def per_draft(self, prior: tuple[float, float], weight: float) -> tuple[float, float]:
         """Tokens accepted and tokens checked a draft, shrunk towards `prior`."""
@@ -128,35 +130,43 @@ class Counts:
         return (self.accepted + weight * prior[0]) / total, (self.checked + weight * prior[1]) / total
 
 
-class Acceptance:
-    """What one drafter's guesses are worth.
+def _evidence(odds: float, other: float, accepted: int, rejected: int) -> float:
+    """Log-likelihood ratio of `other` odds against `odds`."""
+    return accepted * math.log(other / odds) + (accepted + rejected) * math.log((1 + odds) / (1 + other))
 
-    Of a chain, whose length is chosen, it estimates *survival*: the chance that a token stands and all before it. Of a
-    tree or a lookup, which is taken as it comes, the tokens that a draft yields and those that it has the target check.
+
+class Acceptance:
+    """What one drafter's drafts are worth.
+
+    Of a chain, whose length is chosen, it estimates *survival*: the chance that a token and all before it are accepted.
+    Of a tree or a lookup, whose size is not, the tokens that a draft yields and those that it has the target check.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self._all = Counts(DRAFTER_MEMORY)
         self._tasks: OrderedDict[str, Counts] = OrderedDict()
-        self._requests: dict[int, Counts] = {}
+        self._requests: dict[int, tuple[str, Counts]] = {}
+        """With their tasks."""
 
-    def learn(self, sequence_id: int, task: str, drafts: Drafts) -> None:
-        """What became of a request's drafts; some may have been empty."""
-        request = self._requests.get(sequence_id)
-        if request is None:
-            request = self._requests[sequence_id] = Counts(REQUEST_MEMORY)
-        for counts in (self._all, self._task(task), request):
-            counts.learn(drafts)
+    def learn(self, sequence_id: int, task: str, drafts: Drafts) -> bool:
+        """What became of a request's drafts, some perhaps empty; True where its task's acceptance has changed."""
+        self._all.learn(drafts)
+        self._requests.setdefault(sequence_id, (task, Counts(REQUEST_MEMORY)))[1].learn(drafts)
+        changed = latest(self._tasks, task, Counts(TASK_MEMORY)).learn(drafts)
+        if changed:
+            for number, (of_task, counts) in self._requests.items():
+                if of_task == task and number != sequence_id:
+                    counts.forget()
+        return changed
 
     def survival(self, sequence_id: int, task: str) -> list[float]:
-        """The chance that a chain for this request stands down to position 1, 2, … `max_depth`."""
+        """The chance that a chain for this request is accepted down to position 1, 2, … `max_depth`."""
         levels = self._levels(sequence_id, task)
         chances: list[float] = []
-        above, rate = 1.0, FIRST_GUESS
+        above, rate = 1.0, PRIOR
         for position in range(self.max_depth):
-            # What is known of a position is the first guess for the next one.
-            estimate = rate
+            estimate = rate  # what is known of a position is the prior of the next one
             for counts, weight in levels:
                 estimate = counts.conditional(position, estimate, weight)
                 if counts is self._all:
@@ -167,7 +177,8 @@ class Acceptance:
 
     def per_draft(self, sequence_id: int, task: str) -> tuple[float, float]:
         """Tokens accepted, and tokens checked, that a whole draft for this request comes to; empty drafts included."""
-        estimate = self._first_yield()
+        levels = float(min(self.max_depth, 4))
+        estimate = sum(PRIOR**depth for depth in range(1, int(levels) + 1)), levels
         for counts, weight in self._levels(sequence_id, task):
             estimate = counts.per_draft(estimate, weight)
         return estimate
@@ -176,21 +187,17 @@ class Acceptance:
         """Whether anything was drafted for the request itself."""
         return sequence_id in self._requests
 
-    def worth(self, sequence_id: int, task: str) -> tuple[list[float], tuple[float, float]]:
-        """`survival` and `per_draft`."""
-        return self.survival(sequence_id, task), self.per_draft(sequence_id, task)
-
     def num_drafts(self, sequence_id: int, task: str) -> tuple[float, float, float]:
         """How much is known: drafts of the request, of its task and of all, old ones counted less."""
         request, of_task = self._requests.get(sequence_id), self._tasks.get(task)
         return (
-            0.0 if request is None else request.drafts,
+            0.0 if request is None else request[1].drafts,
             0.0 if of_task is None else of_task.drafts,
             self._all.drafts,
         )
 
     def rate(self, task: str | None = None) -> float | None:
-        """Pooled α lately of a task, or of all; None before anything was checked."""
+        """Recent pooled α of a task, or of all; None before anything was checked."""
         counts = self._all if task is None else self._tasks.get(task)
         return None if counts is None or counts.checked <= 0 else counts.accepted / counts.checked
 
@@ -209,106 +216,112 @@ class Acceptance:
         if (of_task := self._tasks.get(task)) is not None:
             levels.append((of_task, TASK_PRIOR))
         if (request := self._requests.get(sequence_id)) is not None:
-            levels.append((request, REQUEST_PRIOR))
+            levels.append((request[1], REQUEST_PRIOR))
         return levels
 
-    def _first_yield(self) -> tuple[float, float]:
-        """A guess for trees and lookups: as a chain of `FIRST_GUESS` would do."""
-        accepted = sum(FIRST_GUESS**depth for depth in range(1, min(self.max_depth, 4) + 1))
-        return accepted, float(min(self.max_depth, 4))
 
-    def _task(self, task: str) -> Counts:
-        counts = self._tasks.get(task)
-        if counts is None:
-            counts = self._tasks[task] = Counts(TASK_MEMORY)
-            if len(self._tasks) > MAX_TASKS:
-                self._tasks.popitem(last=False)
-        self._tasks.move_to_end(task)
-        return counts
+def latest(by_task: OrderedDict[str, T], task: str, new: T) -> T:
+    """The entry of a task, or the new one. Of more than `MAX_TASKS` the least recently used is dropped."""
+    entry = by_task.setdefault(task, new)
+    by_task.move_to_end(task)
+    if len(by_task) > MAX_TASKS:
+        by_task.popitem(last=False)
+    return entry
 
 
 BUCKETS = (0, 1, 2, 4, 8, 16)
-"""Lengths of a lookup's guess from which on it counts for the next bucket: 0, 1, 2 to 3, 4 to 7, …"""
+"""Lengths of a lookup's proposal from which on it counts for the next bucket: 0, 1, 2 to 3, 4 to 7, …"""
 BUCKET_PRIOR = 4.0
-"""Guesses that the level above, and the bucket before, is worth."""
+"""Proposals that the level above, and the bucket before, is worth."""
 
 
-@dataclass(slots=True)
-class _Guesses:
-    """Decayed counts of a lookup's guesses, by bucket of their length."""
+class _ByLength:
+    """Decayed counts of a lookup's proposals, by bucket of their length."""
 
-    number: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
-    checked: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
-    accepted: list[float] = field(default_factory=lambda: [0.0] * len(BUCKETS))
+    def __init__(self, memory: float) -> None:
+        self._growth = 1.0 / (1.0 - 1.0 / memory)
+        self._weight = 1.0
+        """Of the next proposal: instead of fading what is there, what comes counts more."""
+        self._number, self._checked, self._accepted = ([0.0] * len(BUCKETS) for _ in range(3))
 
-    def learn(self, length: int, num_accepted: int, memory: float) -> None:
-        keep = 1.0 - 1.0 / memory
-        for counts in (self.number, self.checked, self.accepted):
-            for bucket, count in enumerate(counts):
-                counts[bucket] = count * keep
+    def learn(self, length: int, num_accepted: int) -> None:
         bucket = bucket_of(length)
-        self.number[bucket] += 1
-        self.checked[bucket] += length
-        self.accepted[bucket] += num_accepted
+        self._weight *= self._growth
+        self._number[bucket] += self._weight
+        self._checked[bucket] += self._weight * length
+        self._accepted[bucket] += self._weight * num_accepted
+        if self._weight > 1e9:
+            for counts in (self._number, self._checked, self._accepted):
+                counts[:] = [count / self._weight for count in counts]
+            self._weight = 1.0
+
+    @property
+    def number(self) -> list[float]:
+        return [count / self._weight for count in self._number]
+
+    @property
+    def checked(self) -> list[float]:
+        return [count / self._weight for count in self._checked]
+
+    @property
+    def accepted(self) -> list[float]:
+        return [count / self._weight for count in self._accepted]
+
+
+_NOTHING_FOUND = _ByLength(TASK_MEMORY)
+"""Of a task that is unknown."""
 
 
 def bucket_of(length: int) -> int:
-    """The bucket that a guess of `length` tokens counts for."""
+    """The bucket that a proposal of `length` tokens counts for."""
     return bisect_right(BUCKETS, length) - 1
 
 
 class LookupYield:
-    """What a lookup's guesses are worth by their length, which says how much of the text was found again.
+    """What a lookup's proposals are worth by their length, which says how much of the text was found again.
 
-    A guess is there before it is decided whether to check it, and it is no random draw, so its length may have a say.
+    A proposal is there before it is decided whether to check it, and it is no random draw, so its length may decide.
     """
 
     def __init__(self) -> None:
-        self._all = _Guesses()
-        self._tasks: OrderedDict[str, _Guesses] = OrderedDict()
+        self._all = _ByLength(DRAFTER_MEMORY)
+        self._tasks: OrderedDict[str, _ByLength] = OrderedDict()
 
     def learn(self, task: str, length: int, num_accepted: int) -> None:
-        """One guess of `length` tokens, none included."""
-        of_task = self._tasks.get(task)
-        if of_task is None:
-            of_task = self._tasks[task] = _Guesses()
-            if len(self._tasks) > MAX_TASKS:
-                self._tasks.popitem(last=False)
-        self._tasks.move_to_end(task)
-        self._all.learn(length, num_accepted, DRAFTER_MEMORY)
-        of_task.learn(length, num_accepted, TASK_MEMORY)
+        """One proposal of `length` tokens; 0 where nothing was found."""
+        self._all.learn(length, num_accepted)
+        of_task = self._tasks.get(task) or _ByLength(TASK_MEMORY)
+        latest(self._tasks, task, of_task).learn(length, num_accepted)
 
     def rates(self, task: str) -> list[float]:
-        """By bucket, the share of a guess that stands."""
-        of_task = self._tasks.get(task, _Guesses())
-        rates: list[float] = []
-        rate = FIRST_GUESS
+        """By bucket, the share of a proposal that is accepted."""
+        levels = [
+            (counts.number, counts.checked, counts.accepted)
+            for counts in (self._all, self._tasks.get(task, _NOTHING_FOUND))
+        ]
+        rates = [0.0]
+        rate = PRIOR
         for bucket in range(1, len(BUCKETS)):
-            for guesses in (self._all, of_task):
-                # A bucket's numbers are tokens; a guess counts as one look, however long it is.
-                looks = guesses.number[bucket]
-                seen = guesses.accepted[bucket] / max(guesses.checked[bucket], 1e-9)
-                rate = (looks * seen + BUCKET_PRIOR * rate) / (looks + BUCKET_PRIOR)
+            for number, checked, accepted in levels:
+                # A bucket's numbers are tokens; a proposal counts as one, however long it is.
+                seen = number[bucket] * accepted[bucket] / max(checked[bucket], 1e-9)
+                rate = (seen + BUCKET_PRIOR * rate) / (number[bucket] + BUCKET_PRIOR)
             rates.append(rate)
-        return [0.0, *rates]
+        return rates
 
     def shares(self, task: str) -> list[float]:
-        """By bucket, how often a guess falls into it; a task of which little is known borrows from the others."""
-        of_task = self._tasks.get(task, _Guesses())
+        """By bucket, how often a proposal falls into it; a task of which little is known borrows from the others."""
+        of_task = self._tasks.get(task, _NOTHING_FOUND)
         of_all = _shares(self._all.number, [1 / len(BUCKETS)] * len(BUCKETS))
         return _shares(of_task.number, of_all)
 
     def lengths(self, task: str) -> list[float]:
-        """By bucket, the mean length of a guess."""
-        of_task = self._tasks.get(task, _Guesses())
+        """By bucket, the mean length of a proposal."""
+        of_task = self._tasks.get(task, _NOTHING_FOUND)
         return [
             (checked + BUCKET_PRIOR * first) / (number + BUCKET_PRIOR)
             for checked, number, first in zip(of_task.checked, of_task.number, BUCKETS, strict=True)
         ]
-
-    def num_guesses(self, task: str) -> float:
-        """How much is known of a task, old guesses counted less."""
-        return sum(self._tasks[task].number) if task in self._tasks else 0.0
 
 
 def _shares(counts: list[float], prior: list[float]) -> list[float]:

@@ -1,12 +1,12 @@
-"""Makes the controller of an engine: who can draft, and what a pass of the target should take."""
+"""Makes the policy of an engine: who can draft, and what a pass of the target should take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from slipstream.config import SpeculativeConfig
-from slipstream.control.choice import Member
-from slipstream.control.controller import Controller
+from slipstream.control.policy import Policy
+from slipstream.control.types import DrafterTraits
 from slipstream.core import ProposalKind
 from slipstream.draft.base import Drafter
 from slipstream.draft.combine.auto import AutoDrafter
@@ -22,8 +22,8 @@ USUAL_CONTEXT = 256
 """Cached tokens for which a stored profile is read: what a pass takes depends on its rows far more."""
 
 
-def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: CausalLM) -> Controller | None:
-    """The controller that `speculative` asks for; None where nothing is to be chosen or probed."""
+def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: CausalLM) -> Policy | None:
+    """The policy that `speculative` asks for; None where nothing is to be chosen or probed."""
     adaptive = isinstance(drafter, AutoDrafter)
     share = speculative.probe_share
     if share is None:
@@ -31,20 +31,27 @@ def create_controller(speculative: SpeculativeConfig, drafter: Drafter, model: C
     if not adaptive:
         if share == 0 or drafter.max_nodes() == 0:
             return None
-        return Controller([_member(speculative.method, drafter)], adaptive=False, probe_share=share)
+        return Policy(
+            [_traits(speculative.method, drafter)], adaptive=False, probe_share=share, pass_s=_unmeasured_s
+        )
     assert isinstance(drafter, AutoDrafter)
-    members = [
-        _member(name, guard.drafter) for name, guard in zip(drafter.names, drafter.members, strict=True)
+    drafters = [
+        _traits(name, guard.drafter) for name, guard in zip(drafter.names, drafter.members, strict=True)
     ]
-    return Controller(members, adaptive=True, probe_share=share, pass_s=_pass_s(model))
+    return Policy(drafters, adaptive=True, probe_share=share, pass_s=_pass_s(model))
 
 
-def _member(name: str, drafter: Drafter) -> Member:
+def _traits(name: str, drafter: Drafter) -> DrafterTraits:
     length = drafter.chain_length()
     depth = drafter.max_nodes() if length is None else length
-    # Whether a lookup's guess is taken depends on its length, which must not be what a random draw came to.
+    # Whether a lookup's proposal is used depends on its length, which must not be what a random draw came to.
     draws = bool(drafter.kinds_made() - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
-    return Member(name, depth, length is not None, drafter.looks_up and not draws)
+    return DrafterTraits(name, depth, length is not None, drafter.looks_up and not draws)
+
+
+def _unmeasured_s(rows: float) -> float:
+    """Seconds of a pass where nothing is chosen by it: a sense of proportion."""
+    return 0.01 + 0.001 * rows
 
 
 def _pass_s(model: CausalLM) -> Callable[[float], float]:

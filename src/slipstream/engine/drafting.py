@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
-from slipstream.control.choice import Asked
-from slipstream.control.controller import Controller
-from slipstream.control.facts import Call, Outcome, StepFacts
-from slipstream.control.knowledge import MAX_LEARNED
-from slipstream.control.realised import Gain
-from slipstream.control.report import ControlReport, MethodReport
-from slipstream.control.step_cost import Drafted
+from slipstream.control.policy import Policy
+from slipstream.control.types import (
+    Call,
+    ControlReport,
+    Drafted,
+    MethodReport,
+    ObservedStep,
+    Outcome,
+    StepRequest,
+)
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence, StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
@@ -28,21 +30,6 @@ from slipstream.metrics.step import StepReport
 
 SCORED_EVERY = 4
 """Steps between two looks at what a lookup would have proposed."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the controller decided for a step, and what it is to be told of it."""
-
-    choices: dict[int, Choice] = field(default_factory=dict)
-    """Sequence id to choice, for those that decode."""
-    num_others: int = 0
-    calls: list[Call] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
-    gains: list[Gain] = field(default_factory=list)
-    num_drafted: int = 0
-    books_s: float = 0.0
-    """Asking the controller and preparing what it is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +52,30 @@ class Drafting:
         vocab_size: int,
         kinds: frozenset[ProposalKind],
         timeout_s: float,
-        controller: Controller | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        """`kinds` are what the verifier can judge. Without a controller everybody is drafted for as far as the
+        """`kinds` are what the verifier can judge. Without a policy everybody is drafted for as far as the
         scheduler allows."""
         self.drafters = (
             drafter.drafters
             if isinstance(drafter, AutoDrafter)
             else Drafters([Guard(drafter, vocab_size, kinds, timeout_s)], [method])
         )
-        self.controller = controller
+        self.policy = policy
         self.task_of: Callable[[Sequence], str] = attrgetter("task")
-        """What the controller keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
+        """What the policy keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
         self._chooses = isinstance(drafter, AutoDrafter)
         self._most = Choice(0, drafter.max_nodes())
-        self._step: _Step | None = None
-        """The one under way; None where it only repeats what was decided."""
+        self._num_steps = 0
+        self._num_sequences = 0
+        """Of the step under way, those that decode."""
+        self._num_prompt_rows = 0
+        self._choices: dict[int, Choice] = {}
+        """By sequence, where somebody is asked in the step under way."""
+        self._calls: list[Call] = []
+        self._outcomes: list[Outcome] = []
+        self._num_drafted = 0
         self._unchecked: list[_Unchecked] = []
-        self._turn = 0
-        self._learning_s = 0.0
-        """What telling the controller of a step took, the last time."""
 
     @property
     def methods(self) -> list[str]:
@@ -115,12 +106,12 @@ class Drafting:
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
         the grammar's forced tokens too, and no draft tokens that the grammar refuses.
         """
-        controller = self.controller
-        if controller is None:
+        policy = self.policy
+        if policy is None:
             proposals = self.drafters.ask(self._everyone(scheduled))
         else:
-            proposals = self._ask(controller, self._wanted(controller, scheduled))
-        if controller is None or not controller.in_probe:
+            proposals = self._ask(policy, self._chosen(policy, scheduled))
+        if policy is None or not policy.in_probe:
             for item in scheduled:
                 sequence = item.sequence
                 if sequence.grammar is not None and item.max_draft_tokens > 0:
@@ -142,145 +133,103 @@ class Drafting:
             guard.serves(sequence) for guard in self.drafters.guards
         )
 
-    def _wanted(self, controller: Controller, scheduled: Seq[StepItem]) -> list[Wanted]:
-        """Whom the controller has drafted for, by whom, and how deep."""
+    def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> list[Wanted]:
+        """Whom the policy has asked, for whom and how deep."""
         decoding = [item for item in scheduled if item.decodes]
-        num_others = sum(item.num_rows for item in scheduled) - len(decoding)
-        insists = any(item.sequence.options.draft_method is not None for item in decoding)
-        may_repeat = bool(decoding) and not (insists and controller.rests)
-        if may_repeat and controller.repeats(len(decoding), num_others > 0):
-            self._step = _Step(num_others=num_others) if controller.wants_books else None
-            return [] if controller.rests else self._again(controller, decoding)
-        started_s = time.perf_counter()
-        self._turn += 1
-        step = self._step = _Step(num_others=num_others)
+        self._num_steps += 1
+        self._num_sequences = len(decoding)
+        self._num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
+        self._choices, self._calls, self._outcomes, self._num_drafted = {}, [], [], 0
         wanted: list[Wanted] = []
-        choices = controller.choose([self._asked(item) for item in decoding], step.num_others)
-        for item, choice in zip(decoding, choices, strict=True):
-            if item.sequence.options.draft_method is not None and choice == NOTHING:
-                choice = self._insisted(item)
-            step.choices[item.sequence.id] = choice
-            if choice.drafts:
-                wanted.append((item.sequence, item.max_draft_tokens, choice))
-        if num_others:
-            wanted += self._announced(controller, scheduled)
-        scores = controller.rests or self._turn % SCORED_EVERY == 0  # who rests is asked seldom
-        if self._chooses and decoding and scores:
-            self._look_up(controller, step, decoding[self._turn // SCORED_EVERY % len(decoding)])
-        step.books_s = time.perf_counter() - started_s - controller.planning_s
+        named = any(item.sequence.options.draft_method is not None for item in decoding)
+        if not decoding or named or not policy.rests(len(decoding), self._num_prompt_rows):
+            choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
+            for item, choice in zip(decoding, choices, strict=True):
+                sequence = item.sequence
+                if sequence.options.draft_method is not None and not choice.drafts:
+                    choice = self._named(policy, item)
+                if choice.drafts:
+                    self._choices[sequence.id] = choice
+                    wanted.append((sequence, item.max_draft_tokens, choice))
+            if self._num_prompt_rows:
+                wanted += self._announced(policy, scheduled)
+        if self._num_steps % SCORED_EVERY == 0 and decoding:
+            self._look_up(policy, decoding[self._num_steps // SCORED_EVERY % len(decoding)])
         return wanted
 
-    def _again(self, controller: Controller, decoding: Seq[StepItem]) -> list[Wanted]:
-        """What was decided before."""
-        wanted: list[Wanted] = []
-        anyone = self._chooses or not self.drafters.num_failures
-        for item in decoding:
-            sequence, limit = item.sequence, item.max_draft_tokens
-            choice = controller.standing(sequence.id, self.task_of(sequence))
-            if sequence.options.draft_method is not None or not anyone:
-                choice = controller.bounded(choice, self._asked(item))
-                if choice == NOTHING and sequence.options.draft_method is not None:
-                    choice = self._insisted(item)
-            if choice.drafts and limit > 0:
-                wanted.append((sequence, limit, choice))
-        return wanted
-
-    def _insisted(self, item: StepItem) -> Choice:
-        """Whoever names a drafter gets it, though nobody would be asked for their request."""
-        controller, sequence = self.controller, item.sequence
-        if controller is None or controller.in_probe or not item.max_draft_tokens:
+    def _named(self, policy: Policy, item: StepItem) -> Choice:
+        """A request's explicit drafter overrides the policy, except in a probe."""
+        if policy.in_probe or not item.max_draft_tokens:
             return NOTHING
-        for number, member in enumerate(controller.members):
-            if self.drafters.serves(number, sequence):
-                return Choice(number, min(member.max_depth, item.max_draft_tokens))
+        for number, traits in enumerate(policy.drafters):
+            if self.drafters.serves(number, item.sequence):
+                return Choice(number, min(traits.max_depth, item.max_draft_tokens))
         return NOTHING
 
-    def _announced(self, controller: Controller, scheduled: Seq[StepItem]) -> Iterator[Wanted]:
+    def _announced(self, policy: Policy, scheduled: Seq[StepItem]) -> Iterator[Wanted]:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
-            if item.decodes or not self._may_draft(sequence) or controller.in_probe:
+            if item.decodes or not self._may_draft(sequence) or policy.in_probe:
                 continue
             length = sequence.num_computed + item.num_rows
-            member = controller.announce(
+            drafter = policy.announce(
                 sequence.id, self.task_of(sequence), item.num_rows, length, sequence.max_output_tokens
             )
-            if member != NOBODY and self.drafters.serves(member, sequence):
-                yield sequence, 0, Choice(member)
+            if drafter != NOBODY and self.drafters.serves(drafter, sequence):
+                yield sequence, 0, Choice(drafter)
 
-    def _ask(self, controller: Controller, wanted: Seq[Wanted]) -> dict[int, Proposal]:
+    def _ask(self, policy: Policy, wanted: Seq[Wanted]) -> dict[int, Proposal]:
         """Sequence id to proposal; keeps what the calls took."""
         if not wanted:
             return {}
         proposals = self.drafters.ask(wanted)
         for number, sequences, budgets, seconds in self.drafters.calls:
-            if not controller.members[number].looks_up:
+            traits = policy.drafters[number]
+            if not traits.looks_up:
                 for sequence, budget in zip(sequences, budgets, strict=True):
                     if budget:
-                        controller.meet(number, sequence.id, len(sequence.token_ids))
-            elif self._step is None:
-                continue
-            if self._step is not None:
-                drafted = _drafted(budgets, controller.members[number].is_chain)
-                self._step.calls.append(Call(number, drafted, seconds))
+                        policy.note_asked(number, sequence.id, len(sequence.token_ids))
+            self._calls.append(Call(number, _drafted(budgets, traits.is_chain), seconds))
         return proposals
 
-    def _look_up(self, controller: Controller, step: _Step, item: StepItem) -> None:
+    def _look_up(self, policy: Policy, item: StepItem) -> None:
         """Ask a lookup that was not chosen what it would have proposed, to see later whether it was right.
 
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
         sequence = item.sequence
-        asked_first = step.choices[sequence.id].lookup
-        for number, guard in enumerate(self.drafters.guards):
-            if (
-                number == asked_first
-                or not guard.drafter.looks_up
-                or not self.drafters.serves(number, sequence)
-            ):
+        asked_first = self._choices.get(sequence.id, NOTHING).lookup
+        for number, traits in enumerate(policy.drafters):
+            if number == asked_first or not traits.looks_up or not self.drafters.serves(number, sequence):
                 continue
-            limit = min(item.max_draft_tokens, guard.drafter.max_nodes())
-            if limit and controller.may_score(number):
-                [proposal] = guard.ask([sequence], [limit])
+            limit = min(item.max_draft_tokens, traits.max_depth)
+            if limit and policy.may_score(number):
+                [proposal] = self.drafters.guards[number].ask([sequence], [limit])
                 self._unchecked.append(_Unchecked(sequence, number, proposal, len(sequence.token_ids)))
                 return
 
-    def _asked(self, item: StepItem) -> Asked:
+    def _request(self, item: StepItem) -> StepRequest:
         sequence, drafters = item.sequence, self.drafters
-        limit = item.max_draft_tokens if self._may_draft(sequence) else 0
-        members = None
+        limit, allowed = item.max_draft_tokens, None
         if sequence.options.draft_method is not None or drafters.num_failures:
-            members = frozenset(n for n in range(len(drafters.guards)) if drafters.serves(n, sequence))
+            allowed = frozenset(n for n in range(len(drafters.guards)) if drafters.serves(n, sequence))
         length = len(sequence.token_ids)
         num_output = length - sequence.num_prompt_tokens
-        return Asked(sequence.id, self.task_of(sequence), limit, length, num_output, members)
+        return StepRequest(sequence.id, self.task_of(sequence), limit, length, num_output, allowed)
 
     # --- after the verdicts -----------------------------------------------------------------------------------
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Tell the drafters the verdicts on their own draft tokens, and the controller what they were worth."""
-        if self.controller is not None and self._step is not None:
-            self._step.gains = [
-                Gain(self.task_of(seen.sequence), len(seen.sequence.token_ids) - seen.length_before)
-                for seen in observations
-            ]
-            self._prepare(self.controller, self._step, [self.drafters.own(seen) for seen in observations])
+        """Tell the drafters the verdicts on their own draft tokens, and the policy what they were worth."""
+        if self.policy is not None:
+            if self._choices:
+                own = [self.drafters.own(seen) for seen in observations]
+                self._num_drafted = sum(len(seen.proposal) > 0 for seen in own)
+                self._outcomes = [self._outcome(seen) for seen in own]
+            if self._unchecked:
+                self._score(self.policy)
         self.drafters.observe(observations)
-
-    def _prepare(self, controller: Controller, step: _Step, own: Seq[Observation]) -> None:
-        """What the controller is told of the step."""
-        started_s = time.perf_counter()
-        step.num_drafted = sum(len(seen.proposal) > 0 for seen in own)
-        every = max(1, -(-len(own) // MAX_LEARNED))
-        turn, tried = self._turn % every, controller.tried
-        step.outcomes = [
-            self._outcome(step, seen)
-            for number, seen in enumerate(own)
-            if number % every == turn or seen.sequence.id == tried
-        ]
-        if self._unchecked:
-            self._score(controller)
-        step.books_s += time.perf_counter() - started_s
 
     def method_of(self, sequence: Sequence) -> str:
         """Who was asked for a sequence in this step, until it is observed; `off` where the policy asked nobody."""
@@ -291,83 +240,74 @@ class Drafting:
 
     def finish(self, report: StepReport) -> None:
         """The step is over; `report` says what it took."""
-        controller, step = self.controller, self._step
-        if controller is None:
+        if self.policy is None:
             return
         seconds = report.draft_s + report.verify_s + report.other_s
-        if step is None:
-            controller.pass_by(seconds)
-            return
-        draft_s = sum(call.seconds for call in step.calls)
-        started_s = time.perf_counter()
-        controller.learn(
-            StepFacts(
+        self.policy.observe(
+            ObservedStep(
+                num_sequences=self._num_sequences,
                 num_rows=report.num_rows + report.num_draft_tokens,
-                num_others=step.num_others,
-                undrafted_s=seconds - draft_s - step.books_s - controller.planning_s,
-                calls=step.calls,
-                outcomes=step.outcomes,
-                num_drafted=step.num_drafted,
+                num_prompt_rows=self._num_prompt_rows,
+                undrafted_s=seconds - sum(call.seconds for call in self._calls) - self.policy.planning_s,
+                calls=self._calls,
+                outcomes=self._outcomes,
+                num_drafted=self._num_drafted,
                 num_checked=report.num_draft_tokens,
-                gains=step.gains,
-                books_s=step.books_s + self._learning_s,
             )
         )
-        self._learning_s = time.perf_counter() - started_s
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
-        if self.controller is not None and self._unchecked:
-            self._score(self.controller)
+        if self.policy is not None and self._unchecked:
+            self._score(self.policy)
             self._unchecked = [each for each in self._unchecked if each.sequence is not sequence]
         self.drafters.release(sequence)
-        if self.controller is not None:
+        if self.policy is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
-            self.controller.release(sequence.id, self.task_of(sequence), num_tokens)
+            self.policy.release(sequence.id, self.task_of(sequence), num_tokens)
 
     def report(self) -> ControlReport:
         """What is known of the drafters' worth."""
         guards = self.drafters.guards
         failures = [guard.num_failures + guard.drafter.num_failures for guard in guards]
         retired = [bool(guard.retired) for guard in guards]
-        if self.controller is not None:
-            return self.controller.report(failures, retired)
+        if self.policy is not None:
+            return self.policy.report(failures, retired)
         alone = MethodReport(self.drafters.names[0], None, (), 0, failures[0], retired[0])
         methods = (alone,) if guards[0].drafter.max_nodes() else ()
         return ControlReport(False, bool(methods) and not retired[0], False, None, None, 0.0, methods, (), ())
 
     def num_held(self) -> int:
         """Sequences for which anything is kept."""
-        return max(self.drafters.num_held(), 0 if self.controller is None else self.controller.num_held)
+        return max(self.drafters.num_held(), 0 if self.policy is None else self.policy.num_held)
 
     def integrity(self) -> list[str]:
         """What is wrong in the drafters' own accounting (empty when nothing is)."""
         return self.drafters.integrity()
 
-    def _outcome(self, step: _Step, own: Observation) -> Outcome:
+    def _outcome(self, own: Observation) -> Outcome:
         sequence = own.sequence
-        choice = step.choices.get(sequence.id, NOTHING)
-        member = self.drafters.drafted_by(sequence) if choice.drafts else NOBODY
+        choice = self._choices.get(sequence.id, NOTHING)
+        drafter, lookup = self.drafters.drafted_by(sequence), choice.lookup
         checked, accepted = len(own.proposal), own.num_accepted
         cut = sequence.finished and own.was_cut  # what follows was not looked at
         depth = max(own.proposal.depths, default=0)
-        if member == choice.drafter != NOBODY and depth < choice.depth and self._ends_early(member):
+        if drafter == choice.drafter != NOBODY and depth < choice.depth and self._ends_early(drafter):
             depth += 1  # not confident enough to go on: no better than a rejected token
         reached = min(accepted + (not cut), depth)
-        emitted = len(sequence.token_ids) - own.length_before
-        lookup = choice.lookup
-        if lookup not in (NOBODY, member):
+        num_tokens = len(sequence.token_ids) - own.length_before
+        if lookup not in (NOBODY, drafter):
             found = self.drafters.found.get(sequence.id, EMPTY_PROPOSAL)
             if len(found):  # too short to be used: what the text becomes says what it was worth
                 lookup = NOBODY
                 self._unchecked.append(_Unchecked(sequence, choice.lookup, found, own.length_before))
         task = self.task_of(sequence)
-        return Outcome(sequence.id, task, member, choice.depth, checked, reached, accepted, emitted, lookup)
+        return Outcome(sequence.id, task, drafter, checked, reached, accepted, num_tokens, lookup)
 
     def _ends_early(self, number: int) -> bool:
         return self.drafters.guards[number].drafter.ends_early()
 
-    def _score(self, controller: Controller) -> None:
+    def _score(self, policy: Policy) -> None:
         """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
         waiting: list[_Unchecked] = []
         for unchecked in self._unchecked:
@@ -378,7 +318,7 @@ class Drafting:
             if accepted == len(grown) < depth and not sequence.finished:
                 waiting.append(unchecked)
             else:
-                controller.score(unchecked.drafter, self.task_of(sequence), len(proposal), accepted)
+                policy.score(unchecked.drafter, self.task_of(sequence), len(proposal), accepted)
         self._unchecked = waiting
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.control.report import ControlReport
+from slipstream.control.types import ControlReport
 from slipstream.core import (
     DEFAULT_OPTIONS,
     EMPTY_PROPOSAL,
@@ -30,7 +30,7 @@ from slipstream.core import (
 )
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.registry import create_drafter, fits
-from slipstream.engine.control import create_controller
+from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.logprobs import TokenTexts, record_logprobs, record_prompt_logprobs
@@ -136,7 +136,7 @@ class Engine:
             self.model.vocab_size,
             self.verifier.kinds,
             speculative.draft_timeout_s,
-            create_controller(speculative, self.drafter, self.model),
+            create_policy(speculative, self.drafter, self.model),
         )
         self.drafting.attach(cache)
         self.scheduler = Scheduler(
@@ -277,7 +277,7 @@ class Engine:
             sequence.grammar = grammar and grammar.copy()
             sequence.metrics.reproducible = self.reproduces(params, options)
             if options.max_draft_tokens != 0 and (
-                self.drafter.remembers() or self.drafting.controller is not None
+                self.drafter.remembers() or self.drafting.policy is not None
             ):
                 # Drafts may depend on an earlier answer, made with the same seed's random numbers.
                 sequence.nonce = next(self._nonces)

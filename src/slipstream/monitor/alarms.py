@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from slipstream.bounded import BoundedDict
-from slipstream.control.report import ControlReport, MethodReport
+from slipstream.control.types import ControlReport, MethodReport
 from slipstream.monitor.causes import Traits, suspected_causes
 from slipstream.monitor.drift import REFERENCE_SIZES, Shift, ShiftWatch
 from slipstream.monitor.shift import FALSE_ALARM_RATE, Bets, Reference, Value, mean

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from slipstream.control.report import ControlReport
+from slipstream.control.types import ControlReport
 from slipstream.core import FinishReason, StepItem
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.engine import Engine

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from slipstream import __version__
-from slipstream.control.report import TaskReport
+from slipstream.control.types import TaskReport
 from slipstream.errors import EngineStoppedError
 from slipstream.monitor.alarms import Alarm, AlarmKind
 from slipstream.monitor.drift import REFERENCE_SIZES, ShiftWatch

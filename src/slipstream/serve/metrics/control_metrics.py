@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from slipstream.control.report import ControlReport, MethodReport, Speedup, TaskReport
+from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.serve.api.task_labels import OTHER
 from slipstream.serve.dashboard.history import MAX_POSITIONS, History
 

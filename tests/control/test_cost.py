@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from slipstream.control.step_cost import MIN_CALLS, DraftCost, Drafted, Linear, Mean, StepCost
+from slipstream.control.cost import MANY_MISSED, MIN_CALLS, DraftCost, Linear, Mean, StepCost, TextSeen
+from slipstream.control.types import Drafted
 
 PASS_S = 0.02
 
@@ -109,7 +111,7 @@ def test_a_drafters_calls_are_priced_for_batches_that_were_not_made() -> None:
 
 
 def test_one_request_does_not_make_sixteen_look_dear() -> None:
-    """Tries are of one request; that a call is shared is believed until it is seen otherwise."""
+    """Trials are of one request; that a call is shared is believed until it is seen otherwise."""
     cost = DraftCost(PASS_S)
     for _ in range(30):
         cost.learn(Drafted(1, 3, 3), 0, 0.006)
@@ -128,7 +130,7 @@ def test_nothing_is_charged_before_a_few_calls_have_drafted() -> None:
     assert cost(Drafted(1, 1, 1)) > 0
 
 
-def test_text_that_a_drafter_had_missed_is_not_its_calls_fault() -> None:
+def test_text_that_a_drafter_had_missed_is_priced_apart() -> None:
     source, cost = random.Random(6), DraftCost(PASS_S)
     for i in range(60):
         drafted = Drafted(1, 3, 3)
@@ -181,17 +183,27 @@ def test_steps_that_never_draft_do_not_make_rows_look_free() -> None:
     assert cost.step_s(40, 80, 40, 40) > 0.08
 
 
-def test_levels_are_priced_as_calls_are() -> None:
+def test_many_calls_are_priced_at_once() -> None:
     source, cost = random.Random(3), DraftCost(0.01)
+    unknown = Drafted(np.array([1.0, 0.0]), np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    assert not np.any(cost(unknown))
     for _ in range(200):
         number, levels = source.randint(1, 8), source.randint(1, 6)
         cost.learn(
             Drafted(number, levels, number * levels), 2 * number, 0.001 + 0.002 * levels + 1e-4 * number
         )
-    shares = cost.by_level(4, 6)
-    assert shares[0] == 0
-    assert list(shares[1:]) == pytest.approx([cost(Drafted(4, n, 4 * n)) / 4 for n in range(1, 7)])
-    assert not DraftCost(0.01).by_level(4, 6).any()
+    levels_ = np.arange(7.0)
+    found = cost(Drafted(np.where(levels_ > 0, 4.0, 0.0), levels_, 4 * levels_))
+    assert found[0] == 0
+    assert list(found[1:]) == pytest.approx([cost(Drafted(4, n, 4 * n)) for n in range(1, 7)])
+
+
+def test_many_steps_are_priced_at_once() -> None:
+    cost = StepCost(profile_s)
+    rows = np.array([4.0, 6.5, 30.0])
+    expected = [cost.step_s(4, each, min(each - 4, 4), each - 4) for each in rows.tolist()]
+    assert list(cost.step_s(4, rows, np.minimum(rows - 4, 4), rows - 4)) == pytest.approx(expected)
+    assert expected[2] == pytest.approx(profile_s(30))
 
 
 def test_rows_of_prompts_are_priced_apart() -> None:
@@ -229,3 +241,33 @@ def test_what_any_draft_costs_is_not_taken_for_each_requests() -> None:
     alone = cost.step_s(1, 2, 1, 1) - cost.step_s(1, 1, 0, 0)
     assert alone == pytest.approx(extra_s, rel=0.1)
     assert cost.step_s(8, 16, 8, 8) - cost.step_s(8, 8, 0, 0) < 2 * extra_s
+
+
+# --- text that a drafter has not seen ------------------------------------------------------------------------
+
+
+def test_text_seen_in_the_prompt_is_not_missed() -> None:
+    seen = TextSeen()
+    assert seen.note_prompt(1, 2, 100, 100) == 100
+    assert seen.note(2, 2, 101) == 0
+    assert seen.note(2, 1, 11) == 10, "another sequence"
+    assert seen.note(3, 1, 14) == 0, "what the last step yielded is no missed text"
+    assert seen.note(7, 1, 34) == 19, "and what came while it was not asked is"
+
+
+def test_a_preempted_sequence_that_comes_back_is_not_forgotten_twice() -> None:
+    """What its drafter saw of it before is lost, what it has seen since is not."""
+    seen = TextSeen()
+    seen.note(1, 1, 100)
+    seen.release(1)
+    assert len(seen) == 0
+    assert seen.note_prompt(2, 1, 100, 100) == 100
+    assert seen.note(3, 1, 101) == 0
+
+
+def test_only_long_texts_are_missing() -> None:
+    seen = TextSeen()
+    assert seen.num_missing(1, MANY_MISSED - 1) == 0
+    assert seen.num_missing(1, MANY_MISSED) == MANY_MISSED
+    seen.note(1, 1, 100)
+    assert seen.num_missing(1, 120) == 0

@@ -1,0 +1,654 @@
+"""Chooses, step by step, which drafter drafts for whom and how deep.
+
+Plans come from `optimise`, by the costs of this engine's own steps and the acceptance of its own traffic, both learned
+as they come. A plan is kept for the load that it was made for, and searched anew when it is missing, when acceptance
+has changed, and otherwise as often as a fixed share of the time allows. What is not chosen is explored, out of another
+fixed share of the time (`probe_share`), so that what it costs is bounded whatever the traffic.
+
+Everything that is decided rests on steps that are over: the tokens of a draft at hand have no say in whether it is
+checked (non-anticipation), so the classical verifiers stay exact too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.control.acceptance import Acceptance, Drafts, LookupYield, latest
+from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
+from slipstream.control.explore import Budget, Probes, StandBack, Step, Trials
+from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
+from slipstream.control.types import (
+    MAX_TASKS,
+    ControlReport,
+    Drafted,
+    DrafterTraits,
+    MethodReport,
+    ObservedStep,
+    Outcome,
+    StepRequest,
+    TaskReport,
+)
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
+from slipstream.profiling.break_even import break_even
+
+SEARCH_SHARE = 0.005
+"""Of the time, for searching plans."""
+MAX_AGE = 384
+"""Steps after which a plan is searched anew, whatever the time that searches took."""
+MIN_AGE = 8
+"""Steps for which a plan is kept, unless acceptance has changed."""
+KEPT_GAIN = 1.01
+"""A plan must be better than the one before by so much: changing costs something too."""
+DRAFTS_GAIN = 1.05
+"""Where there are lookups, a step must be better with drafters than with these alone by so much before drafters begin:
+what they are worth is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
+TRIAL_DEPTHS = 1, 1, 1
+"""Of the steps of a trial: the first token says the most for its price."""
+FIRST_DEPTHS = 1, 4, 2
+"""Of the first trial of a drafter, which shows what its levels cost."""
+FIRST_LENGTH = 64.0
+"""Tokens of an answer before any has ended."""
+MAX_UNLEARNED = 64
+"""Outcomes that are kept before they are worked in."""
+
+
+def load_bucket(num_requests: int) -> int:
+    """Loads that share a plan differ by less than a fifth."""
+    return int(4 * math.log2(num_requests))
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is done at one load, for the requests that it was made for and for those that come after them."""
+
+    usual: Choice = NOTHING
+    """For a task that is unknown: as most are drafted for."""
+    by_sequence: dict[int, Choice] = field(default_factory=dict)
+    by_task: dict[str, Choice] = field(default_factory=dict)
+    gains: dict[str, float] = field(default_factory=dict)
+    """Task to estimated speedup."""
+    gain: float | None = None
+    """Estimated speedup."""
+    searched_at: int = -MAX_AGE
+    """Step."""
+    undrafted_rate: float = 0.0
+    """Estimated tokens a second with its lookups alone."""
+    drafts_gain: float = 1.0
+    """The part of the estimated speedup that is not the lookups'."""
+    drafts: bool = False
+    """Somebody who runs is drafted for."""
+    withheld: bool = False
+    """Nothing is drafted, because drafts measurably lose at this load."""
+
+    def choice(self, request: StepRequest) -> Choice:
+        """By request, then by task, then as usual; what a request was given it keeps as long as the plan holds."""
+        found = self.by_sequence.get(request.sequence_id)
+        if found is None:
+            found = self.by_sequence[request.sequence_id] = self.for_task(request.task)
+        return found
+
+    def for_task(self, task: str) -> Choice:
+        """For a request that the plan was not made for."""
+        return self.by_task.get(task, self.usual)
+
+    def may_draft(self) -> bool:
+        """For some request that may come."""
+        return self.usual.drafts or any(choice.drafts for choice in self.by_task.values())
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a task's requests were given recently."""
+
+    depth: Mean = field(default_factory=Mean)
+    tokens: Mean = field(default_factory=Mean)
+    length: Mean = field(default_factory=Mean)
+    """Tokens of an answer."""
+
+
+class Policy:
+    """The engine asks before each step and tells afterwards what it made of it. Not thread-safe."""
+
+    def __init__(
+        self,
+        drafters: Seq[DrafterTraits],
+        *,
+        adaptive: bool,
+        probe_share: float,
+        pass_s: Callable[[float], float],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`pass_s` is what a target pass should take by rows. Without `adaptive`, the first drafter drafts for everyone
+        as deep as it may, and probes are all that is done."""
+        self.drafters = tuple(drafters)
+        self.adaptive = adaptive
+        self.acceptance = [Acceptance(each.max_depth) for each in drafters]
+        self.lookups = {number: LookupYield() for number, each in enumerate(drafters) if each.looks_up}
+        self.step_cost = StepCost(pass_s)
+        self.draft_costs = [DraftCost(pass_s(1.0)) for _ in drafters]
+        self.planning_s = 0.0
+        """What searching a plan took in this step."""
+        self._step_s = Mean()
+        self.budget = Budget(probe_share, pass_s(1.0) if adaptive else 0.0, self._step_s)
+        self._probes = Probes(self.budget, self._step_s)
+        self._trials = Trials()
+        self._stand_back = StandBack()
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        """By load bucket, and whether the step computes prompts too: then each draft token costs more."""
+        fixed = Choice(0, self.drafters[0].max_depth)
+        self._plan = Plan() if adaptive else Plan(usual=fixed, drafts=True)
+        self._alone = self._plan
+        """The last one for steps without prompts."""
+        self._prompt_rows = Mean()
+        """In steps that have some."""
+        self._clock = clock
+        self._credit_s = 0.0
+        """For searching; below 0 it is owed."""
+        self._has_changed = False
+        """Something has been learned that makes the cached plans doubtful."""
+        self._has_new = True
+        """There may be requests that no plan was asked about yet."""
+        self._step = 0
+        self._speculates = False
+        self._seen = [TextSeen() for _ in drafters]
+        self._num_missed = [0] * len(self.drafters)
+        """Tokens of text that each drafter has to compute in this step before it can draft."""
+        self._outcomes: list[Outcome] = []
+        self._gone: list[int] = []
+        """Requests that are over, of which there may be outcomes still."""
+        self._tasks: OrderedDict[str, _Use] = OrderedDict()
+        self._length = Mean()
+        self._num_steps = [0] * len(self.drafters)
+        self._by_batch: dict[int, Mean] = {}
+
+    # --- before a step ----------------------------------------------------------------------------------------
+
+    @property
+    def in_probe(self) -> bool:
+        """True for a step in which nobody is drafted for, to see what drafts gain."""
+        return self._probes.rests
+
+    def rests(self, num_requests: int, num_prompt_rows: int) -> bool:
+        """Instead of `choose`: True where it would have nobody drafted for, without a look at any request."""
+        self._has_new |= num_prompt_rows > 0
+        plan = self._plans.get(_key(num_requests, num_prompt_rows))
+        if plan is None or self._is_busy() or self._is_due(plan):
+            return False
+        if self._has_new and (plan.may_draft() or self._alone.may_draft()) and not plan.withheld:
+            return False
+        if plan.withheld:
+            if self._may_probe(plan, num_requests, num_prompt_rows):
+                return False
+        elif plan.drafts:
+            return False
+        self._begin_step()
+        self._hold(plan, num_prompt_rows)
+        return True
+
+    def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
+        """Whom to ask for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
+        self._begin_step()
+        if not requests:
+            self._probes.give_up()  # nothing to compare with
+            return []
+        self._has_new = num_prompt_rows > 0
+        if self.adaptive:
+            self._hold(self._plan_for(requests, num_prompt_rows), num_prompt_rows)
+        plan = self._plan
+        choices = [bounded(plan.choice(request), request) for request in requests]
+        plan.drafts = any(choice.drafts for choice in choices)
+        if not plan.drafts:
+            self.budget.withdraw("probe")  # there is nothing to compare
+        probes = self._probes_now(plan, len(requests), num_prompt_rows)
+        if probes != plan.withheld:  # what is withheld is drafted in probes, all else outside them
+            choices = [NOTHING] * len(requests)
+        if self.adaptive and not probes:
+            self._try(requests, choices)
+        self._speculates = any(choice.drafts for choice in choices)
+        return choices
+
+    def note_asked(self, drafter: int, sequence_id: int, length: int) -> None:
+        """A drafter is asked for a sequence in this step, whose text has `length` tokens."""
+        self._num_missed[drafter] += self._seen[drafter].note(self._step, sequence_id, length)
+
+    def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: float) -> int:
+        """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
+
+        The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
+        """
+        drafter = self._drafter_for(task, length, max_tokens)
+        if drafter != NOBODY:
+            seen = self._seen[drafter]
+            self._num_missed[drafter] += seen.note_prompt(self._step, sequence_id, num_rows, length)
+        return drafter
+
+    def _begin_step(self) -> None:
+        self._step += 1
+        self._speculates, self.planning_s = False, 0.0
+        self._num_missed = [0] * len(self.drafters)
+
+    def _hold(self, plan: Plan, num_prompt_rows: int) -> None:
+        self._plan = plan
+        if not num_prompt_rows:
+            self._alone = plan
+
+    def _is_busy(self) -> bool:
+        return self._probes.is_active or self._trials.under_way or bool(self._unknown())
+
+    def _unknown(self) -> list[int]:
+        """Drafters whose costs are unknown; lookups take next to no time."""
+        return [
+            number
+            for number, cost in enumerate(self.draft_costs)
+            if not cost.is_known and number not in self.lookups
+        ]
+
+    def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
+        if not self.adaptive:
+            return 0
+        plan = self._alone
+        drafter = plan.for_task(task).drafter
+        if plan.withheld or drafter == NOBODY:
+            return NOBODY
+        if plan.undrafted_rate > 0:
+            num_tokens = min(max_tokens, self.usual_length(task))
+            saved_s = num_tokens / plan.undrafted_rate * (1 - 1 / plan.drafts_gain)
+            if saved_s < num_prompt_tokens * self.draft_costs[drafter].missed_token_s:
+                return NOBODY
+        return drafter
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def _plan_for(self, requests: Seq[StepRequest], num_prompt_rows: int) -> Plan:
+        """The cached plan, or a new one."""
+        if num_prompt_rows:
+            self._prompt_rows.learn(float(num_prompt_rows))
+        key = _key(len(requests), num_prompt_rows)
+        plan = self._plans.get(key)
+        if plan is not None and not self._is_due(plan):
+            return plan
+        before = plan or self._plan
+        # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next one.
+        able = sum(request.limit > 0 for request in requests)
+        if num_prompt_rows and 2 * able < len(requests):
+            return before
+        started_s = self._clock()
+        plan = self._plans[key] = self._search(requests, before, num_prompt_rows > 0)
+        self._has_changed = False
+        self.planning_s = max(self._clock() - started_s, 0.0)  # clocks may jump
+        self._credit_s = max(self._credit_s - self.planning_s, -MAX_AGE * SEARCH_SHARE * self._step_s.value)
+        return plan
+
+    def _is_due(self, plan: Plan) -> bool:
+        if self._probes.is_active or self._trials.under_way:
+            return False
+        age = self._step - plan.searched_at
+        return self._has_changed or age >= MAX_AGE or (age >= MIN_AGE and self._credit_s >= 0)
+
+    def _search(self, requests: Seq[StepRequest], before: Plan, beside_prompts: bool) -> Plan:
+        self._learn_outcomes()
+        problem = Problem(
+            self._rows(requests, self._usable(beside_prompts)),
+            self.step_cost,
+            self.draft_costs,
+            self._prompt_rows.value if beside_prompts else 0.0,
+        )
+        best = self._settle(problem, [before.choice(request) for request in requests])
+        options = [problem.options[place] for place in best.places.tolist()]
+        choices = [self._as_asked(option) for option in options]
+        nothing = problem.nothing()
+        alone = problem.price(
+            np.array([problem.place_of(option._replace(drafter=NOBODY, depth=0)) for option in options])
+        )
+        plan = Plan(searched_at=self._step, undrafted_rate=alone.tokens_per_s)
+        plan.by_sequence = {
+            request.sequence_id: choice for request, choice in zip(requests, choices, strict=True)
+        }
+        plan.usual = _most_common(choices)
+        slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
+        plan.by_task, plan.gains = dict(before.by_task), dict(before.gains)
+        by_task: dict[str, list[tuple[Choice, float]]] = {}
+        for request, choice, tokens in zip(requests, choices, problem.tokens(best), strict=True):
+            if request.limit > 0 or not beside_prompts:
+                by_task.setdefault(request.task, []).append((choice, tokens / slower))
+        for task, found in by_task.items():
+            plan.by_task.pop(task, None)  # the latest are last
+            plan.by_task[task] = _most_common([choice for choice, _ in found])
+            plan.gains[task] = sum(gain for _, gain in found) / len(found)
+        for task in list(plan.by_task)[:-MAX_TASKS]:
+            del plan.by_task[task], plan.gains[task]
+        if nothing.tokens_per_s > 0:
+            plan.gain = best.tokens_per_s / nothing.tokens_per_s
+            plan.drafts_gain = best.tokens_per_s / alone.tokens_per_s
+            number = len(requests)
+            drafts = any(choice.drafts for choice in choices)
+            plan.withheld = (
+                drafts
+                and self._stand_back.is_active(number)
+                and not self._stand_back.trusts(number, plan.gain)
+            )
+        self._consider_trial(problem, best, requests)
+        return plan
+
+    def _settle(self, problem: Problem, before: Seq[Choice]) -> Priced:
+        """The best plan; or the one before, or lookups alone, where it is not clearly better than these."""
+        best = problem.best()
+        kept = problem.price(np.array([problem.place_of(choice) for choice in before]))
+        if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s:
+            return kept
+        if not self.lookups or _uses_drafters(problem, kept) or not _uses_drafters(problem, best):
+            return best
+        alone = problem.best(with_drafters=False)
+        return alone if best.tokens_per_s < DRAFTS_GAIN * alone.tokens_per_s else best
+
+    def _usable(self, beside_prompts: bool) -> list[int]:
+        """Drafters that may be chosen: their costs are known. In the few steps that compute prompts only those of the
+        other steps: else they would have to compute what they missed each time."""
+        usable = [n for n, cost in enumerate(self.draft_costs) if cost.is_known and n not in self.lookups]
+        if beside_prompts and self._step - self._alone.searched_at < MAX_AGE:
+            used = {choice.drafter for choice in (self._alone.usual, *self._alone.by_sequence.values())}
+            usable = [number for number in usable if number in used]
+        return usable
+
+    def _rows(self, requests: Seq[StepRequest], usable: Seq[int]) -> list[Row]:
+        """What could be done for each request; those of which nothing is known share what their task's may expect."""
+        shared: dict[tuple[int, str, int, int], Curve] = {}
+        lookups: dict[str, dict[int, LookupCurve]] = {}
+        rows = []
+        for request in requests:
+            curves: dict[int, Curve] = {}
+            for number in usable:
+                if request.limit < 1 or (request.allowed is not None and number not in request.allowed):
+                    continue
+                missing = self._seen[number].num_missing(request.sequence_id, request.length)
+                known = self.acceptance[number]
+                key = number, request.task, request.limit, missing
+                is_known = known.knows(request.sequence_id)
+                curve = None if is_known else shared.get(key)
+                if curve is None:
+                    entry_s = missing * self.draft_costs[number].missed_token_s / self._steps_left(request)
+                    curve = Curve.of(
+                        self.drafters[number],
+                        known,
+                        request.sequence_id,
+                        request.task,
+                        request.limit,
+                        entry_s,
+                    )
+                    if not is_known:
+                        shared[key] = curve
+                curves[number] = curve
+            if request.task not in lookups:
+                lookups[request.task] = {
+                    number: LookupCurve.of(known, request.task) for number, known in self.lookups.items()
+                }
+            found = lookups[request.task] if request.limit > 0 else {}
+            if request.allowed is not None:
+                found = {number: curve for number, curve in found.items() if number in request.allowed}
+            rows.append(Row(curves, found))
+        return rows
+
+    def _as_asked(self, option: Choice) -> Choice:
+        """Trees are not chosen in depth: they are asked for all that they can be."""
+        if option.drafter == NOBODY or self.drafters[option.drafter].is_chain:
+            return option
+        return option._replace(depth=self.drafters[option.drafter].max_depth)
+
+    def usual_length(self, task: str) -> float:
+        use = self._tasks.get(task)
+        length = use.length if use is not None and use.length.weight else self._length
+        return length.value if length.weight else FIRST_LENGTH
+
+    def _steps_left(self, request: StepRequest) -> float:
+        """A careful estimate: answers are as long as those of their task, and steps yield a token and a half."""
+        usual = self.usual_length(request.task)
+        return max(usual - request.num_output, 0.25 * usual, 4.0) / 1.5
+
+    # --- exploration ------------------------------------------------------------------------------------------
+
+    def _probes_now(self, plan: Plan, num_requests: int, num_prompt_rows: int) -> bool:
+        """Whether this step is one of a probe."""
+        begins = not self._trials.under_way and self._may_probe(plan, num_requests, num_prompt_rows)
+        price_s = self._probe_price_s(plan, num_requests) if begins else None
+        return self._probes.choose(num_requests, num_prompt_rows, price_s, with_drafts=plan.withheld)
+
+    def _may_probe(self, plan: Plan, num_requests: int, num_prompt_rows: int) -> bool:
+        if num_prompt_rows or not self._probes.realised.can_probe(num_requests, plan.withheld):
+            return False
+        return self.budget.can_pay("probe", self._probe_price_s(plan, num_requests))
+
+    def _probe_price_s(self, plan: Plan, num_requests: int) -> float:
+        if plan.withheld:
+            return self._probes.back_price_s(self._stand_back.lost(num_requests))
+        estimated, found = plan.gain, self._stand_back.gain(num_requests)
+        if estimated is not None and found is not None:
+            estimated = min(estimated, found)  # where drafts may be losing, looking again is cheap
+        return self._probes.price_s(estimated)
+
+    def _consider_trial(self, problem: Problem, plan: Priced, requests: Seq[StepRequest]) -> None:
+        """Have the drafter of which least is known tried for a task that is not given it, where that can be paid."""
+        best: tuple[float, int, Choice] | None = None
+        for place, request in enumerate(requests):
+            given = problem.options[plan.places[place]].drafter
+            for number in range(len(self.drafters)):
+                option = Choice(number, 1)
+                if number == given or not problem.offers(place, option):
+                    continue
+                mine, of_task, _ = self.acceptance[number].num_drafts(request.sequence_id, request.task)
+                age = self._trials.age(request.task, number, self._step)
+                score = age / (1.0 + mine + 0.1 * of_task)
+                if best is None or score > best[0]:
+                    best = score, place, option
+        if best is None or plan.tokens_per_s <= 0:
+            self.budget.withdraw("trial")
+            return
+        _, place, option = best
+        request = requests[place]
+        missing = self._seen[option.drafter].num_missing(request.sequence_id, request.length)
+        price_s = len(TRIAL_DEPTHS) * problem.extra_s(plan, place, option)
+        price_s += missing * self.draft_costs[option.drafter].missed_token_s
+        if self.budget.can_pay("trial", price_s):
+            self.budget.pay("trial", price_s)
+            self._begin_trial(request, option.drafter, TRIAL_DEPTHS)
+
+    def _begin_trial(self, request: StepRequest, drafter: int, depths: Seq[int]) -> None:
+        choices = [self._as_asked(Choice(drafter, depth)) for depth in depths]
+        self._trials.begin(request, choices, self._step)
+
+    def _try(self, requests: Seq[StepRequest], choices: list[Choice]) -> None:
+        """Put a trial's choice in the place of the plan's. A drafter of unknown cost is tried at once, by the request
+        for which it has the least text to compute: without that it could never be chosen."""
+        if not self._trials.under_way:
+            for number in self._unknown():
+                able = [request for request in requests if bounded(Choice(number, 1), request).drafts]
+                if able and not self._probes.is_active:
+                    seen = self._seen[number]
+                    request = min(able, key=lambda each: seen.num_missing(each.sequence_id, each.length))
+                    self._begin_trial(request, number, FIRST_DEPTHS)
+                    break
+        trial = self._trials.choice(requests)
+        if trial is not None:
+            place, choice = trial
+            choices[place] = bounded(choice, requests[place])
+
+    def may_score(self, lookup: int) -> bool:
+        """Whether there is credit for asking a lookup what it would have proposed; pays for it."""
+        price_s = float(self.draft_costs[lookup](Drafted(1, 1, 1)))
+        if not self.budget.share or not self.budget.can_pay("trial", price_s):
+            return False
+        self.budget.pay("trial", price_s)
+        return True
+
+    # --- after a step -----------------------------------------------------------------------------------------
+
+    def observe(self, step: ObservedStep) -> None:
+        """What a step did and took."""
+        seconds = step.seconds
+        if not 0 < seconds < math.inf:
+            return  # no step takes no time: a clock jumped
+        for call in step.calls:
+            cost = self.draft_costs[call.drafter]
+            was_known = cost.is_known
+            cost.learn(call.drafted, self._num_missed[call.drafter], call.seconds)
+            self._has_changed |= cost.is_known and not was_known and call.drafter not in self.lookups
+        number = step.num_sequences
+        if number:
+            self.step_cost.learn(
+                num_sequences=number,
+                num_rows=step.num_rows,
+                drafted=step.num_drafted,
+                checked=step.num_checked,
+                seconds=step.undrafted_s,
+            )
+            if not self.in_probe:
+                self._outcomes.extend(step.outcomes)
+                self._by_batch.setdefault(number, Mean()).learn(step.num_checked / number)
+        self._step_s.learn(seconds)
+        self._credit_s = min(self._credit_s + SEARCH_SHARE * seconds, 0.0)
+        self.budget.earn(seconds)
+        if number and not step.num_prompt_rows:
+            pair = self._probes.learn(Step(number, seconds, step.outcomes, self._speculates))
+            changes = pair is not None and self._stand_back.learn(number, pair, self._plan.gain or 1.0)
+            if changes and self.adaptive:
+                self._plans.clear()
+        if len(self._outcomes) >= MAX_UNLEARNED or len(self._gone) >= MAX_UNLEARNED:
+            self._learn_outcomes()
+
+    def score(self, lookup: int, task: str, num_found: int, num_accepted: int) -> None:
+        """What a draft that was never checked would have come to, seen from the text that came instead."""
+        self.lookups[lookup].learn(task, num_found, num_accepted)
+
+    def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
+        """The request is over, after `num_tokens` of answer; None where it will come back."""
+        if num_tokens:
+            self._length.learn(float(num_tokens))
+            self._use(task).length.learn(float(num_tokens))
+        for plan in (self._plan, *self._plans.values()):
+            plan.by_sequence.pop(sequence_id, None)
+        for seen in self._seen:
+            seen.release(sequence_id)
+        self._gone.append(sequence_id)
+
+    def _learn_outcomes(self) -> None:
+        """Work in what was only kept so far."""
+        drafts: dict[tuple[int, int, str], Drafts] = {}
+        for outcome in self._outcomes:
+            drafter, lookup = outcome.drafter, outcome.lookup
+            if drafter != NOBODY:
+                key = drafter, outcome.sequence_id, outcome.task
+                if key not in drafts:
+                    drafts[key] = Drafts()
+                drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
+                self._num_steps[drafter] += 1
+            if lookup in self.lookups:
+                found = (outcome.num_checked, outcome.num_accepted) if drafter == lookup else (0, 0)
+                self.lookups[lookup].learn(outcome.task, *found)
+            use = self._use(outcome.task)
+            use.depth.learn(float(outcome.num_checked))
+            use.tokens.learn(float(outcome.num_tokens))
+        for (drafter, sequence_id, task), each in drafts.items():
+            self._has_changed |= self.acceptance[drafter].learn(sequence_id, task, each)
+        self._outcomes = []
+        for sequence_id in self._gone:
+            for acceptance in self.acceptance:
+                acceptance.release(sequence_id)
+        self._gone = []
+
+    def _use(self, task: str) -> _Use:
+        return latest(self._tasks, task, self._tasks.get(task) or _Use())
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are remembered."""
+        self._learn_outcomes()
+        planned = [len(plan.by_sequence) for plan in (self._plan, *self._plans.values())]
+        return max(*planned, *map(len, self._seen), *(each.num_held for each in self.acceptance))
+
+    def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
+        """What is known now; the arguments are by drafter."""
+        self._learn_outcomes()
+        methods = tuple(
+            MethodReport(
+                name=traits.name,
+                acceptance_rate=self.acceptance[i].rate(),
+                survival=tuple(self.acceptance[i].survival(-1, "")) if traits.is_chain else (),
+                num_steps=self._num_steps[i],
+                num_failures=num_failures[i] if num_failures else 0,
+                retired=retired[i] if retired else False,
+            )
+            for i, traits in enumerate(self.drafters)
+        )
+        tasks = [(task, use) for task, use in self._tasks.items() if use.tokens.weight]
+        return ControlReport(
+            adaptive=self.adaptive,
+            speculating=self._plan.drafts and not self._plan.withheld,
+            stands_back=self._plan.withheld,
+            estimated_speedup=1.0 if self._alone.withheld else self._alone.gain,
+            realised=self._probes.realised.speedup(),
+            probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,
+            methods=methods,
+            tasks=tuple(self._task_report(task, use) for task, use in tasks),
+            depth_by_batch=tuple((n, mean.value) for n, mean in sorted(self._by_batch.items())),
+        )
+
+    def _task_report(self, task: str, use: _Use) -> TaskReport:
+        plan = self._alone
+        choice = NOTHING if plan.withheld else plan.for_task(task)
+        drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
+        rates = [each.rate(task) for each in self.acceptance]
+        known = [rate for rate in rates if rate is not None]
+        return TaskReport(
+            task=task,
+            method=None if drafter == NOBODY else self.drafters[drafter].name,
+            depth=use.depth.value if choice.drafts else 0.0,
+            acceptance_rate=rates[drafter] if drafter != NOBODY else max(known, default=None),
+            acceptance_length=use.tokens.value if choice.drafts else 1.0,
+            break_even=self._break_even(max(drafter, 0), max(len(plan.by_sequence), 1)),
+            estimated_speedup=1.0 if plan.withheld else plan.gains.get(task),
+            realised=self._probes.realised.speedup(task),
+        )
+
+    def _break_even(self, drafter: int, number: int) -> float | None:
+        """The α from which on one draft token pays for each of `number` requests."""
+        plain_s = self.step_cost.step_s(number, number, 0, 0)
+        if plain_s <= 0 or not self.draft_costs[drafter].is_known:
+            return None
+        draft_s = self.draft_costs[drafter](Drafted(number, 1, number))
+        return break_even(1, (self.step_cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)
+
+
+def bounded(choice: Choice, request: StepRequest) -> Choice:
+    """What of a choice the request may have."""
+    drafter, depth, lookup, min_tokens = choice
+    limit, allowed = request.limit, request.allowed
+    if (allowed is None and limit >= depth and limit >= min_tokens) or not choice.drafts:
+        return choice if limit > 0 else NOTHING
+    if limit < 1 or (drafter != NOBODY and allowed is not None and drafter not in allowed):
+        drafter = NOBODY
+    if limit < min_tokens or (lookup != NOBODY and allowed is not None and lookup not in allowed):
+        lookup, min_tokens = NOBODY, 0
+    if limit < 1 or drafter == lookup == NOBODY:
+        return NOTHING
+    return Choice(drafter, min(depth, limit) if drafter != NOBODY else 0, lookup, min_tokens)
+
+
+def _key(num_requests: int, num_prompt_rows: int) -> tuple[int, bool]:
+    return load_bucket(max(num_requests, 1)), num_prompt_rows > 0
+
+
+def _uses_drafters(problem: Problem, plan: Priced) -> bool:
+    return any(problem.options[place].drafter != NOBODY for place in plan.places.tolist())
+
+
+def _most_common(choices: Seq[Choice]) -> Choice:
+    """The one that was made most often; of several the first."""
+    return Counter(choices).most_common(1)[0][0]

@@ -1,0 +1,170 @@
+"""What the policy is asked, what it is told of a step, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slipstream.draft.choice import NOBODY
+
+MAX_TASKS = 256
+"""Tasks that are remembered; of more, the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """A drafter that can be chosen."""
+
+    name: str
+    max_depth: int
+    """Levels of a chain; nodes of a tree or a lookup, whose size is not chosen."""
+    is_chain: bool
+    looks_up: bool = False
+    """Takes next to no time, so it is asked before the others, and used where its proposal is long enough."""
+
+
+class StepRequest(NamedTuple):
+    """A request that decodes in the step at hand."""
+
+    sequence_id: int
+    task: str
+    limit: int
+    """The most draft tokens that it may have: by its caller, its length and the memory."""
+    length: int = 0
+    """Tokens of its text."""
+    num_output: int = 0
+    """Tokens of its answer so far."""
+    allowed: frozenset[int] | None = None
+    """The only drafters that may be asked: its caller names them, or the others have failed it. None is all."""
+
+
+Number = Any
+"""A float, or an array of them."""
+
+
+class Drafted(NamedTuple):
+    """How much a drafter was asked for in one call."""
+
+    num_sequences: Number
+    num_levels: Number
+    """Of the deepest chain; 1 for trees and lookups."""
+    num_tokens: Number
+    """In all."""
+
+
+class Call(NamedTuple):
+    """One drafter's call in a step."""
+
+    drafter: int
+    drafted: Drafted
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """What a step made of one request."""
+
+    sequence_id: int
+    task: str
+    drafter: int
+    """Who made the draft, or `NOBODY`."""
+    num_checked: int
+    num_reached: int
+    """Draft tokens below an accepted path; one more than there are where a chain ended early."""
+    num_accepted: int
+    num_tokens: int
+    """Committed."""
+    lookup: int = NOBODY
+    """Who was asked first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
+
+
+class ObservedStep(NamedTuple):
+    """What a step did and took."""
+
+    num_sequences: int
+    """That decoded."""
+    num_rows: int
+    """Of the target's pass, drafts included."""
+    num_prompt_rows: int
+    undrafted_s: float
+    """All of the step but the drafters' calls and the policy's search."""
+    calls: Seq[Call]
+    outcomes: Seq[Outcome]
+    """Of each request that decoded; empty where nobody was asked for a draft."""
+    num_drafted: int
+    """Requests for which something was checked."""
+    num_checked: int
+    """Draft tokens."""
+
+    @property
+    def seconds(self) -> float:
+        return self.undrafted_s + sum(call.seconds for call in self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Tokens a second with speculation over those without, from paired probes, with a 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodReport:
+    """One drafter."""
+
+    name: str
+    """Its `method`; with a number behind it where several are of the same."""
+    acceptance_rate: float | None
+    """Recent pooled α: accepted over draft tokens; None before any was checked."""
+    survival: tuple[float, ...]
+    """The chance that a chain is accepted down to position 1, 2, …; empty for trees and lookups."""
+    num_steps: int
+    """How often a sequence was drafted for with it."""
+    num_failures: int
+    """How often it was retired for a sequence that it failed."""
+    retired: bool
+    """True while it is not asked: it hung, or failed too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """One kind of request, by the name that clients gave it; '' where they gave none."""
+
+    task: str
+    method: str | None
+    """What drafts for most of it now; None where it is decoded without drafts."""
+    depth: float
+    """Draft tokens that a step of it checks, recent mean."""
+    acceptance_rate: float | None
+    acceptance_length: float | None
+    """Recent τ: tokens a target pass, the target's own included."""
+    break_even: float | None
+    """The α below which one draft token does not pay at the present costs; None before they are known, or where no α
+    pays."""
+    estimated_speedup: float | None
+    """What the plan gains by the model of costs and acceptance; 1 where it drafts nothing."""
+    realised: Speedup | None
+    """From paired probes; None before there were any."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReport:
+    """All of it, at one moment."""
+
+    adaptive: bool
+    """False where the operator has fixed the drafter and its depth."""
+    speculating: bool
+    """Whether anything that runs is drafted for."""
+    stands_back: bool
+    """True while nothing is drafted because paired probes showed a loss, whatever the estimate."""
+    estimated_speedup: float | None
+    realised: Speedup | None
+    probe_share: float
+    """Share of the engine's time that exploration has cost, by estimate."""
+    methods: tuple[MethodReport, ...]
+    tasks: tuple[TaskReport, ...]
+    depth_by_batch: tuple[tuple[int, float], ...]
+    """Batch size (sequences that decode) to the recent mean of draft tokens a sequence, for the sizes that occurred."""

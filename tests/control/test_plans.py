@@ -1,0 +1,198 @@
+"""What was decided: for whom it holds, how long, and when it is recalled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.control.policy import MAX_AGE, SEARCH_SHARE, Plan, Policy, load_bucket
+from slipstream.control.types import (
+    MAX_TASKS,
+    Call,
+    Drafted,
+    DrafterTraits,
+    ObservedStep,
+    Outcome,
+    StepRequest,
+)
+from slipstream.draft.choice import NOTHING, Choice
+from tests.control.world import PLAN_S, FakeClock
+
+DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)
+STEP_S = 0.002
+LOADS = (1, 2, 4, 8, 16, 32)
+
+
+LOOKUP = DrafterTraits("suffix", 8, is_chain=False, looks_up=True)
+CHAIN = DrafterTraits("a", 4, is_chain=True)
+
+
+def requests(number: int, task: str = "t") -> list[StepRequest]:
+    return [StepRequest(sequence_id, task, limit=8, length=100) for sequence_id in range(number)]
+
+
+def step(num_sequences: int, seconds: float, num_prompt_rows: int = 0) -> ObservedStep:
+    """Without drafts."""
+    return ObservedStep(
+        num_sequences, num_sequences + num_prompt_rows, num_prompt_rows, seconds, [], [], 0, 0
+    )
+
+
+def make(traits: DrafterTraits = LOOKUP, pass_s: Callable[[float], float] = lambda rows: STEP_S) -> Policy:
+    return Policy([traits], adaptive=True, probe_share=0.0, pass_s=pass_s, clock=FakeClock())
+
+
+def test_loads_of_one_bucket_are_alike() -> None:
+    for number in range(1, 500):
+        bucket = load_bucket(number)
+        assert bucket <= load_bucket(number + 1)
+        assert load_bucket(number) < load_bucket(math.ceil(1.2 * number)), "no more than a fifth"
+
+
+def test_a_plan_goes_by_request_then_by_task_then_by_most() -> None:
+    plan = Plan(usual=NOTHING, by_sequence={1: SHALLOW}, by_task={"a": DEEP, "b": SHALLOW})
+    assert plan.choice(StepRequest(1, "a", 8)) == SHALLOW
+    assert plan.choice(StepRequest(99, "a", 8)) == DEEP
+    assert plan.choice(StepRequest(99, "b", 8)) == DEEP, "what it was given it keeps"
+    assert plan.choice(StepRequest(98, "b", 8)) == SHALLOW
+    assert plan.choice(StepRequest(97, "never seen", 8)) == NOTHING
+
+
+def test_a_new_plan_keeps_what_was_found_for_tasks_that_are_not_there() -> None:
+    policy = make(pass_s=lambda rows: STEP_S * (1 + 0.1 * rows))
+    for task, accepted in [("good", 1), ("bad", 0)]:
+        for _ in range(200):
+            policy.score(0, task, 1, accepted)
+    policy.choose(requests(4, "good"), 0)
+    policy.observe(step(4, 1.0))
+    for _ in range(2 * MAX_AGE):
+        choices = policy.choose(requests(4, "bad"), 0)
+        policy.observe(step(4, STEP_S))
+    assert choices == [NOTHING] * 4
+    late = [*requests(3, "bad"), StepRequest(50, "good", limit=8, length=100)]
+    assert [choice.drafts for choice in policy.choose(late, 0)] == [False, False, False, True]
+
+
+def test_tasks_are_bounded() -> None:
+    policy = make()
+    for number in range(2 * MAX_TASKS):
+        task = [StepRequest(number, f"task {number}", limit=8)]
+        policy.choose([*task, *requests(number % 3)], 0)
+        policy.observe(step(1 + number % 3, 10.0))
+        policy.release(number, f"task {number}", 5)
+    assert policy.num_held <= 3
+    assert policy.usual_length("task 0") == pytest.approx(5)
+    assert len(policy.report().tasks) <= MAX_TASKS
+
+
+def test_a_load_that_comes_back_needs_no_new_search_until_its_plan_is_old() -> None:
+    policy = make()
+    searches: list[int] = []
+    num_steps = 3000
+    for turn in range(num_steps):
+        number = LOADS[turn % len(LOADS)]
+        policy.choose(requests(number), 0)
+        if policy.planning_s > 0:
+            searches.append(number)
+        policy.observe(step(number, STEP_S))
+    assert set(searches) == set(LOADS)
+    by_time = num_steps * STEP_S * SEARCH_SHARE / PLAN_S
+    by_age = len(LOADS) * num_steps / MAX_AGE
+    assert 0.5 * by_time < len(searches) < len(LOADS) + by_time + 1.2 * by_age
+    assert min(searches.count(number) for number in LOADS) >= 0.5 * num_steps / MAX_AGE
+
+
+def test_nobody_is_given_a_drafter_that_must_read_a_long_text_for_little() -> None:
+    for unseen, begins in [(8, True), (4000, False)]:
+        policy = make(CHAIN)
+        for number in range(1, 9):  # a token of text takes a tenth of a step
+            for missed in (0, 100):
+                for each in range(number):
+                    policy.note_asked(0, 1000 * number + missed + each, missed)
+                drafted = Drafted(number, 2, 2 * number)
+                call = Call(0, drafted, 1e-5 + 0.1 * STEP_S * max(missed - 1, 0) * number)
+                policy.observe(step(number, STEP_S)._replace(calls=[call]))
+                policy.choose([], 0)
+        found = [StepRequest(number, "t", limit=8, length=unseen, num_output=60) for number in range(4)]
+        choices = policy.choose(found, 0)
+        assert all(choice.drafts == begins for choice in choices)
+
+
+def test_requests_that_are_over_are_forgotten_by_every_plan() -> None:
+    policy = make()
+    for number in LOADS:
+        policy.choose(requests(number), 0)
+    assert policy.num_held == 32
+    for sequence_id in range(32):
+        policy.release(sequence_id, "t", 10)
+    assert policy.num_held == 0
+
+
+def test_steps_with_prompts_have_plans_of_their_own() -> None:
+    """Alone, rows are next to free until 16; beside a prompt each of them takes its time."""
+    policy = make(pass_s=lambda rows: STEP_S * max(1.0, rows / 16))
+    for number in range(200):
+        policy.score(0, "t", 1, int(number % 3 == 0))
+    for turn in range(40):
+        num_prompt_rows = 64 * (turn % 2)
+        choices = policy.choose(requests(8), num_prompt_rows)
+        assert all((choice == NOTHING) == (num_prompt_rows > 0) for choice in choices), turn
+        policy.observe(step(8, STEP_S * max(1.0, (8 + num_prompt_rows) / 16), num_prompt_rows))
+    gain = policy.report().estimated_speedup
+    assert gain is not None
+    assert gain > 1.1
+
+
+def test_where_nobody_is_drafted_for_nobody_is_looked_at() -> None:
+    policy = make(pass_s=lambda rows: 1e-5 * rows)
+    for _ in range(200):
+        policy.score(0, "t", 1, 0)  # never right
+    for num_prompt_rows in (0, 64) * 3:
+        policy.choose(requests(8), num_prompt_rows)
+        policy.observe(step(8, 1e-5 * (8 + num_prompt_rows), num_prompt_rows))
+    for num_prompt_rows in (0, 64, 64, 0):
+        assert policy.rests(8, num_prompt_rows)
+    assert not policy.rests(64, 64), "another load"
+
+
+def test_a_task_for_which_drafts_pay_is_seen_where_nobody_was_drafted_for() -> None:
+    policy = make(pass_s=lambda rows: STEP_S * (1 + 0.1 * rows))
+    for task, accepted in [("good", 1), ("bad", 0)]:
+        for _ in range(200):
+            policy.score(0, task, 1, accepted)
+    for found in ("good", "bad"):
+        policy.choose(requests(4, found), 0)
+        policy.observe(step(4, STEP_S))
+        for _ in range(MAX_AGE):
+            if not policy.rests(4, 0):
+                policy.choose(requests(4, found), 0)
+            policy.observe(step(4, STEP_S))
+    assert policy.rests(4, 0)
+    policy.rests(4, 64)  # a prompt comes
+    assert not policy.rests(4, 0), "it may be for a request to draft for"
+
+
+def test_prompts_are_begun_by_whom_the_plan_names() -> None:
+    policy = make(CHAIN)
+    assert policy.announce(1, "t", 16, 16, 100) == -1, "nothing is known"
+    for _ in range(60):
+        [choice] = policy.choose(requests(1), 0)
+        calls = [Call(0, Drafted(1, choice.depth, choice.depth), 1e-5)] if choice.drafts else []
+        outcomes = [
+            Outcome(0, "t", choice.drafter, choice.depth, choice.depth, choice.depth, choice.depth + 1)
+        ]
+        policy.observe(step(1, STEP_S)._replace(calls=calls, outcomes=outcomes if calls else []))
+    assert policy.announce(1, "t", 16, 16, 100) == 0
+
+
+def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
+    """Where prompts take all the room, nobody may have drafts; that is no plan for the next step."""
+    policy = make()
+    limited = [StepRequest(0, "t", limit=0, length=100), *requests(4)[1:]]
+    assert [choice.drafts for choice in policy.choose(limited, 64)] == [False, True, True, True]
+    policy = make()
+    crowded = [request._replace(limit=0) for request in requests(4)]
+    assert policy.choose(crowded, 64) == [NOTHING] * 4
+    assert all(choice.drafts for choice in policy.choose(requests(4), 64))
