@@ -81,9 +81,6 @@ class Fixed:
     def __init__(self, choice: Any) -> None:
         self.choice = choice
 
-    def rests(self, num_requests: int, num_prompt_rows: int) -> bool:
-        return not self.choice.drafts
-
     def choose(self, requests: Seq[Any], num_prompt_rows: int) -> list[Any]:
         return [self.choice] * len(requests)
 

@@ -145,33 +145,21 @@ def test_steps_with_prompts_have_plans_of_their_own() -> None:
     assert gain > 1.1
 
 
-def test_where_nobody_is_drafted_for_nobody_is_looked_at() -> None:
-    policy = make(pass_s=lambda rows: 1e-5 * rows)
-    for _ in range(200):
-        policy.score(0, "t", 1, 0)  # never right
-    for num_prompt_rows in (0, 64) * 3:
-        policy.choose(requests(8), num_prompt_rows)
-        policy.observe(step(8, 1e-5 * (8 + num_prompt_rows), num_prompt_rows))
-    for num_prompt_rows in (0, 64, 64, 0):
-        assert policy.rests(8, num_prompt_rows)
-    assert not policy.rests(64, 64), "another load"
-
-
-def test_a_task_for_which_drafts_pay_is_seen_where_nobody_was_drafted_for() -> None:
+def test_a_task_for_which_drafts_pay_is_drafted_for_where_nobody_else_is() -> None:
     policy = make(pass_s=lambda rows: STEP_S * (1 + 0.1 * rows))
     for task, accepted in [("good", 1), ("bad", 0)]:
         for _ in range(200):
             policy.score(0, task, 1, accepted)
     for found in ("good", "bad"):
-        policy.choose(requests(4, found), 0)
-        policy.observe(step(4, STEP_S))
-        for _ in range(MAX_AGE):
-            if not policy.rests(4, 0):
-                policy.choose(requests(4, found), 0)
+        for _ in range(2 * MAX_AGE):
+            choices = policy.choose(requests(4, found), 0)
             policy.observe(step(4, STEP_S))
-    assert policy.rests(4, 0)
-    policy.rests(4, 64)  # a prompt comes
-    assert not policy.rests(4, 0), "it may be for a request to draft for"
+    assert choices == [NOTHING] * 4
+    arrived = StepRequest(99, "good", limit=8, length=100)
+    assert [choice.drafts for choice in policy.choose([*requests(3, "bad"), arrived], 0)] == [False] * 3 + [
+        True
+    ]
+    assert policy.planning_s == 0, "without another search"
 
 
 def test_prompts_are_begun_by_whom_the_plan_names() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from slipstream.control.policy import Policy
 from slipstream.control.types import Call, Drafted, DrafterTraits, ObservedStep, Outcome, StepRequest
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
+from slipstream.draft.choice import NOBODY, Choice
 
 PLAN_S = 2e-4
 """Seconds between two looks at the clock: what a search takes."""
@@ -137,7 +137,7 @@ class World:
         """True ones, but for what the target takes for prompts, and expected ones."""
         self.probing_s = 0.0
         """Seconds of steps in which nobody was drafted for, to see what is gained."""
-        self.num_steps = self.num_asked_about = 0
+        self.num_steps = 0
         self.num_asked = [0] * len(drafters)
         """Draft tokens asked for, by drafter."""
         self.choices: list[Choice] = []
@@ -162,7 +162,7 @@ class World:
     def restart(self) -> None:
         """Begin to count anew."""
         self.seconds = self.tokens = self.probing_s = 0.0
-        self.num_steps = self.num_asked_about = 0
+        self.num_steps = 0
         self.num_asked = [0] * len(self.drafters)
 
     @property
@@ -179,12 +179,7 @@ class World:
         """As the engine does one: prompts of new requests are computed beside the others' tokens."""
         policy, running = self.policy, self.running
         num_prompt_rows = sum(request.prompt for request in self.waiting)
-        if running and policy.rests(len(running), num_prompt_rows):
-            choices = [NOTHING] * len(running)
-        else:
-            self.num_asked_about += 1
-            choices = policy.choose([self.asked(request) for request in running], num_prompt_rows)
-        self.choices = choices
+        choices = self.choices = policy.choose([self.asked(request) for request in running], num_prompt_rows)
         calls, drafts = self._draft(choices)
         for request in self.waiting:
             if not policy.in_probe:

@@ -140,7 +140,6 @@ def test_any_choice_gives_the_same_text(
 ) -> None:
     """Members change from step to step, drafts have to catch up, and a request may rest for a while."""
     monkeypatch.setattr(Policy, "choose", random_choices(3))
-    monkeypatch.setattr(Policy, "rests", lambda *_: False)
     third = {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 5}
     config = {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT, third], "verifier": verifier}
     llm = make_llm(config, max_num_seqs=6)

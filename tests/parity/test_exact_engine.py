@@ -135,7 +135,6 @@ def test_the_distribution_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Policy, "choose", chosen_by_length)
-    monkeypatch.setattr(Policy, "rests", lambda *_: False)
     given = spec
     if spec.get("model") == TRAINED:
         spec = {**spec, "model": trained_heads(spec["method"])}

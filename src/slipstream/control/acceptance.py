@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from slipstream.bounded import BoundedDict
 from slipstream.control.types import MAX_TASKS
 
 PRIOR = 0.75
@@ -29,8 +28,6 @@ MIN_DRAFTS = 10.0
 """Drafts without which there is nothing to compare with."""
 KEPT = 2.0
 """Drafts that the dropped ones then weigh together."""
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -100,7 +97,11 @@ class Counts:
     def forget(self) -> None:
         """What was learned says little of what comes."""
         keep = KEPT / max(self.drafts, KEPT)
-        self.drafts, self.checked, self.accepted = self.drafts * keep, self.checked * keep, self.accepted * keep
+        self.drafts, self.checked, self.accepted = (
+            self.drafts * keep,
+            self.checked * keep,
+            self.accepted * keep,
+        )
         self.reached_at = [reached * keep for reached in self.reached_at]
         self.accepted_at = [accepted * keep for accepted in self.accepted_at]
 
@@ -145,7 +146,7 @@ class Acceptance:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self._all = Counts(DRAFTER_MEMORY)
-        self._tasks: OrderedDict[str, Counts] = OrderedDict()
+        self._tasks = BoundedDict[str, Counts](MAX_TASKS)
         self._requests: dict[int, tuple[str, Counts]] = {}
         """With their tasks."""
 
@@ -153,7 +154,7 @@ class Acceptance:
         """What became of a request's drafts, some perhaps empty; True where its task's acceptance has changed."""
         self._all.learn(drafts)
         self._requests.setdefault(sequence_id, (task, Counts(REQUEST_MEMORY)))[1].learn(drafts)
-        changed = latest(self._tasks, task, Counts(TASK_MEMORY)).learn(drafts)
+        changed = self._tasks.touch(task, lambda: Counts(TASK_MEMORY)).learn(drafts)
         if changed:
             for number, (of_task, counts) in self._requests.items():
                 if of_task == task and number != sequence_id:
@@ -220,15 +221,6 @@ class Acceptance:
         return levels
 
 
-def latest(by_task: OrderedDict[str, T], task: str, new: T) -> T:
-    """The entry of a task, or the new one. Of more than `MAX_TASKS` the least recently used is dropped."""
-    entry = by_task.setdefault(task, new)
-    by_task.move_to_end(task)
-    if len(by_task) > MAX_TASKS:
-        by_task.popitem(last=False)
-    return entry
-
-
 BUCKETS = (0, 1, 2, 4, 8, 16)
 """Lengths of a lookup's proposal from which on it counts for the next bucket: 0, 1, 2 to 3, 4 to 7, …"""
 BUCKET_PRIOR = 4.0
@@ -285,13 +277,12 @@ class LookupYield:
 
     def __init__(self) -> None:
         self._all = _ByLength(DRAFTER_MEMORY)
-        self._tasks: OrderedDict[str, _ByLength] = OrderedDict()
+        self._tasks = BoundedDict[str, _ByLength](MAX_TASKS)
 
     def learn(self, task: str, length: int, num_accepted: int) -> None:
         """One proposal of `length` tokens; 0 where nothing was found."""
         self._all.learn(length, num_accepted)
-        of_task = self._tasks.get(task) or _ByLength(TASK_MEMORY)
-        latest(self._tasks, task, of_task).learn(length, num_accepted)
+        self._tasks.touch(task, lambda: _ByLength(TASK_MEMORY)).learn(length, num_accepted)
 
     def rates(self, task: str) -> list[float]:
         """By bucket, the share of a proposal that is accepted."""

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scipy.special import stdtrit
 
-from slipstream.control.acceptance import latest
+from slipstream.bounded import BoundedDict
 from slipstream.control.cost import Mean
-from slipstream.control.types import Outcome, Speedup, StepRequest
+from slipstream.control.types import MAX_TASKS, Outcome, Speedup, StepRequest
 from slipstream.draft.choice import Choice
 
 logger = logging.getLogger(__name__)
 
-FIRST_CREDIT = 3.0
-"""Passes' worth of credit to begin with, since nothing is known."""
 MAX_CREDIT_STEPS = 32
 """Steps' worth of credit that can be saved up."""
 NUM_OFF_STEPS = 4
@@ -36,6 +34,12 @@ NUM_ON_STEPS = 16
 """Steps before a probe that it is compared with, at most; half of them at least."""
 USUAL_GAIN = 1.5
 """Of drafts, before anything is estimated."""
+NUM_TRIAL_STEPS = 3
+"""Steps of a trial, each of one level: the first token says the most for its price."""
+MAX_TRIAL_STEPS = 12
+"""Of one that goes on."""
+SURPRISE = 0.3
+"""By how much more must be accepted than expected for a trial to go on."""
 MIN_LOSS = 0.02
 """Of a step in a probe: doing otherwise is never free."""
 MAX_PAIRS = 200
@@ -54,11 +58,10 @@ class Budget:
     The cost of exploration is bounded by it, whatever the traffic. Whichever kind has cost less so far comes first.
     """
 
-    def __init__(self, share: float, pass_s: float, step_s: Mean) -> None:
-        """`pass_s` is what a target pass should take; `step_s` learns what steps do."""
+    def __init__(self, share: float, step_s: Mean) -> None:
+        """`step_s` learns what steps take."""
         self.share = share
-        self.total_s = 0.0
-        self.credit_s = FIRST_CREDIT * pass_s if share else 0.0
+        self.total_s = self.credit_s = 0.0
         self._spent_s = {"trial": 0.0, "probe": 0.0}
         self._wanted_s = {"trial": 0.0, "probe": 0.0}
         """What the next one of each kind would cost; 0 where none is wanted."""
@@ -128,7 +131,7 @@ class Realised:
     def __init__(self) -> None:
         self._before: deque[Step] = deque(maxlen=NUM_ON_STEPS)
         self._probe: list[Step] = []
-        self._pairs: OrderedDict[str, deque[Pair]] = OrderedDict()
+        self._pairs = BoundedDict[str, deque[Pair]](MAX_TASKS)
         self._all: deque[Pair] = deque(maxlen=MAX_PAIRS)
 
     def can_probe(self, num_sequences: int, with_drafts: bool = False) -> bool:
@@ -172,7 +175,7 @@ class Realised:
             for outcome in step.outcomes:
                 tokens.setdefault(outcome.task, []).append(outcome.num_tokens)
         for task, of_task in tokens.items():
-            pairs = latest(self._pairs, task, self._pairs.get(task) or deque(maxlen=MAX_PAIRS))
+            pairs = self._pairs.touch(task, lambda: deque(maxlen=MAX_PAIRS))
             pairs.append(Pair(_mean(of_task), on_s, off_s))
         pair = Pair(_mean([number for of_task in tokens.values() for number in of_task]), on_s, off_s)
         self._all.append(pair)
@@ -372,14 +375,19 @@ def _level(num_requests: int) -> int:
 
 
 class Trials:
-    """One request at a time is given a drafter that the plan does not give it."""
+    """One request at a time is given a drafter that the plan does not give it. A trial in which much more is accepted
+    than expected goes on: a change is then found within one trial instead of several."""
 
     def __init__(self) -> None:
         self._sequence_id: int | None = None
         self._choices: list[Choice] = []
         """Of the steps to come, the last one first."""
-        self._last: OrderedDict[str, dict[int, int]] = OrderedDict()
-        """Task, then drafter, to the step of its last trial."""
+        self._given: Choice | None = None
+        """In this step."""
+        self._num_drafts = self._num_accepted = 0
+        """Drafts of the trial, and those of which a token was accepted."""
+        self._last = BoundedDict[tuple[str, int], int](MAX_TASKS)
+        """Task and drafter to the step of the last trial."""
 
     @property
     def under_way(self) -> bool:
@@ -387,21 +395,43 @@ class Trials:
 
     def age(self, task: str, drafter: int, step: int) -> int:
         """Steps since the drafter was tried for the task."""
-        return step - self._last.get(task, {}).get(drafter, -1000)
+        return step - self._last.get((task, drafter), -1000)
 
     def begin(self, request: StepRequest, choices: Seq[Choice], step: int) -> None:
         """Let a request have a choice a step."""
         self._sequence_id, self._choices = request.sequence_id, list(choices)[::-1]
-        latest(self._last, request.task, self._last.get(request.task) or {})[choices[0].drafter] = step
+        self._num_drafts = self._num_accepted = 0
+        self._last[request.task, choices[0].drafter] = step
 
     def choice(self, requests: Seq[StepRequest]) -> tuple[int, Choice] | None:
         """In a step while one is under way: the place of its request, and its choice."""
+        self._given = None
         if not self._choices:
             return None
-        place = next(
-            (i for i, request in enumerate(requests) if request.sequence_id == self._sequence_id), None
-        )
+        place = next((i for i, each in enumerate(requests) if each.sequence_id == self._sequence_id), None)
         if place is None:
             self._choices = []
             return None
-        return place, self._choices.pop()
+        self._given = self._choices.pop()
+        return place, self._given
+
+    def outcome(self, outcomes: Seq[Outcome]) -> Outcome | None:
+        """What this step's trial came to, if there was one."""
+        given = self._given
+        if given is None:
+            return None
+        found = (o for o in outcomes if o.sequence_id == self._sequence_id and o.drafter == given.drafter)
+        return next(found, None)
+
+    def goes_on(self, outcome: Outcome, expected: float) -> bool:
+        """After a step: whether a trial that was over goes on. `expected` is the chance that a first token is accepted
+        by what is known."""
+        self._num_drafts += 1
+        self._num_accepted += outcome.num_accepted > 0
+        share = self._num_accepted / self._num_drafts
+        if self._choices or self._given is None or self._num_drafts >= MAX_TRIAL_STEPS:
+            return False
+        if share < expected + SURPRISE:
+            return False
+        self._choices = [self._given] * NUM_TRIAL_STEPS
+        return True

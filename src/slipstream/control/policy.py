@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.control.acceptance import Acceptance, Drafts, LookupYield, latest
+from slipstream.bounded import BoundedDict
+from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
-from slipstream.control.explore import Budget, Probes, StandBack, Step, Trials
+from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
 from slipstream.control.types import (
     MAX_TASKS,
@@ -49,8 +50,6 @@ KEPT_GAIN = 1.01
 DRAFTS_GAIN = 1.05
 """Where there are lookups, a step must be better with drafters than with these alone by so much before drafters begin:
 what they are worth is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
-TRIAL_DEPTHS = 1, 1, 1
-"""Of the steps of a trial: the first token says the most for its price."""
 FIRST_DEPTHS = 1, 4, 2
 """Of the first trial of a drafter, which shows what its levels cost."""
 FIRST_LENGTH = 64.0
@@ -71,9 +70,9 @@ class Plan:
     usual: Choice = NOTHING
     """For a task that is unknown: as most are drafted for."""
     by_sequence: dict[int, Choice] = field(default_factory=dict)
-    by_task: dict[str, Choice] = field(default_factory=dict)
+    by_task: BoundedDict[str, Choice] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
     gains: dict[str, float] = field(default_factory=dict)
-    """Task to estimated speedup."""
+    """Estimated speedup of the tasks that it was made for."""
     gain: float | None = None
     """Estimated speedup."""
     searched_at: int = -MAX_AGE
@@ -97,10 +96,6 @@ class Plan:
     def for_task(self, task: str) -> Choice:
         """For a request that the plan was not made for."""
         return self.by_task.get(task, self.usual)
-
-    def may_draft(self) -> bool:
-        """For some request that may come."""
-        return self.usual.drafts or any(choice.drafts for choice in self.by_task.values())
 
 
 @dataclass(slots=True)
@@ -136,9 +131,10 @@ class Policy:
         self.planning_s = 0.0
         """What searching a plan took in this step."""
         self._step_s = Mean()
-        self.budget = Budget(probe_share, pass_s(1.0) if adaptive else 0.0, self._step_s)
+        self.budget = Budget(probe_share, self._step_s)
         self._probes = Probes(self.budget, self._step_s)
         self._trials = Trials()
+        self._trial_price_s = 0.0
         self._stand_back = StandBack()
         self._plans: dict[tuple[int, bool], Plan] = {}
         """By load bucket, and whether the step computes prompts too: then each draft token costs more."""
@@ -153,8 +149,6 @@ class Policy:
         """For searching; below 0 it is owed."""
         self._has_changed = False
         """Something has been learned that makes the cached plans doubtful."""
-        self._has_new = True
-        """There may be requests that no plan was asked about yet."""
         self._step = 0
         self._speculates = False
         self._seen = [TextSeen() for _ in drafters]
@@ -163,7 +157,7 @@ class Policy:
         self._outcomes: list[Outcome] = []
         self._gone: list[int] = []
         """Requests that are over, of which there may be outcomes still."""
-        self._tasks: OrderedDict[str, _Use] = OrderedDict()
+        self._tasks = BoundedDict[str, _Use](MAX_TASKS)
         self._length = Mean()
         self._num_steps = [0] * len(self.drafters)
         self._by_batch: dict[int, Mean] = {}
@@ -175,33 +169,17 @@ class Policy:
         """True for a step in which nobody is drafted for, to see what drafts gain."""
         return self._probes.rests
 
-    def rests(self, num_requests: int, num_prompt_rows: int) -> bool:
-        """Instead of `choose`: True where it would have nobody drafted for, without a look at any request."""
-        self._has_new |= num_prompt_rows > 0
-        plan = self._plans.get(_key(num_requests, num_prompt_rows))
-        if plan is None or self._is_busy() or self._is_due(plan):
-            return False
-        if self._has_new and (plan.may_draft() or self._alone.may_draft()) and not plan.withheld:
-            return False
-        if plan.withheld:
-            if self._may_probe(plan, num_requests, num_prompt_rows):
-                return False
-        elif plan.drafts:
-            return False
-        self._begin_step()
-        self._hold(plan, num_prompt_rows)
-        return True
-
     def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
         """Whom to ask for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
-        self._begin_step()
+        self._step += 1
+        self._speculates, self.planning_s = False, 0.0
+        self._num_missed = [0] * len(self.drafters)
         if not requests:
             self._probes.give_up()  # nothing to compare with
             return []
-        self._has_new = num_prompt_rows > 0
-        if self.adaptive:
-            self._hold(self._plan_for(requests, num_prompt_rows), num_prompt_rows)
-        plan = self._plan
+        plan = self._plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self._plan
+        if not num_prompt_rows:
+            self._alone = plan
         choices = [bounded(plan.choice(request), request) for request in requests]
         plan.drafts = any(choice.drafts for choice in choices)
         if not plan.drafts:
@@ -228,19 +206,6 @@ class Policy:
             seen = self._seen[drafter]
             self._num_missed[drafter] += seen.note_prompt(self._step, sequence_id, num_rows, length)
         return drafter
-
-    def _begin_step(self) -> None:
-        self._step += 1
-        self._speculates, self.planning_s = False, 0.0
-        self._num_missed = [0] * len(self.drafters)
-
-    def _hold(self, plan: Plan, num_prompt_rows: int) -> None:
-        self._plan = plan
-        if not num_prompt_rows:
-            self._alone = plan
-
-    def _is_busy(self) -> bool:
-        return self._probes.is_active or self._trials.under_way or bool(self._unknown())
 
     def _unknown(self) -> list[int]:
         """Drafters whose costs are unknown; lookups take next to no time."""
@@ -313,17 +278,14 @@ class Policy:
         }
         plan.usual = _most_common(choices)
         slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
-        plan.by_task, plan.gains = dict(before.by_task), dict(before.gains)
+        plan.by_task.update(before.by_task)
         by_task: dict[str, list[tuple[Choice, float]]] = {}
         for request, choice, tokens in zip(requests, choices, problem.tokens(best), strict=True):
             if request.limit > 0 or not beside_prompts:
                 by_task.setdefault(request.task, []).append((choice, tokens / slower))
         for task, found in by_task.items():
-            plan.by_task.pop(task, None)  # the latest are last
             plan.by_task[task] = _most_common([choice for choice, _ in found])
             plan.gains[task] = sum(gain for _, gain in found) / len(found)
-        for task in list(plan.by_task)[:-MAX_TASKS]:
-            del plan.by_task[task], plan.gains[task]
         if nothing.tokens_per_s > 0:
             plan.gain = best.tokens_per_s / nothing.tokens_per_s
             plan.drafts_gain = best.tokens_per_s / alone.tokens_per_s
@@ -452,11 +414,12 @@ class Policy:
         _, place, option = best
         request = requests[place]
         missing = self._seen[option.drafter].num_missing(request.sequence_id, request.length)
-        price_s = len(TRIAL_DEPTHS) * problem.extra_s(plan, place, option)
+        price_s = NUM_TRIAL_STEPS * problem.extra_s(plan, place, option)
         price_s += missing * self.draft_costs[option.drafter].missed_token_s
         if self.budget.can_pay("trial", price_s):
             self.budget.pay("trial", price_s)
-            self._begin_trial(request, option.drafter, TRIAL_DEPTHS)
+            self._trial_price_s = price_s
+            self._begin_trial(request, option.drafter, [1] * NUM_TRIAL_STEPS)
 
     def _begin_trial(self, request: StepRequest, drafter: int, depths: Seq[int]) -> None:
         choices = [self._as_asked(Choice(drafter, depth)) for depth in depths]
@@ -472,6 +435,7 @@ class Policy:
                     seen = self._seen[number]
                     request = min(able, key=lambda each: seen.num_missing(each.sequence_id, each.length))
                     self._begin_trial(request, number, FIRST_DEPTHS)
+                    self._trial_price_s = 0.0
                     break
         trial = self._trials.choice(requests)
         if trial is not None:
@@ -518,6 +482,12 @@ class Policy:
             changes = pair is not None and self._stand_back.learn(number, pair, self._plan.gain or 1.0)
             if changes and self.adaptive:
                 self._plans.clear()
+        tried = self._trials.outcome(step.outcomes)
+        if tried is not None:
+            self._learn_outcomes()
+            [expected, *_] = self.acceptance[tried.drafter].survival(-1, tried.task)
+            if self._trials.goes_on(tried, expected):
+                self.budget.pay("trial", self._trial_price_s)  # it may be owed
         if len(self._outcomes) >= MAX_UNLEARNED or len(self._gone) >= MAX_UNLEARNED:
             self._learn_outcomes()
 
@@ -529,7 +499,7 @@ class Policy:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
         if num_tokens:
             self._length.learn(float(num_tokens))
-            self._use(task).length.learn(float(num_tokens))
+            self._tasks.touch(task, _Use).length.learn(float(num_tokens))
         for plan in (self._plan, *self._plans.values()):
             plan.by_sequence.pop(sequence_id, None)
         for seen in self._seen:
@@ -550,7 +520,7 @@ class Policy:
             if lookup in self.lookups:
                 found = (outcome.num_checked, outcome.num_accepted) if drafter == lookup else (0, 0)
                 self.lookups[lookup].learn(outcome.task, *found)
-            use = self._use(outcome.task)
+            use = self._tasks.touch(outcome.task, _Use)
             use.depth.learn(float(outcome.num_checked))
             use.tokens.learn(float(outcome.num_tokens))
         for (drafter, sequence_id, task), each in drafts.items():
@@ -560,9 +530,6 @@ class Policy:
             for acceptance in self.acceptance:
                 acceptance.release(sequence_id)
         self._gone = []
-
-    def _use(self, task: str) -> _Use:
-        return latest(self._tasks, task, self._tasks.get(task) or _Use())
 
     # --- what is known ----------------------------------------------------------------------------------------
 

@@ -141,18 +141,16 @@ class Drafting:
         self._num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
         self._choices, self._calls, self._outcomes, self._num_drafted = {}, [], [], 0
         wanted: list[Wanted] = []
-        named = any(item.sequence.options.draft_method is not None for item in decoding)
-        if not decoding or named or not policy.rests(len(decoding), self._num_prompt_rows):
-            choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
-            for item, choice in zip(decoding, choices, strict=True):
-                sequence = item.sequence
-                if sequence.options.draft_method is not None and not choice.drafts:
-                    choice = self._named(policy, item)
-                if choice.drafts:
-                    self._choices[sequence.id] = choice
-                    wanted.append((sequence, item.max_draft_tokens, choice))
-            if self._num_prompt_rows:
-                wanted += self._announced(policy, scheduled)
+        choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
+        for item, choice in zip(decoding, choices, strict=True):
+            sequence = item.sequence
+            if sequence.options.draft_method is not None and not choice.drafts:
+                choice = self._named(policy, item)
+            if choice.drafts:
+                self._choices[sequence.id] = choice
+                wanted.append((sequence, item.max_draft_tokens, choice))
+        if self._num_prompt_rows:
+            wanted += self._announced(policy, scheduled)
         if self._num_steps % SCORED_EVERY == 0 and decoding:
             self._look_up(policy, decoding[self._num_steps // SCORED_EVERY % len(decoding)])
         return wanted
