@@ -512,7 +512,9 @@ def test_a_report_says_what_is_going_on() -> None:
     assert [method.num_failures for method in report.methods] == [3, 0]
     assert [method.retired for method in report.methods] == [False, True]
     assert report.methods[0].survival[0] == pytest.approx(0.85, abs=0.08)
-    assert dict(report.depth_by_batch)[4] == pytest.approx(median(depth for _, depth in world.chosen()), abs=1.5)
+    assert dict(report.depth_by_batch)[4] == pytest.approx(
+        median(depth for _, depth in world.chosen()), abs=1.5
+    )
 
 
 def test_each_task_has_an_estimate_of_its_own() -> None:
