@@ -140,6 +140,6 @@ def test_end_tokens_that_the_model_cannot_say_are_told_once(
         LLM(narrow.engine.config.model, kv_cache_bytes=16 * 2**20)
     said = [record.getMessage() for record in caplog.records if "end token" in record.getMessage()]
     assert said == [
-        f"the model cannot say its end token {NARROW + 5}: it has logits for {NARROW} tokens only"
+        f"the model cannot generate its end token {NARROW + 5}: it has logits for only {NARROW} tokens"
     ]
     assert load_tokenizer(narrow.engine.config.model)
