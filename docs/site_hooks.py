@@ -30,15 +30,6 @@ STATIC = {"LICENSE": "project/LICENSE.txt", "NOTICE": "project/NOTICE.txt"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
-def on_config(config: Any) -> None:
-    """Give the pages of docs/extend, where there are some, a section after the guides."""
-    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("extend/*.md"))
-    if pages:
-        pages.sort(key=lambda page: not page.endswith("index.md"))
-        places = [next(iter(entry)) for entry in config.nav]
-        config.nav.insert(places.index("Guides") + 1, {"Extend": pages})
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that lie outside docs/."""
     for source, place in PAGES.items():

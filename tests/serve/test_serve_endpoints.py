@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.errors import ConfigError
+from slipstream.serve import endpoints
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.endpoints import EndpointContext
@@ -185,6 +186,31 @@ def test_its_requests_have_spans(install: Install, drafting: LLM) -> None:
         post(client, {"text": "a"})
         client.get("/queue/running")
     assert [span.name for span in spans.get_finished_spans()] == [f"first_token {MODEL}"]
+
+
+def test_code_registers_one_for_this_process(make_app: MakeApp) -> None:
+    endpoints.register("example", add_example)
+    try:
+        endpoints.register("example", add_example)  # the same again
+        with pytest.raises(ConfigError, match="endpoint 'example' exists already"):
+            endpoints.register("example", add_nothing)
+        with TestClient(make_app(api_key=["k"])) as client:
+            assert post(client, {"text": "a"}).status_code == 401
+            assert post(client, {"text": "a"}, **KEY).status_code == 200
+    finally:
+        endpoints.unregister("example")
+    with TestClient(make_app()) as client:
+        assert post(client, {"text": "a"}).status_code == 404
+
+
+def test_two_packages_may_use_one_name_for_other_routes(install: Install, make_app: MakeApp) -> None:
+    install("add_nothing")
+    endpoints.register("example", add_example)
+    try:
+        with pytest.raises(ConfigError, match="RuntimeError: not today"):
+            make_app()
+    finally:
+        endpoints.unregister("example")
 
 
 @pytest.mark.parametrize(

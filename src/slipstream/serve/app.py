@@ -101,7 +101,7 @@ def create_app(
     _add_tokens(app, service)
     _add_state(app, service)
     dashboard.add_routes(app, service)
-    endpoints.add_installed(app, service, routes)
+    endpoints.add_to(app, service, routes)
     return app
 
 

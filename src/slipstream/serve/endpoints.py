@@ -3,9 +3,10 @@
     [project.entry-points."slipstream.endpoints"]
     score = "my_package.module:add_endpoints"
 
-The function is called once for each application, as `add_endpoints(router, context)`. `router` is a FastAPI
-`APIRouter`; `context` is an `EndpointContext`. What holds for the server's own routes holds for those that it adds:
-API keys, bounds on bodies, errors in OpenAI's shape, the access log, traces and the OpenAPI document.
+Code adds them with `register`. The function is called once for each application, as `add_endpoints(router, context)`.
+`router` is a FastAPI `APIRouter`; `context` is an `EndpointContext`. What holds for the server's own routes holds for
+those that it adds: API keys, bounds on bodies, errors in OpenAI's shape, the access log, traces and the OpenAPI
+document.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
+from operator import itemgetter
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -60,23 +63,45 @@ class EndpointContext:
 AddEndpoints = Callable[[APIRouter, EndpointContext], None]
 
 
-def add_installed(app: FastAPI, service: Service, routes: RouteTable) -> None:
-    """Add the endpoints of all installed packages to `app` and to `routes`, behind those that are there.
+_registered: dict[str, AddEndpoints] = {}
 
-    Raises `ConfigError` for a function that cannot be imported or fails, for a route that exists already, and for one
-    that is no plain HTTP route.
+
+def register(name: str, add_endpoints: AddEndpoints) -> None:
+    """Add endpoints to the applications that this process makes from now on.
+
+    Raises `ConfigError` where other endpoints have the name.
     """
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+    if _registered.get(name, add_endpoints) is not add_endpoints:
+        raise ConfigError(f"endpoint {name!r} exists already; register it under another name")
+    _registered[name] = add_endpoints
+
+
+def unregister(name: str) -> None:
+    """Take back what `register` added; a name that was not registered is ignored."""
+    _registered.pop(name, None)
+
+
+def add_to(app: FastAPI, service: Service, routes: RouteTable) -> None:
+    """Add the registered endpoints and those of all installed packages to `app` and to `routes`.
+
+    They come behind those that are there, by name. Raises `ConfigError` for a function that cannot be imported or
+    fails, for a route that exists already, and for one that is no plain HTTP route.
+    """
+    found: list[tuple[str, Callable[[], AddEndpoints]]] = [
+        *((entry.name, entry.load) for entry in entry_points(group=GROUP)),
+        *((name, partial(_registered.__getitem__, name)) for name in _registered),
+    ]
+    for name, load in sorted(found, key=itemgetter(0)):
         context = EndpointContext(service.engine, service.model_name, service)
         router = APIRouter(route_class=_bounded_route(service))
         try:
-            entry.load()(router, context)
+            load()(router, context)
         except Exception as error:
             raise ConfigError(
-                f"endpoint {entry.name!r} cannot be added: {type(error).__name__}: {error}"
+                f"endpoint {name!r} cannot be added: {type(error).__name__}: {error}"
             ) from error
         for route in router.routes:
-            _note(route, entry.name, context, routes)
+            _note(route, name, context, routes)
         app.include_router(router)
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool
 from slipstream.kv.prefix import BLOCK, PrefixIndex
 from slipstream.kv.slots import Held, Move, SlotAccounting
-from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.packed import attend
-from slipstream.models.attention.posed import asks_a_cache
 from slipstream.models.rows import Rows
 
 PAGE = 8
@@ -215,10 +214,6 @@ class PagedBackend(AttentionBackend):
     """PyTorch's attention over pages that are drawn at random."""
 
     layout: ClassVar[type[SlotAccounting]] = PagedAccounting
-
-    @classmethod
-    def refusal(cls, traits: ModelTraits) -> str | None:
-        return "it asks a cache for its keys" if asks_a_cache(traits.config) else None
 
     def prepare(self, rows: Rows, pool: KVPool) -> PagedPass:
         return PagedPass(rows, pool)

@@ -35,8 +35,8 @@ class Verifier(ABC):
     draw with the target's own noise (`accepts_coupled`) where `kinds` has `ProposalKind.COUPLED`.
     """
 
-    name: ClassVar[str]
-    """For messages."""
+    name: ClassVar[str] = ""
+    """For messages; the class's name unless given."""
     kinds: ClassVar[frozenset[ProposalKind]]
     """The proposal kinds for which the verdicts follow the target's distribution exactly."""
 
@@ -49,7 +49,7 @@ class Verifier(ABC):
     @classmethod
     def traits(cls) -> VerifierTraits:
         """What this verifier can do, for those who do not know its class."""
-        return VerifierTraits(cls.name, cls.kinds, cls.needs_distributions, cls.reproducible)
+        return VerifierTraits(cls.name or cls.__name__, cls.kinds, cls.needs_distributions, cls.reproducible)
 
     @abstractmethod
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting
+from slipstream.models.attention.own_cache import asks_a_cache
 from slipstream.models.rows import Rows
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ class AttentionBackend(ABC):
         self.traits = traits
 
     @classmethod
-    @abstractmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
-        """Why this backend cannot run such a model, in one line that continues "because"; None where it can."""
+        """Why this backend cannot run such a model, in one line that continues "because"; None where it can.
+
+        Unless overridden, models whose attention does not go through the attention interface are refused.
+        """
+        if asks_a_cache(traits.config):
+            return "its attention asks a cache for its keys, not the attention interface"
+        return None
 
     @abstractmethod
     def prepare(self, rows: Rows, pool: KVPool) -> AttentionPass:

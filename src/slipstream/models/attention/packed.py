@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
-from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
 from slipstream.models.attention.masks import Masks
-from slipstream.models.attention.posed import asks_a_cache
 from slipstream.models.rows import Rows
 
 
@@ -60,12 +59,6 @@ class PackedAttention(AttentionPass):
 
 class PackedBackend(AttentionBackend):
     """PyTorch's attention, on any device, for models that attend through the attention interface."""
-
-    @classmethod
-    def refusal(cls, traits: ModelTraits) -> str | None:
-        if asks_a_cache(traits.config):
-            return "its attention asks a cache for its keys, not the attention interface"
-        return None
 
     def prepare(self, rows: Rows, pool: KVPool) -> PackedAttention:
         return PackedAttention(rows, pool)

@@ -8,7 +8,6 @@ for many sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
 from slipstream.models.attention.masks import Masks
+from slipstream.models.attention.own_cache import HEADS_SHARED, asks_a_cache
 from slipstream.models.attention.probe import LayerProbe
 from slipstream.models.rows import Rows
 
@@ -78,21 +78,6 @@ class ProbedCache:
         """Record the rows, [1, heads, N, dim], and hand them back."""
         self._probe.record(layer_idx, key[:, :: self._share], value[:, :: self._share])
         return key, value
-
-
-def _falcon(config: Any) -> int:
-    # The new decoder architecture copies its key heads for all query heads before it asks the cache.
-    return config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
-
-
-HEADS_SHARED: dict[str, Callable[[Any], int]] = {"falcon": _falcon}
-"""Families read and tested to honour the cache and the mask as described above, by model type. How many heads they hand
-over for each distinct key head."""
-
-
-def asks_a_cache(config: Any) -> bool:
-    """Whether a family attends over what a cache hands out."""
-    return config.model_type in HEADS_SHARED
 
 
 class PosedBackend(AttentionBackend):
