@@ -44,13 +44,13 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
         assert later.realised.num_pairs > num_pairs  # it goes on to look
         assert later.probe_share < 1.2 * SHARE
         assert later.estimated_speedup == 1.0  # of what is done
-        assert [record.message.split(":")[0] for record in caplog.records] == ["auto stands back"]
+        assert [record.message.split(":")[0] for record in caplog.records] == ["auto suspends drafts"]
         world.drafters[0].alpha["t"] = world.told_alpha["t"] = 0.85  # type: ignore[index]
         for _ in range(3000):
             world.step()
             if not world.policy.report().stands_back:
                 break
-        assert [record.message.split(":")[0] for record in caplog.records][-1] == "auto drafts again"
+        assert [record.message.split(":")[0] for record in caplog.records][-1] == "auto resumes drafts"
         world.run(100)
         world.restart()
         world.run(200)
@@ -89,7 +89,7 @@ def test_an_estimate_that_makes_up_for_the_error_ends_it(caplog: pytest.LogCaptu
     assert not back.trusts(4, 1.9)
     with caplog.at_level(logging.INFO, logger="slipstream.control"):
         assert back.trusts(4, 2.1)
-    assert "auto drafts again: with about 4 requests drafts are estimated to make 2.10" in caplog.text
+    assert "auto resumes drafts: with about 4 requests drafts are estimated to make 2.10" in caplog.text
     assert not back.is_active(4)
 
 

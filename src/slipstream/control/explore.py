@@ -335,7 +335,7 @@ class StandBack:
         load.pairs.clear()
         logger.info(
             "auto %s: with about %d requests drafts make %.2f (%.2f to %.2f) of the speed without them, estimated %.2f",
-            "stands back" if load.active else "drafts again",
+            "suspends drafts" if load.active else "resumes drafts",
             num_requests,
             found.ratio,
             found.low,
@@ -353,7 +353,7 @@ class StandBack:
         load.active = False
         load.pairs.clear()
         logger.info(
-            "auto drafts again: with about %d requests drafts are estimated to make %.2f of the speed without them, "
+            "auto resumes drafts: with about %d requests drafts are estimated to make %.2f of the speed without them, "
             "more than the %.2f that makes up for the estimate before",
             num_requests,
             estimated,
