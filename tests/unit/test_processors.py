@@ -393,3 +393,6 @@ def test_a_vocabulary_of_stop_tokens_and_many_bad_words_cost_one_mask(
     assert torch.equal(processor.log_probs(logits, (7,), [(), (8,)]), first)
     assert max(made) <= 4
     assert (first.exp() > 0).sum(-1).tolist() == [9, 9]  # not 8 after 7; not 9 after 7, 8, but that is a stop
+    # Kept by their beginnings: a row looks up one beginning a length, however many words there are.
+    assert len(processor._phrases) == 4001
+    assert len(processor._beginnings) == 2
