@@ -10,14 +10,12 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 LIMITS = {
-    "bench": 6,
-    "control": 41,
-    "engine": 7,
+    "bench": 4,
+    "control": 3,
     "exact": 1,
-    "parity": 1,
-    "serve": 27,
+    "serve": 23,
     "train": 1,
-    "unit": 18,
+    "unit": 17,
 }
 """The most accesses by folder; a folder that is not here has none. What is left injects faults for which there is no
 public name. Lower a limit when a test no longer needs it."""
