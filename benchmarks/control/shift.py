@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from benchmarks.control.traffic import Question, make_engines
-from slipstream.core import RequestOptions
+from benchmarks.control.traffic import Question
+from slipstream.core import RequestOptions, StepItem
 from slipstream.draft.choice import NOBODY
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 
 CONCURRENCY = 8
 PHASES = (("sql", 0.0), ("creative", 1.2), ("sql", 0.0), ("creative", 1.2), ("sql", 0.0))
-TOKENS = 1600
-"""Of a phase."""
+TOKENS = 3200
+"""Of a phase. It is to be settled within 200 tokens a request."""
 WINDOW = 40
 """Tokens over which it is read who is asked for drafts."""
 SAME = 0.75
 """The share of a window's tokens for which those must be asked who are asked in the second half of the phase."""
 
 
-def measure_shift(model: str | None, threads: int, by_task: dict[str, list[Question]]) -> dict[str, Any]:
+def measure_shift(make_engine: Callable[[], Engine], by_task: dict[str, list[Question]]) -> dict[str, Any]:
     """Tokens after each shift until those are asked for drafts, or nobody, who stay it; with and without task tags.
 
     Phases of one task have other questions and seeds, and the drafters' memory of texts is emptied between them.
     """
     found: dict[str, Any] = {}
     for tagged in (True, False):
-        engine = make_engines(["auto"], model, threads, 64, 512 * 2**20)["auto"]
+        engine = make_engine()
         found["tagged" if tagged else "untagged"] = [
             {"task": task, "temperature": heat, **_phase(engine, number, by_task[task], heat, tagged)}
             for number, (task, heat) in enumerate(PHASES)
@@ -43,19 +44,16 @@ def _phase(
 ) -> dict[str, Any]:
     """Who is asked for the drafts of each token of a phase, in the order in which tokens come."""
     engine.reset_caches()
-    controller = engine.drafting.controller
-    assert controller is not None
-    names = [member.name for member in controller.members]
+    drafting = engine.drafting
     who: list[str] = []
     depths: list[int] = []
 
-    def on_observe(seen: Any) -> None:
-        for one in seen:
-            choice = controller.standing(one.sequence.id, one.sequence.task)
-            parts = [names[member] for member in (choice.lookup, choice.drafter) if member != NOBODY]
-            emitted = len(one.sequence.token_ids) - one.length_before
-            who.extend([" then ".join(parts) or "nobody"] * emitted)
-            depths.extend([len(one.proposal)] * emitted)
+    def on_observe(items: Seq[StepItem]) -> None:
+        for item in items:
+            choice = drafting.choice_of(item.sequence)
+            parts = [drafting.drafters.names[n] for n in (choice.lookup, choice.drafter) if n != NOBODY]
+            who.extend([" then ".join(parts) or "nobody"] * item.num_emitted)
+            depths.extend([len(item.proposal)] * item.num_emitted)
 
     engine.on_observe = on_observe
     number = 0
@@ -74,7 +72,9 @@ def _phase(
     return {
         "asked": settled,
         "mean_draft": round(statistics.fmean(depths[TOKENS // 2 :]), 2),
-        "settled_after_tokens": _settled_after([each == settled for each in who]),
+        "settled_after_tokens_a_request": round(
+            _settled_after([each == settled for each in who]) / CONCURRENCY
+        ),
     }
 
 

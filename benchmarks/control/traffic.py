@@ -1,11 +1,13 @@
-"""Closed-loop traffic on one engine, and what came of it."""
+"""The targets, the settings that `auto` chooses from, and closed-loop traffic on an engine."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
@@ -13,22 +15,47 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
+from slipstream.testing.expand import expand
+from slipstream.testing.expand_head import expand_head
 from slipstream.text.prompts import encode_chat
 
-DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "off": {"method": "off"},
-    "suffix": {"method": "suffix"},
-    "draft-1": {**DRAFT, "num_speculative_tokens": 1},
-    "draft-2": {**DRAFT, "num_speculative_tokens": 2},
-    "draft-4": {**DRAFT, "num_speculative_tokens": 4},
-    "draft-6": {**DRAFT, "num_speculative_tokens": 6},
-    "auto": {
-        "method": "auto",
-        "drafters": [{"method": "suffix"}, {**DRAFT, "num_speculative_tokens": 6}],
-    },
+MAX_SEQS = 32
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 6}
+SUFFIX = {"method": "suffix"}
+
+
+class Target(NamedTuple):
+    """A model that is measured."""
+
+    num_parameters: int | None
+    """It is cost-expanded to; None is the embedded target as it is."""
+    quantization: str | None
+    bar: float
+    """What `auto` is to make of the best fixed setting, at least."""
+
+
+TARGETS = {
+    "embedded": Target(None, None, 0.93),
+    "300m": Target(300_000_000, None, 0.97),
+    "300m-int8": Target(300_000_000, "int8", 0.97),
+    "1g-int8": Target(1_000_000_000, "int8", 0.97),
 }
-"""What `auto` chooses from, each on its own; and `auto`."""
+
+
+class Setting(NamedTuple):
+    """What is fixed for all requests: an engine, by its drafter, and the most draft tokens a step."""
+
+    engine: str
+    num_draft_tokens: int | None = None
+
+
+SETTINGS = {
+    "off": Setting("off"),
+    "suffix": Setting("suffix"),
+    **{f"draft-{depth}": Setting("draft", depth) for depth in (1, 2, 4, 6)},
+    **{f"eagle3-{depth}": Setting("eagle3", depth) for depth in (1, 2, 4)},
+}
+AUTO = Setting("auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +80,49 @@ class Run:
         return self.num_tokens / self.seconds
 
 
+def checkpoints(name: str, head: str | None, folder: Path) -> tuple[str, str | None]:
+    """The target's folder, and that of the EAGLE-3 head for it; expanded into `folder` where they are not there yet."""
+    size = TARGETS[name].num_parameters
+    if size is None:
+        return EMBEDDED_TARGET, head
+    model = folder / f"expanded-{size // 10**6}m"
+    if not model.is_dir():
+        expand(EMBEDDED_TARGET, model, target_parameters=size)
+    if head is None:
+        return str(model), None
+    expanded_head = folder / f"eagle3-{size // 10**6}m"
+    if not expanded_head.is_dir():
+        expand_head(head, EMBEDDED_TARGET, str(model), expanded_head)
+    return str(model), str(expanded_head)
+
+
+def configs(head: str | None) -> dict[str, dict[str, Any]]:
+    """Engine to `speculative_config`."""
+    alone: dict[str, dict[str, Any]] = {"suffix": SUFFIX, "draft": DRAFT}
+    if head is not None:
+        alone["eagle3"] = {"method": "eagle3", "model": head, "num_speculative_tokens": 4}
+    return {"off": {"method": "off"}, **alone, "auto": {"method": "auto", "drafters": list(alone.values())}}
+
+
 def make_engines(
-    names: Seq[str], model: str | None, threads: int, max_num_seqs: int, kv_cache_bytes: int
+    model: str,
+    quantization: str | None,
+    wanted: Mapping[str, Mapping[str, Any]],
+    threads: int,
+    kv_cache_mib: int,
 ) -> dict[str, Engine]:
-    """One engine a setting, around one target."""
+    """One engine a configuration, around one target."""
     config = EngineConfig(
-        model or EMBEDDED_TARGET,
+        model,
+        quantization=quantization,
         num_threads=threads,
-        max_num_seqs=max_num_seqs,
-        kv_cache_bytes=kv_cache_bytes,
+        max_num_seqs=MAX_SEQS,
+        kv_cache_bytes=kv_cache_mib * 2**20,
     )
     engines: dict[str, Engine] = {}
-    for name in names:
+    for name, speculative in wanted.items():
         first = next(iter(engines.values()), None)
-        engines[name] = Engine(config, SpeculativeConfig.from_mapping(SETTINGS[name]), like=first)
+        engines[name] = Engine(config, SpeculativeConfig.from_mapping(speculative), like=first)
     return engines
 
 
@@ -80,10 +136,15 @@ def questions(engine: Engine) -> dict[str, list[Question]]:
 
 
 def closed_loop(
-    engine: Engine, asked: Seq[Question], concurrency: int, params: SamplingParams, *, tagged: bool = True
+    engines: Mapping[str, Engine],
+    setting: Setting,
+    asked: Seq[Question],
+    concurrency: int,
+    params: SamplingParams,
 ) -> Run:
     """`concurrency` questions at any time until all are answered; caches are empty at the beginning. Seeded requests
     have seeds of their own, or a repeated question would be answered from memory."""
+    engine = engines[setting.engine]
     engine.reset_caches()
     run = Run()
     waiting = list(enumerate(asked))[::-1]
@@ -93,9 +154,8 @@ def closed_loop(
         while waiting and num_open < concurrency:
             number, question = waiting.pop()
             own = params if params.seed is None else replace(params, seed=params.seed + number)
-            engine.add_request(
-                str(number), question.token_ids, own, RequestOptions(task=question.task if tagged else "")
-            )
+            options = RequestOptions(task=question.task, max_draft_tokens=setting.num_draft_tokens)
+            engine.add_request(str(number), question.token_ids, own, options)
             num_open += 1
         for update in engine.step():
             run.num_tokens += len(update.token_ids)

@@ -236,6 +236,10 @@ class Drafting:
             return "off" if self._chooses else self.drafters.names[0]
         return self.drafters.names[drafter]
 
+    def choice_of(self, sequence: Sequence) -> Choice:
+        """Whom the policy asked for a sequence in the step that was made last."""
+        return self._choices.get(sequence.id, NOTHING)
+
     def finish(self, report: StepReport) -> None:
         """The step is over; `report` says what it took."""
         if self.policy is None:
