@@ -1,4 +1,4 @@
-"""Several drafters of which the engine's controller chooses one for each request and step, or none."""
+"""Several drafters of which the engine's policy chooses one for each request and step, or none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AutoOptions:
 
 
 class AutoDrafter(DrafterGroup):
-    """The drafters from which the engine's controller chooses; its `drafters` are asked directly."""
+    """The drafters from which the engine's policy chooses; its `drafters` are asked directly."""
 
     summary = "chooses for each request and step among drafters, or none, by what they gain"
 
