@@ -33,10 +33,11 @@ class ModelRunner:
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots, features)
-        for item, rows in zip(items, output.rows.by_group(output.logits), strict=True):
+        for item, group, rows in zip(items, groups, output.rows.by_group(output.logits), strict=True):
             item.rows = rows
             if item.decodes:
-                item.logits = rows[len(rows) - 1 - len(item.proposal) :]
+                first = len(group.logit_rows) - 1 - len(item.proposal)
+                item.logits = rows[first:] if first else rows
 
     def commit(self, item: StepItem) -> None:
         """Keep the entries of the computed committed tokens and of the kept nodes; forget the others.

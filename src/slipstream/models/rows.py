@@ -228,4 +228,6 @@ class Rows:
 
     def by_group(self, logits: Tensor) -> list[Tensor]:
         """The logits, [wanted, vocab], group after group."""
-        return list(torch.split(logits, [len(group.logit_rows) for group in self.groups]))
+        if len(self.groups) == 1:
+            return [logits]
+        return list(logits.split_with_sizes([len(group.logit_rows) for group in self.groups]))
