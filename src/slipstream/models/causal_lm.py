@@ -15,7 +15,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.kv.slots import SlotMap
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, PassOutput
-from slipstream.models.attention.gpu import attention_kernels
+from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
@@ -211,7 +211,7 @@ class CausalLM:
     def _run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:
         """The pass, computed by the Transformers model."""
         on = rows.on(self.device)
-        with attention_kernels(self.device):
+        with without_cudnn(self.device):
             output = self.model(
                 input_ids=on.token_ids[None],
                 position_ids=on.positions[None],

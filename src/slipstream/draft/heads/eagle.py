@@ -24,6 +24,7 @@ from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import Variant
+from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
@@ -101,12 +102,13 @@ class EagleDrafter(CachedDrafter):
         attention = PackedAttention(rows, self.cache.pool)
         on = rows.on(self._device)
         states = torch.cat([self._states(feed) for feed in feeds])[None]  # [1, N, hidden]
-        states = self.head(
-            self._embed(on.token_ids)[None],
-            states,
-            on.positions[None],
-            lambda query, key, value: attention.attend(0, query, key, value, self._variant),
-        )[0]
+        with without_cudnn(self._device):
+            states = self.head(
+                self._embed(on.token_ids)[None],
+                states,
+                on.positions[None],
+                lambda query, key, value: attention.attend(0, query, key, value, self._variant),
+            )[0]
         self._remember(feeds, states)
         wanted = states[on.logit_rows]
         if self.head.config.version == 1:

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+import threading
+from collections.abc import Iterator
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends import cuda
 
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All but cuDNN's, which plans anew for every shape that it meets first. A text grows by a token a step, so most steps
-of a young process meet one: on an H100 (PyTorch 2.11) a step of 5 ms took 43."""
+_lock = threading.Lock()
+_num_inside = 0
+"""Bodies of `without_cudnn` that run now, in any thread."""
+_before = True
+"""Whether cuDNN's attention was allowed when the first of them began."""
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Let PyTorch choose among `KERNELS` within the body; nothing changes for a CPU."""
-    return nullcontext() if device.type == "cpu" else sdpa_kernel(KERNELS)
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Leave cuDNN's attention out within the body; nothing changes for a CPU.
+
+    It plans anew for every shape that it meets first. A text grows by a token a step, so most steps of a young process
+    meet one: on an H100 (PyTorch 2.11) a step of 5 ms took 43.
+
+    PyTorch has one switch for the process. It is put back when the last of the bodies that run in several threads ends.
+    """
+    global _num_inside, _before
+    if device.type == "cpu":
+        yield
+        return
+    with _lock:
+        if not _num_inside:
+            _before = bool(cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+            cuda.enable_cudnn_sdp(False)
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                cuda.enable_cudnn_sdp(_before)
