@@ -74,10 +74,11 @@ class Registry(Generic[T]):
         module, _, attribute = place.partition(":")
         try:
             return getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # a package may raise anything while it is imported
             source = "" if place == name else f" from {place!r}"
+            reason = str(error) if isinstance(error, ImportError | AttributeError) else repr(error)
             missing = place == name and isinstance(error, ModuleNotFoundError)
             hint = (
                 "; modules are searched on Python's path, to which PYTHONPATH adds folders" if missing else ""
             )
-            raise ConfigError(f"{self._kind} {name!r} cannot be loaded{source}: {error}{hint}") from error
+            raise ConfigError(f"{self._kind} {name!r} cannot be loaded{source}: {reason}{hint}") from error

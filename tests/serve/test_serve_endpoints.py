@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import MakeApp
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -68,6 +69,29 @@ def add_web_socket(router: APIRouter, context: EndpointContext) -> None:
 
     @router.websocket("/talk")
     async def talk(socket: Any) -> None: ...
+
+
+def add_sizes(router: APIRouter, context: EndpointContext) -> None:
+    """A body where none is usual, as text or as a model."""
+
+    @router.get("/size")
+    async def size(request: Request) -> int:
+        return len(await request.body())
+
+    @router.delete("/text")
+    async def text(body: FirstTokenBody) -> int:
+        return len(body.text)
+
+
+def add_unbounded(router: APIRouter, context: EndpointContext) -> None:
+    """A route of another router, which does not bound its bodies."""
+    router.routes.append(APIRoute("/other", lambda: {}))
+
+
+def add_misspelt(router: APIRouter, context: EndpointContext) -> None:
+    """A policy for a path without a route."""
+    router.add_api_route("/open", lambda: {})
+    context.set_policy("/opne", needs_key=False)
 
 
 def add_nothing(router: APIRouter, context: EndpointContext) -> None:
@@ -139,6 +163,25 @@ def test_errors_have_openais_shape(install: Install, make_app: MakeApp) -> None:
         assert post(client, {"text": ""}).json()["error"]["type"] == "invalid_request_error"
         assert client.get("/queue/other").json()["error"]["code"] == "internal_error"
         assert client.delete("/first-token").json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/size"), ("DELETE", "/text")])
+def test_bodies_are_bounded_for_every_method(
+    install: Install, make_app: MakeApp, method: str, path: str
+) -> None:
+    install("add_sizes")
+    with TestClient(make_app(max_body_bytes=2048)) as client:
+        assert client.request(method, path, json={"text": "ab"}).status_code == 200
+        assert client.request(method, path, json={"text": "a" * 4096}).status_code == 413
+
+
+def test_a_drain_refuses_what_changes_something(install: Install, make_app: MakeApp) -> None:
+    install("add_sizes")
+    app = make_app()
+    app.state.service.admission.draining = True
+    with TestClient(app) as client:
+        assert client.get("/size").json() == 0
+        assert client.request("DELETE", "/text", json={"text": "ab"}).status_code == 503
 
 
 def test_it_is_admitted_counted_and_logged(
@@ -218,6 +261,8 @@ def test_two_packages_may_use_one_name_for_other_routes(install: Install, make_a
     [
         ("add_taken", "endpoint 'example': GET /health exists already"),
         ("add_web_socket", "only HTTP routes can be added"),
+        ("add_unbounded", "adds a APIRoute; only HTTP routes can be added, and each to the router"),
+        ("add_misspelt", "endpoint 'example' sets a policy for '/opne', where it adds no route"),
         ("add_nothing", "endpoint 'example' cannot be added: RuntimeError: not today"),
         ("add_missing", "endpoint 'example' cannot be added: AttributeError"),
     ],

@@ -121,6 +121,19 @@ def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     assert auto.num_held() == 0
 
 
+@pytest.mark.parametrize("was_cut", [False, True])
+def test_each_drafter_learns_whether_the_answer_was_cut(was_cut: bool) -> None:
+    """Also one that was not asked, and the author of what another tree held."""
+    auto, (asked, other) = make("SaysDrafter", "SaysDrafter")
+    asked.says = (7, 8)
+    sequence = text(0, 1, 2)
+    auto.drafters.ask([(sequence, 8, Choice(0, 8))])
+    sequence.token_ids += [7]
+    checked = Proposal((7,), (ROOT,))
+    auto.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2, was_cut)])
+    assert [seen.was_cut for seen in (*asked.seen, *other.seen)] == [was_cut, was_cut]
+
+
 def test_what_a_grammar_took_away_is_not_told() -> None:
     """The engine may check another tree than the drafter's own: that with which it shares nodes."""
     auto, (only,) = make("SaysDrafter")

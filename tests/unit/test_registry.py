@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ CONTEXT = draft_context(vocab_size=50)
 
 class CoupledOnlyDrafter(OracleDrafter):
     kinds = frozenset({ProposalKind.COUPLED})
+
+
+class WithoutOptionsDrafter(OracleDrafter):
+    Options = dict
 
 
 class EitherWayDrafter(OracleDrafter):
@@ -68,6 +73,7 @@ def test_off_is_a_drafter_that_proposes_nothing() -> None:
         ("no_such_package.module:Drafter", {}, "cannot be loaded"),
         ("slipstream.core:NoSuchDrafter", {}, "cannot be loaded"),
         ("slipstream.core:Proposal", {}, "not a subclass of"),
+        (f"{__name__}:WithoutOptionsDrafter", {}, "has no dataclass Options"),
     ],
 )
 def test_a_bad_configuration_is_one_clear_line(method: str, options: dict[str, Any], message: str) -> None:
@@ -93,6 +99,17 @@ def test_a_package_adds_a_drafter_and_cannot_replace_ours(monkeypatch: pytest.Mo
     assert "oracle" in registry.drafter_names()
     assert isinstance(registry.create_drafter(config("oracle", accuracy=0.5), CONTEXT), OracleDrafter)
     assert isinstance(registry.create_drafter(config("ngram"), CONTEXT), NgramDrafter)
+
+
+@pytest.mark.parametrize("raised", ["RuntimeError('no GPU')", "SyntaxError('bad')", "KeyError('HOME')"])
+def test_a_package_that_fails_while_it_is_imported_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    (tmp_path / "failing_package.py").write_text(f"raise {raised}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        registry.validate(config("failing_package:MyDrafter"))
+    assert str(caught.value) == f"drafter 'failing_package:MyDrafter' cannot be loaded: {raised}"
 
 
 def test_code_registers_a_drafter_and_cannot_replace_another() -> None:

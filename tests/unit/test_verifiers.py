@@ -13,7 +13,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, Stream
-from slipstream.verify.base import Judgement
+from slipstream.verify.base import Judgement, Verifier
 from slipstream.verify.registry import VERIFIERS, create_verifier
 from slipstream.verify.rejection import draft_row, likelihood_ratio, residual
 
@@ -69,6 +69,12 @@ def test_what_is_no_verifier_is_one_clear_line(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         create_verifier(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_verifier_sets_its_kinds() -> None:
+    mine = type("Mine", (Verifier,), {})
+    with pytest.raises(ConfigError, match="verifier Mine does not set kinds"):
+        mine.traits()
 
 
 def test_help_names_the_verifiers() -> None:

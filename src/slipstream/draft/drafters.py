@@ -205,7 +205,7 @@ def _of_proposal(seen: Observation, made: _Open) -> Observation:
 
 def _of_text(seen: Observation) -> Observation:
     """What a drafter is to learn that was not asked."""
-    return Observation(seen.sequence, EMPTY_PROPOSAL, 0, seen.logits[:1], seen.num_before)
+    return Observation(seen.sequence, EMPTY_PROPOSAL, 0, seen.logits[:1], seen.num_before, seen.was_cut)
 
 
 def _numbered(methods: list[str]) -> list[str]:

@@ -61,6 +61,8 @@ def validate(config: SpeculativeConfig, verifier: VerifierTraits | None = None) 
     bad configuration costs one clear line and no waiting.
     """
     cls = _drafter_class(config.method)
+    if not dataclasses.is_dataclass(getattr(cls, "Options", None)):
+        raise ConfigError(f"drafter {config.method!r} has no dataclass Options; see its base class")
     if verifier is not None and not cls.kinds & verifier.kinds:
         kinds = " or ".join(sorted(cls.kinds))
         raise ConfigError(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
 from operator import itemgetter
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
@@ -31,7 +30,8 @@ from slipstream.serve.routes import RouteTable, ServedRoute
 from slipstream.serve.service import Service
 
 GROUP = "slipstream.endpoints"
-_WITH_BODY = {"POST", "PUT", "PATCH"}
+_WITHOUT_EFFECT = {"GET", "HEAD", "OPTIONS"}
+"""Methods that are answered during a drain too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ def add_to(app: FastAPI, service: Service, routes: RouteTable) -> None:
     """Add the registered endpoints and those of all installed packages to `app` and to `routes`.
 
     They come behind those that are there, by name. Raises `ConfigError` for a function that cannot be imported or
-    fails, for a route that exists already, and for one that is no plain HTTP route.
+    fails, for a route that exists already, for one that is not an HTTP route of the given router, and for a policy
+    without a route.
     """
     found: list[tuple[str, Callable[[], AddEndpoints]]] = [
         *((entry.name, entry.load) for entry in entry_points(group=GROUP)),
@@ -93,21 +94,29 @@ def add_to(app: FastAPI, service: Service, routes: RouteTable) -> None:
     ]
     for name, load in sorted(found, key=itemgetter(0)):
         context = EndpointContext(service.engine, service.model_name, service)
-        router = APIRouter(route_class=_bounded_route(service))
+        bounded = _bounded_route(service)
+        router = APIRouter(route_class=bounded)
         try:
             load()(router, context)
         except Exception as error:
             raise ConfigError(
                 f"endpoint {name!r} cannot be added: {type(error).__name__}: {error}"
             ) from error
+        paths: set[str] = set()
         for route in router.routes:
-            _note(route, name, context, routes)
+            if not isinstance(route, bounded):  # bodies of other routes have no bounds
+                raise ConfigError(
+                    f"endpoint {name!r} adds a {type(route).__name__}; only HTTP routes can be added, and each to the "
+                    "router that the function is given"
+                )
+            _add_to_table(route, name, context, routes)
+            paths.add(route.path)
+        if unknown := context._policies.keys() - paths:
+            raise ConfigError(f"endpoint {name!r} sets a policy for {min(unknown)!r}, where it adds no route")
         app.include_router(router)
 
 
-def _note(route: Any, name: str, context: EndpointContext, routes: RouteTable) -> None:
-    if not isinstance(route, APIRoute):
-        raise ConfigError(f"endpoint {name!r} adds a {type(route).__name__}; only HTTP routes can be added")
+def _add_to_table(route: APIRoute, name: str, context: EndpointContext, routes: RouteTable) -> None:
     policy = {"needs_key": True, "is_traced": True, **context._policies.get(route.path, {})}
     for method in sorted(route.methods or ()):
         try:
@@ -134,12 +143,12 @@ def _bounded_route(service: Service) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def bounded(request: Request) -> Response:
-                if request.method in _WITH_BODY:
-                    if self.body_field is not None:
-                        check_json(request)
+                if self.body_field is not None:
+                    check_json(request)
+                if request.method not in _WITHOUT_EFFECT:
                     service.admission.check_open()
-                    body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-                    request._body = body  # what `Request.body` would have read without bounds
+                # Any method may have a body. `Request.body` would read it without bounds.
+                request._body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
                 return await handle(request)
 
             return bounded

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from slipstream.core import Proposal, ProposalKind, Verdict, VerifierTraits
+from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,11 @@ class Verifier(ABC):
 
     @classmethod
     def traits(cls) -> VerifierTraits:
-        """What this verifier can do, for those who do not know its class."""
+        """What this verifier can do, without its class. Raises `ConfigError` where it does not set `kinds`."""
+        if not hasattr(cls, "kinds"):
+            raise ConfigError(
+                f"verifier {cls.__qualname__} does not set kinds, the proposal kinds that it judges"
+            )
         return VerifierTraits(cls.name or cls.__name__, cls.kinds, cls.needs_distributions, cls.reproducible)
 
     @abstractmethod

@@ -55,10 +55,10 @@ class Connection(HttpToolsProtocol):
     - A head, its first line included, has at most `max_head_bytes` bytes and `MAX_HEADERS` headers (431) and is
       complete `head_timeout_s` after its first byte (408). A connection on which nothing is sent is closed after that
       time, one between two requests after `idle_timeout_s`. Bodies have deadlines of their own (`serve.limits`).
-    - What is not HTTP, and all errors above, are answered in OpenAI's shape, after the responses that are due
-    before. - A client that has sent its request and shuts down its writing side gets its response. A client that
-    has disconnected looks the same until something is written to it: an interim response `100 Continue`, which
-    every client of HTTP/1.1 has to skip.
+    - What is not HTTP, and all errors above, are answered in OpenAI's shape, after the responses that are due before.
+    - A client that has sent its request and shuts down its writing side gets its response. A client that has
+      disconnected looks the same until something is written to it: an interim response `100 Continue`, which every
+      client of HTTP/1.1 has to skip.
     """
 
     def __init__(self, *args: Any, limits: ServeConfig, connections: Connections, **kwargs: Any) -> None:
