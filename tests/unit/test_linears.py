@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.models import load_model
-from slipstream.models.linear.float32 import OneDnnLinear
+from slipstream.models.linear.float32 import Float32, OneDnnLinear
 from slipstream.models.linear.formats import checked_format, weight_format
 from slipstream.models.linear.int8 import Int8Linear
 from slipstream.models.linear.layers import NativeLinear, PackedLinear
@@ -148,6 +148,29 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed() -> None:
         assert type(model.odd) is Scaled
         assert type(model.narrow) is nn.Linear
         assert type(model.plain) is kind
+
+
+def test_layers_are_packed_on_the_devices_of_their_format() -> None:
+    class ForMeta(Float32):
+        devices = frozenset({"meta"})
+
+        def pack_torch(self, linear: nn.Linear) -> PackedLinear:
+            return OneDnnLinear(nn.Linear(8, 8))
+
+    def model(device: str) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8, device=device))
+
+    packed = {
+        (fmt.__name__, device): pack_linears(model(device), fmt(), native=False)
+        for fmt in (Float32, ForMeta)
+        for device in ("cpu", "meta")
+    }
+    assert packed == {
+        ("Float32", "cpu"): 1,
+        ("Float32", "meta"): 0,
+        ("ForMeta", "cpu"): 0,
+        ("ForMeta", "meta"): 1,
+    }
 
 
 def test_quantization_says_where_it_cannot_be_used() -> None:

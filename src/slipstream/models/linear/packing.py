@@ -11,7 +11,7 @@ from slipstream.models.linear.layers import PackedLinear
 
 
 def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True) -> int:
-    """Replace the float32 linear layers of `module` that are on a CPU, in place; returns how many.
+    """Replace the float32 linear layers of `module` that are on a device with this format, in place; returns how many.
 
     Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,
     except where an embedding shares them. Without `native` PyTorch's own operators are used; where they do not have the
@@ -23,7 +23,7 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True) -> i
         for name, child in parent.named_children()
         if type(child) is nn.Linear
         and child.weight.dtype == torch.float32
-        and child.weight.device.type == "cpu"
+        and child.weight.device.type in fmt.devices
     ]
     if not native or fmt.kernel is None:
         reason = fmt.torch_unavailable()
