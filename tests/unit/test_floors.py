@@ -200,6 +200,13 @@ def test_the_key_tells_models_and_threads_apart_but_not_paths(draft: CausalLM, t
     halved = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
     assert (halved.dtype, halved.kernels) == ("bfloat16", "torch")
     assert halved.model == key.model
+    paged = load_model(
+        EMBEDDED_DRAFT,
+        dtype="bfloat16",
+        canary=False,
+        attention_backend="slipstream.testing.paged:PagedBackend",
+    )
+    assert floors.profile_key(paged) != halved
     with threads.limit(2):
         assert key != floors.profile_key(load_model(EMBEDDED_DRAFT, canary=False))
 

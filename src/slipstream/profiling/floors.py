@@ -76,6 +76,7 @@ def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> l
 def profile_key(model: CausalLM) -> ProfileKey:
     """The key under which this model's profile is saved and found, with the number of threads that it uses."""
     on_cpu = model.device.type == "cpu"
+    backend = type(model.backend)
     return ProfileKey(
         cpu=cpu_name(),
         num_cpus=num_cpus(),
@@ -85,6 +86,7 @@ def profile_key(model: CausalLM) -> ProfileKey:
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
         kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
+        attention=f"{backend.__module__}:{backend.__qualname__}",
         slipstream=slipstream.__version__,
         torch=str(torch.__version__),
         transformers=transformers.__version__,

@@ -34,6 +34,8 @@ class ProfileKey:
     kernels: str
     """`decoder` for whole passes in the native kernels, `native` for linear layers in them, each with the kernels'
     fingerprint; else `torch`."""
+    attention: str
+    """The class of the attention backend, "module:Class"."""
     slipstream: str
     torch: str
     transformers: str
