@@ -186,3 +186,10 @@ def test_a_llama_that_the_kernels_do_not_compute_is_left_to_transformers(shape: 
     config = LlamaConfig(**{**SHAPE, **shape})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="slipstream").eval()
     assert adapt(model).decoder is None
+
+
+def test_layers_that_scale_their_attention_differently_are_left_to_transformers() -> None:
+    """The kernels have one scale for all layers."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), attn_implementation="slipstream").eval()
+    model.model.layers[1].self_attn.scaling = 0.5
+    assert adapt(model, canary=False).decoder is None

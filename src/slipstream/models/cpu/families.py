@@ -150,6 +150,8 @@ class Family:
             yield "its MLP has biases"
         if any(variant.softcap or variant.sinks is not None for variant in variants):
             yield "its attention has capped logits or sinks"
+        if len({variant.scaling for variant in variants}) > 1:
+            yield "its layers scale their attention differently"
 
 
 class Llama(Family):
