@@ -22,7 +22,6 @@ import torch
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.models.cpu.native import PackedWeight
 from slipstream.models.cpu.threads import operators
 from slipstream.provenance import provenance
 
@@ -59,7 +58,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
     engine = llm.engine
     decoder = engine.model.decoder
     assert decoder is not None, "only whole passes are measured here"
-    weights = [kept for kept in decoder._kept if isinstance(kept, PackedWeight)]
+    weights = decoder.linears
     inputs = {width: torch.randn(1, width) for width in {weight.in_features for weight in weights}}
     passes: list[float] = []
     forward = decoder.forward

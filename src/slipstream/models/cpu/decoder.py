@@ -96,9 +96,14 @@ class Decoder:
         )
 
     @property
+    def linears(self) -> list[PackedWeight]:
+        """The weights of all layers and the output layer."""
+        return [kept for kept in self._kept if isinstance(kept, PackedWeight)]
+
+    @property
     def num_read(self) -> int:
         """How many weights every pass multiplies with."""
-        return sum(kept.num_weights for kept in self._kept if isinstance(kept, PackedWeight))
+        return sum(linear.num_weights for linear in self.linears)
 
     def forward(
         self,
