@@ -149,6 +149,23 @@ def test_too_few_slots_are_refused() -> None:
         Rows([RowGroup(range(2), 0, [5, 6, 7], [2])])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stored_positions": [3]}, "no stored entries before it"),
+        (
+            {"stored_positions": [3], "tail_seen": [[0, 1], [0, 2]], "num_chain": 1},
+            "no stored entries before it",
+        ),
+        ({"positions": [3, 4, 4], "tail_seen": [[0], [1]]}, "tail_seen of 2 rows for 3 behind the chain"),
+        ({"positions": [3, 4, 4], "tail_seen": [[0]], "num_chain": 1}, "tail_seen of 1 rows for 2"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rows([RowGroup(range(9), 3, [5, 6, 7], [2], **options)])
+
+
 # --- capture and replay -----------------------------------------------------------------------------------------
 
 

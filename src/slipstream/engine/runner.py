@@ -32,7 +32,7 @@ class ModelRunner:
         output = self.model.forward(groups, self.cache.pool, self.feature_layers)
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
-            self.cache.keep_features(output.rows.slots, features)
+            self.cache.keep_features(output.rows.slots_on(self.model.device), features)
         for item, group, rows in zip(items, groups, output.rows.by_group(output.logits), strict=True):
             item.rows = rows
             if item.decodes:

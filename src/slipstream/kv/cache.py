@@ -41,7 +41,7 @@ class KVCache:
         """[end - begin, width]: what a drafter asked to be kept of `owner`'s computed tokens `begin` to `end`."""
         return self.pool.features[self.pool.index(self.accounting.slots(owner)[begin:end])]
 
-    def keep_features(self, slots: SlotMap, features: torch.Tensor) -> None:
+    def keep_features(self, slots: SlotMap | torch.Tensor, features: torch.Tensor) -> None:
         """Keep `features` [tokens, width] with the entries in these slots."""
         self.pool.features[self.pool.index(slots)] = features
 

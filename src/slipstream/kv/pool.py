@@ -79,8 +79,10 @@ class KVPool:
         for tensor in self.tensors:
             tensor[destinations] = tensor[sources]
 
-    def index(self, slots: SlotMap) -> slice | torch.Tensor:
+    def index(self, slots: SlotMap | torch.Tensor) -> slice | torch.Tensor:
         """What picks these slots out of a tensor of the pool: a slice, and so no copy, where they are contiguous."""
+        if isinstance(slots, torch.Tensor):
+            return slots
         if isinstance(slots, range) and slots.step == 1:
             return slice(slots.start, slots.stop)
         return torch.tensor(slots, dtype=torch.long, device=self.features.device)

@@ -160,11 +160,15 @@ class Rows:
             self.first_rows.append(first_row + n)
             run_begin.extend([own[0]] * n)
             seen_of_tail = group.tail_seen
+            if group.stored_positions and (seen_of_tail is None or group.num_chain):
+                raise ValueError("a chain has no stored entries before it: they are past entries")
             if seen_of_tail is None:
                 run_length.extend(range(before + 1, before + n + 1))
                 tail_begin.extend([len(tail_entries)] * n)
                 continue
             chain = group.num_chain
+            if len(seen_of_tail) != n - chain:
+                raise ValueError(f"tail_seen of {len(seen_of_tail)} rows for {n - chain} behind the chain")
             run = group.num_past + chain
             run_length.extend(range(before + 1, before + chain + 1))
             run_length.extend([run] * (n - chain))
@@ -209,15 +213,14 @@ class Rows:
             self._tensors[device] = RowTensors(*torch.split(numbers, self._sizes))
         return self._tensors[device]
 
-    @cached_property
-    def slots(self) -> SlotMap:
-        """Where the rows are stored; a `range` for a single group whose slots are consecutive."""
+    def slots_on(self, device: torch.device) -> range | Tensor:
+        """Where the rows are stored: a `range` for a single group whose slots are consecutive, else int64 [N]."""
         if len(self.groups) == 1:
             (group,) = self.groups
-            return group.slots[group.num_before : group.num_entries]
-        begin = self._sizes[0] + self._sizes[1]
-        found: list[int] = self.buffer[begin : begin + self.num_rows].tolist()
-        return found
+            own = group.slots[group.num_before : group.num_entries]
+            if isinstance(own, range):
+                return own
+        return self.on(device).slots
 
     @cached_property
     def entry_slots(self) -> SlotMap:

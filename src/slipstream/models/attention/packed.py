@@ -23,8 +23,7 @@ class PackedAttention(AttentionPass):
         self._pool = pool
         device = pool.features.device
         self._masks = Masks(rows, device)
-        own = rows.slots  # of a single group a slice, since that is the cheaper way to write
-        self._new = pool.index(own) if isinstance(own, range) else rows.on(device).slots
+        self._new = pool.index(rows.slots_on(device))
         self._entries: dict[tuple[int, int], slice | Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:

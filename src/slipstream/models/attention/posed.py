@@ -28,7 +28,7 @@ class PosedPass(AttentionPass):
         self._pool = pool
         self._share = share
         self._device = pool.features.device
-        self._new = pool.index(rows.slots)
+        self._new = pool.index(rows.slots_on(self._device))
         self._entries = pool.index(rows.entry_slots)  # [total]
 
     def arguments(self) -> dict[str, Any]:
