@@ -186,7 +186,7 @@ class Recorder(PackedBackend):
     def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
         key = (rows.num_rows, tuple(hidden_layers))
         self.captured[key] = self.captured.get(key, 0) + 1
-        return run(self.prepare(rows, pool))
+        return run(rows, self.prepare(rows, pool))
 
 
 @pytest.fixture
@@ -208,6 +208,33 @@ def test_passes_are_captured_once_and_replayed(recorder: str) -> None:
     assert lm.backend.captured == {(12, ()): 1, (5, ()): 1}
     some = logits(lm, [0, 2])
     assert bool((some != 7.0).any()), "a pass over some of the layers is never a recorded one"
+
+
+class Padded(Recorder):
+    """Computes passes of 8 or 16 rows: the last ones are padding, whose logits nobody wants."""
+
+    def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
+        (group,) = rows.groups
+        missing = -len(group.token_ids) % 8
+        tokens = [*group.token_ids, *[0] * missing]
+        padded = Rows([RowGroup(group.slots, group.num_past, tokens, group.logit_rows)])
+        output = run(padded, self.prepare(padded, pool))
+        hidden = {layer: states[: rows.num_rows] for layer, states in output.hidden.items()}
+        return PassOutput(output.logits, hidden)
+
+
+def test_a_recording_may_have_more_rows_than_the_pass() -> None:
+    sizes: list[int] = []
+    plain, lm = llama(attention_backend="packed"), llama(attention_backend=f"{__name__}:Padded", canary=False)
+    lm.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    found = []
+    for model in (plain, lm):
+        pool, slots = model.trial_cache(40)
+        found.append(model.forward([RowGroup(slots, 0, TEXT, [3, 11])], pool, [0, 2]))
+    assert sizes == [16]
+    torch.testing.assert_close(found[1].logits, found[0].logits, rtol=1e-4, atol=1e-4)
+    for layer in (0, 2):
+        torch.testing.assert_close(found[1].hidden[layer], found[0].hidden[layer], rtol=1e-4, atol=1e-4)
 
 
 # --- one model, several threads ---------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class CausalLM:
         if replayed is not None:
             return replayed
         return backend.capture(
-            rows, pool, hidden_layers, lambda attention: self._run(rows, attention, hidden_layers)
+            rows, pool, hidden_layers, lambda given, attention: self._run(given, attention, hidden_layers)
         )
 
     def _run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:

@@ -78,8 +78,9 @@ class AttentionPass(ABC):
         """
 
 
-Run = Callable[[AttentionPass], PassOutput]
-"""Computes the pass in the model, with this attention."""
+Run = Callable[[Rows, AttentionPass], PassOutput]
+"""Computes these rows in the model, with this attention. It reads tokens, positions and wanted rows by `Rows.on`: those
+tensors are what a recording reads again, so a replay writes its own rows there."""
 
 
 class AttentionBackend(ABC):
@@ -129,5 +130,9 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} says that it can capture, but has no replay")
 
     def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
-        """The pass, by `run`, recorded for `replay` if that is worth it."""
+        """The pass, by `run`, recorded for `replay` if that is worth it.
+
+        `run` may be given other rows than `rows`, padded to a size that many passes share, say. What is returned is
+        that of `rows` alone.
+        """
         raise NotImplementedError(f"{type(self).__name__} says that it can capture, but has no capture")
