@@ -184,3 +184,16 @@ def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
     crowded = [request._replace(limit=0) for request in requests(4)]
     assert policy.choose(crowded, 64) == [NOTHING] * 4
     assert all(choice.drafts for choice in policy.choose(requests(4), 64))
+
+
+def test_beside_prompts_only_drafters_of_the_other_steps_are_asked() -> None:
+    """One that is asked in few steps only would have to compute what it missed each time."""
+    for alone_pays in (True, False):
+        policy = make(CHAIN, pass_s=lambda rows: STEP_S * (1 + 0.01 * rows))
+        policy.draft_costs[0].learn(Drafted(1, 1, 1), 0, 1e-5)
+        for _ in range(2):
+            policy.draft_costs[0].learn(Drafted(1, 2, 2), 0, 1e-5)
+        limit = 8 if alone_pays else 0
+        choices = policy.choose([request._replace(limit=limit) for request in requests(4)], 0)
+        assert [choice.drafts for choice in choices] == [alone_pays] * 4
+        assert [choice.drafts for choice in policy.choose(requests(4), 1)] == [alone_pays] * 4

@@ -71,8 +71,8 @@ class Plan:
     """For a task that is unknown: as most are drafted for."""
     by_sequence: dict[int, Choice] = field(default_factory=dict)
     by_task: BoundedDict[str, Choice] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
-    gains: dict[str, float] = field(default_factory=dict)
-    """Estimated speedup of the tasks that it was made for."""
+    gains: BoundedDict[str, float] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
+    """Task to estimated speedup."""
     gain: float | None = None
     """Estimated speedup."""
     searched_at: int = -MAX_AGE
@@ -279,6 +279,7 @@ class Policy:
         plan.usual = _most_common(choices)
         slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
         plan.by_task.update(before.by_task)
+        plan.gains.update(before.gains)
         by_task: dict[str, list[tuple[Choice, float]]] = {}
         for request, choice, tokens in zip(requests, choices, problem.tokens(best), strict=True):
             if request.limit > 0 or not beside_prompts:
@@ -500,7 +501,7 @@ class Policy:
         if num_tokens:
             self._length.learn(float(num_tokens))
             self._tasks.touch(task, _Use).length.learn(float(num_tokens))
-        for plan in (self._plan, *self._plans.values()):
+        for plan in (self._plan, self._alone, *self._plans.values()):
             plan.by_sequence.pop(sequence_id, None)
         for seen in self._seen:
             seen.release(sequence_id)
