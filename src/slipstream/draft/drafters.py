@@ -186,7 +186,7 @@ class Drafters:
         return max(len(self._open), *held)
 
     def integrity(self) -> list[str]:
-        """What is wrong in the drafters' own accounting; of one that is not asked nothing is said."""
+        """Violated invariants of the drafters' own state, without those that are paused or retired."""
         several = len(self.guards) > 1
         return [
             f"{name}: {fault}" if several else fault
@@ -197,14 +197,14 @@ class Drafters:
 
 
 def _of_proposal(seen: Observation, made: _Open) -> Observation:
-    """What the author of a proposal is to learn; another tree may have been checked, which holds some of it."""
+    """The observation for the drafter of a proposal; the tree that was checked may hold only a part of it."""
     if seen.proposal is made.proposal or not (len(seen.proposal) or len(made.proposal)):
         return seen
     return share_of(seen, made.proposal, made.length)
 
 
 def _of_text(seen: Observation) -> Observation:
-    """What a drafter is to learn that was not asked."""
+    """The observation for a drafter that did not propose for the sequence: the text alone."""
     return Observation(seen.sequence, EMPTY_PROPOSAL, 0, seen.logits[:1], seen.num_before, seen.was_cut)
 
 

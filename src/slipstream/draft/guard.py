@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 16
 """In a row, without a proposal between them: then the drafter is retired for good."""
 FIRST_PAUSE_S = 30.0
-"""How long a drafter is not asked after its first late answer; after each further one twice as long."""
+"""How long a drafter is paused after its first late answer; after each further one twice as long."""
 MAX_TIMEOUTS = 5
 """Late answers: with the last of them the drafter is retired for good."""
 
@@ -32,12 +32,11 @@ T = TypeVar("T")
 class Guard:
     """Guards a drafter: one that raises or breaks its contract is retired for the sequences it failed, no more.
 
-    One that takes longer than `timeout_s` for a call is left out for a while, and then for as long as that call still
-    goes on; when it is asked again, it has forgotten every sequence. One that is late again and again, or does nothing
-    but fail, is retired for good. `retired` says why a drafter is not asked. Failures are counted in `num_failures` and
-    logged once. Drafters that are not Slipstream's own are called in a thread of their own, so that one that never
-    returns harms nobody, and see and give copies only (`draft.copies`), so that one that goes on after its time can
-    change nothing.
+    After a call that takes longer than `timeout_s` the drafter is paused, at least until that call has returned; every
+    sequence is released before its next call. After `MAX_TIMEOUTS` late calls, or `MAX_FAILURES` failures in a row, it
+    is retired for good. `retired` says why a drafter is not called. Failures are counted in `num_failures` and logged
+    once. Drafters of other packages are called in a thread of their own, so that one that never returns blocks no
+    request, and exchange copies only (`draft.copies`), so that a late call cannot change the engine's objects.
     """
 
     def __init__(
@@ -61,15 +60,15 @@ class Guard:
         self._until_s = 0.0
         self._num_timeouts = 0
         self._met: dict[int, Sequence] = {}
-        """Those of which the drafter may keep something, where it is shown the sequences themselves."""
+        """Sequences that the drafter may keep state of, where it gets the sequences themselves."""
         self._owed: list[Sequence] = []
-        """What it is to forget before anything else is asked of it."""
+        """Sequences to release before its next call."""
         self._worker = None if _is_ours(drafter) else CallThread()
         self._copies = SequenceCopies()
 
     @property
     def retired(self) -> str:
-        """Why the drafter is not asked now; empty while it is."""
+        """Why the drafter is not called now; empty while it is."""
         if self._why and self.clock() >= self._until_s and not (self._worker and self._worker.hangs):
             self._why = ""
             logger.info("drafter %s is asked again", type(self.drafter).__name__)
@@ -81,11 +80,11 @@ class Guard:
         return len(self._retired)
 
     def serves(self, sequence: Sequence) -> bool:
-        """False once the drafter has failed the sequence, and while it is not asked at all."""
+        """False once the drafter has failed the sequence, and while it is paused or retired."""
         return sequence.id not in self._retired and not (self._why and self.retired)
 
     def attach(self, cache: KVCache) -> None:
-        """Introduce the drafter to its target's cache, as far as it is trusted with it."""
+        """Give the drafter its target's cache; one of another package gets a read-only view."""
         self.drafter.attach(cache if self._worker is None else ReadOnlyCache(cache))
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -94,7 +93,7 @@ class Guard:
             return []
         try:
             proposals = self._ask(sequences, budgets)
-        except Exception as error:  # a batch hides who is to blame: ask again one by one
+        except Exception as error:  # which sequence caused it is unknown: ask again one by one
             self._note_timeout(error)
             proposals = [self._ask_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
         return proposals
@@ -103,7 +102,7 @@ class Guard:
         """Tell the drafter the verdicts of the sequences that it still serves."""
         drafter = self.drafter
         if type(drafter).observe is Drafter.observe or (self._why and self.retired):
-            return  # nobody listens
+            return  # it does not observe, or not now
         retired = self._retired
         served = (
             [seen for seen in observations if seen.sequence.id not in retired] if retired else observations
@@ -152,7 +151,7 @@ class Guard:
             self._retired.discard(sequence.id)
 
     def num_held(self) -> int:
-        """Sequences for which the drafter keeps state; what one that is not asked keeps is lost, or soon forgotten."""
+        """Sequences for which the drafter keeps state; 0 while it is paused or retired, or has sequences to release."""
         return 0 if self.retired or self._owed else self.drafter.num_held()
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -198,11 +197,11 @@ class Guard:
         return proposals
 
     def _shown(self, sequence: Sequence) -> Sequence:
-        """The sequence as the drafter knows it."""
+        """The sequence, or its copy, that the drafter gets."""
         return sequence if self._worker is None else self._copies.of(sequence)
 
     def _copied(self, observations: Seq[Observation]) -> list[Observation]:
-        """What is told of a step to a drafter that is not trusted."""
+        """Copies of the observations, for a drafter of another package."""
         return [copy_of_observation(seen, self._copies.of(seen.sequence)) for seen in observations]
 
     def _ask_alone(self, sequence: Sequence, budget: int) -> Proposal:
@@ -242,13 +241,13 @@ class Guard:
             raise TypeError(f"draft_probs must be a tensor of floats, got {type(probs).__name__}")
         if probs.ndim != 2 or len(probs) != len(proposal) or not 0 < probs.shape[1] <= self._vocab_size:
             raise ValueError(f"draft_probs must be [{len(proposal)}, at most {self._vocab_size}]")
-        if self._worker is not None:  # ours are tested; these may say anything
+        if self._worker is not None:  # of another package, so not tested with ours
             sums = probs.double().sum(dim=1)
             if not bool((probs >= 0).all()) or not bool(((sums - 1).abs() < 1e-3).all()):
                 raise ValueError("draft_probs must be distributions: none negative, each row's sum 1")
 
     def _note_timeout(self, error: Exception) -> None:
-        """A late answer may have been the machine's fault, but a drafter must not delay everyone again and again."""
+        """Pause the drafter after a late call, and retire it after several; any other error is ignored here."""
         if not isinstance(error, CallTimeout):
             return
         self.num_failures += 1
@@ -287,7 +286,7 @@ class Guard:
         logger.warning("drafter %s is retired for good: %s", type(self.drafter).__name__, why)
 
     def _leave_out(self, why: str, pause_s: float) -> None:
-        """The drafter goes without hearing of any sequence until it is asked again, so it is to forget them all."""
+        """Do not call the drafter for `pause_s`. It misses what happens meanwhile, so it releases all sequences."""
         self._why, self._until_s = why, self.clock() + pause_s
         self._retired.clear()
         self._owed += [*self._met.values(), *self._copies.drop_all()]

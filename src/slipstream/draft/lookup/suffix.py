@@ -32,9 +32,9 @@ class SuffixOptions:
     suffix_decoding_max_cached_tokens: int = 1_000_000
     """Tokens of past answers kept over all tenants; a token costs about 80 bytes."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """ScoredDraft tokens for each token of the match."""
+    """Draft tokens for each token of the match."""
     suffix_decoding_max_spec_offset: int = 0
-    """ScoredDraft tokens on top of `suffix_decoding_max_spec_factor`."""
+    """Draft tokens on top of `suffix_decoding_max_spec_factor`."""
     suffix_decoding_min_token_prob: float = 0.1
     """Draft tokens with a lower estimated path probability are not proposed."""
     tree: bool = False
