@@ -197,3 +197,26 @@ def test_beside_prompts_only_drafters_of_the_other_steps_are_asked() -> None:
         choices = policy.choose([request._replace(limit=limit) for request in requests(4)], 0)
         assert [choice.drafts for choice in choices] == [alone_pays] * 4
         assert [choice.drafts for choice in policy.choose(requests(4), 1)] == [alone_pays] * 4
+
+
+def test_a_change_of_acceptance_is_followed_at_once() -> None:
+    """Whatever searches cost: this one took so long that no other is due for long."""
+    clock = FakeClock(50 * STEP_S)
+    policy = Policy(
+        [CHAIN], adaptive=True, probe_share=0.0, pass_s=lambda rows: STEP_S * rows**0.5, clock=clock
+    )
+    before, after = 0, 0
+    for turn in range(300):
+        [choice] = policy.choose(requests(1), 0)
+        accepted = choice.depth if turn < 200 else 0
+        before += choice.drafts and 100 <= turn < 200
+        after += choice.drafts and turn >= 250
+        calls = [Call(0, Drafted(1, choice.depth, choice.depth), 1e-5)] if choice.drafts else []
+        reached = min(accepted + 1, choice.depth)
+        outcomes = (
+            [Outcome(0, "t", 0, choice.depth, reached, accepted, accepted + 1)] if choice.drafts else []
+        )
+        seconds = STEP_S * (1 + choice.depth) ** 0.5
+        policy.observe(step(1, seconds)._replace(calls=calls, outcomes=outcomes))
+    assert before > 80, "as soon as the cost is known"
+    assert after < 20
