@@ -161,7 +161,7 @@ class Recorder(Drafter):
     def __init__(self) -> None:
         self.known: list[int] = []
         self.calls: list[str] = []
-        self.accepted: list[int] = []
+        self.cuts: list[bool] = []
 
     def max_nodes(self) -> int:
         return 2
@@ -175,10 +175,13 @@ class Recorder(Drafter):
         for seen in observations:
             before = len(self.known)
             self._extend(seen.sequence, "observe")
-            assert len(self.known) == before + seen.num_accepted + 1
+            assert seen.length_before == before
+            assert len(self.known) == before + seen.num_accepted + (not seen.was_cut)
             assert self.known[before : before + seen.num_accepted] == [9] * seen.num_accepted
             assert seen.logits.shape == (1 + len(seen.proposal), VOCAB)
-            assert self.known[-1] == int(seen.logits[seen.num_accepted].argmax())
+            self.cuts.append(seen.was_cut)
+            if not seen.was_cut:
+                assert self.known[-1] == int(seen.logits[seen.num_accepted].argmax())
 
     def rewind(self, sequence: Sequence) -> None:
         assert self.known[: len(sequence.token_ids)] == sequence.token_ids
@@ -195,8 +198,9 @@ class Recorder(Drafter):
         self.calls.append(call)
 
 
-def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding() -> None:
-    cascade = make({"method": "off"}, num_speculative_tokens=4)
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding(threshold: float) -> None:
+    cascade = make({"method": "off"}, num_speculative_tokens=4, confidence_threshold=threshold)
     cascade.guard.drafter = recorder = Recorder()
     seq = sequence(1, 30, 0.0)
     seq.params = SamplingParams(temperature=0.0)
@@ -204,13 +208,14 @@ def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding() 
     for _ in range(8):
         proposal = cascade.propose([seq], [4])[0]
         assert recorder.known == [*seq.token_ids, *proposal.token_ids]
-        num = rng.randint(0, 4)
+        num = rng.randint(0, len(proposal))
         seq.token_ids += [*proposal.token_ids[:num], rng.randrange(6, VOCAB)]
         cascade.observe([Observation(seq, proposal, num, torch.empty(0))])
     cascade.propose([seq], [4])
     cascade.propose([seq], [4])  # asked again
     cascade.release(seq)
     assert recorder.known == seq.token_ids
+    assert set(recorder.cuts) == ({False} if threshold == 0 else {False, True})
     assert {"propose", "observe", "rewind", "release"} == set(recorder.calls)
 
 

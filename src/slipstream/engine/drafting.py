@@ -89,7 +89,7 @@ class Drafting:
 
     @property
     def retired(self) -> tuple[str, ...]:
-        """Drafters that are not asked again."""
+        """Drafters that are paused or retired."""
         guards = zip(self.drafters.names, self.drafters.guards, strict=True)
         return tuple(name for name, guard in guards if guard.retired)
 

@@ -28,7 +28,7 @@ class EngineStats:
     num_draft_failures: int
     """Since the engine was made: how often a drafter was retired for a sequence that it failed."""
     retired_drafters: tuple[str, ...]
-    """Drafters that failed too often and are not asked again."""
+    """Drafters that are paused after a late call, or were retired because they failed too often."""
 
     @property
     def cache_usage(self) -> float:

@@ -199,9 +199,14 @@ class CascadeDrafter(DraftModelDrafter):
                 begin, end = end, end + 1 + len(proposal)
                 accepted = self._walk(feed.growth, proposal, logits[begin:end])
                 self.cache.pool.gather(rows.slots, rows.num_entries, accepted)
+                length = len(shadow.token_ids)
                 tokens = [node.token_id for node in feed.growth.nodes]
                 shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
-                seen.append(Observation(shadow, proposal, len(accepted), logits[begin:end]))
+                was_cut = len(shadow.token_ids) - length == len(
+                    accepted
+                )  # the chain lacked confidence to go on
+                num = len(accepted)
+                seen.append(Observation(shadow, proposal, num, logits[begin:end], length, was_cut))
         self.guard.observe(seen)
 
     def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:

@@ -120,7 +120,7 @@ def _methods(methods: tuple[MethodReport, ...]) -> Iterator[Metric]:
         "drafter_failures", "Failures of the drafter, counted by sequence.", labels=["method"]
     )
     retired = GaugeMetricFamily(
-        "drafter_retired", "1 once the drafter is retired and not used again.", labels=["method"]
+        "drafter_retired", "1 while the drafter is paused or retired for its failures.", labels=["method"]
     )
     for method in methods:
         if method.acceptance_rate is not None:
