@@ -147,6 +147,21 @@ def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.Mon
     torch.testing.assert_close(pool.values[0][12], entry[0, :, 1])
 
 
+@pytest.mark.parametrize("slots", [range(9), [8, 2, 5, 1, 7, 0, 3]], ids=["contiguous", "scattered"])
+def test_layers_of_one_pass_may_have_different_windows(slots: Any) -> None:
+    pool = KVPool([LayerShape(1, 4, 4)] * 3, 9, torch.float32, CPU)
+    for tensor in pool.tensors:
+        tensor.normal_()
+    attention = PackedAttention(Rows([RowGroup(slots, 6, [7], [])]), pool)
+    query, entry = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
+    for layer, window in enumerate([3, None, 5]):
+        output = attention.attend(layer, query, entry, entry, Variant(0.5, window))
+        seen = torch.tensor([slots[i] for i in range(7 - (window or 7), 7)])
+        keys, values = (pool.keys[layer][seen, 0], pool.values[layer][seen, 0])
+        expected = torch.softmax(query[0, 0] @ keys.T * 0.5, dim=-1) @ values
+        torch.testing.assert_close(output[0, 0], expected)
+
+
 def test_the_packed_mask_keeps_sequences_apart() -> None:
     pool = KVPool([LayerShape(1, 4, 4)], 16, torch.float32, CPU)
     rows = Rows([RowGroup(pool.slots, 1, [7, 7], []), RowGroup(pool.slots[8:], 2, [7], [])])

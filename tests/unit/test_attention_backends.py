@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from slipstream import registry
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits, PassOutput, Run
 from slipstream.models.attention.native import NativeBackend
-from slipstream.models.attention.packed import PackedBackend
+from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.attention.posed import PosedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
 from slipstream.models.cpu import native
@@ -164,6 +165,47 @@ def test_too_few_slots_are_refused() -> None:
 def test_rows_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rows([RowGroup(range(9), 3, [5, 6, 7], [2], **options)])
+
+
+class Altered(PackedBackend):
+    """Attends as for other rows than those that are computed."""
+
+    @staticmethod
+    def alter(group: RowGroup, first: RowGroup) -> RowGroup:
+        raise NotImplementedError
+
+    def prepare(self, rows: Rows, pool: KVPool) -> PackedAttention:
+        return PackedAttention(Rows([self.alter(group, rows.groups[0]) for group in rows.groups]), pool)
+
+
+class AllChains(Altered):
+    @staticmethod
+    def alter(group: RowGroup, first: RowGroup) -> RowGroup:
+        past = group.num_before
+        return replace(group, num_past=past, positions=None, stored_positions=(), tail_seen=None, num_chain=0)
+
+
+class NothingStored(Altered):
+    @staticmethod
+    def alter(group: RowGroup, first: RowGroup) -> RowGroup:
+        if group.tail_seen is None:
+            return group
+        stored = len(group.stored_positions)
+        return replace(
+            group, tail_seen=[[entry for entry in seen if entry >= stored] for seen in group.tail_seen]
+        )
+
+
+class OneSequence(Altered):
+    @staticmethod
+    def alter(group: RowGroup, first: RowGroup) -> RowGroup:
+        return replace(group, slots=first.slots)
+
+
+@pytest.mark.parametrize("backend", [AllChains, NothingStored, OneSequence])
+def test_a_backend_that_is_wrong_in_trees_or_beside_others_is_refused(backend: type) -> None:
+    with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
+        llama(attention_backend=f"{__name__}:{backend.__name__}")
 
 
 # --- capture and replay -----------------------------------------------------------------------------------------

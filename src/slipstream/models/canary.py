@@ -1,8 +1,8 @@
 """Checks of a loaded model before any request depends on it.
 
 Three checks: every layer attends through our hook (`probe_layers`); the mask that Transformers would have made is the
-one that we make (`check_masks`); a dozen rows give the logits of the model's own attention (`check_logits`). A model
-that fails one of them would run and give wrong text without an error.
+one that we make (`check_masks`); a dozen tokens, packed beside another sequence and in a tree, give the logits of the
+model's own attention (`check_logits`). A model that fails one of them would run and give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.probe import LayerProbe
-from slipstream.models.causal_lm import CausalLM
+from slipstream.models.causal_lm import NUM_TRIAL_ROWS, CausalLM
 from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, text_config, unsupported
 
@@ -98,13 +98,10 @@ def stock_logits(lm: CausalLM) -> Tensor | None:
 
 
 def check_logits(lm: CausalLM, expected: Tensor) -> None:
-    """Compare a dozen rows, in two chunks over a cache, with `expected`, their logits as Transformers makes them."""
-    ids = lm.trial_tokens()
-    pool, slots = lm.trial_cache(len(ids))
-    half = len(ids) // 2
-    chunks = [RowGroup(slots, start, ids[start : start + half], range(half)) for start in (0, half)]
+    """Compare the rows of `packed_logits` with `expected` [tokens, vocab], as Transformers computes them."""
     with _refusing(lm.config):
-        ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks]).float()
+        ours, places = packed_logits(lm)
+    expected = expected[places]
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
     errors = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
     # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention.
@@ -119,6 +116,45 @@ def check_logits(lm: CausalLM, expected: Tensor) -> None:
             lm.config,
             f"{where}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
         )
+
+
+def packed_logits(lm: CausalLM) -> tuple[Tensor, list[int]]:
+    """The trial tokens' logits by three passes as an engine makes them, [rows, vocab], and which token each row is.
+
+    Two sequences of this text are beside each other in every pass. One is a chain. The other one goes on as a tree, and
+    then as a tree below entries of that one; each has tokens of another text too, so the two hold different entries.
+    """
+    ids = lm.trial_tokens()
+    wrong = (ids[0] + 1) % lm.vocab_size
+    room = -(-2 * NUM_TRIAL_ROWS // lm.kv_unit) * lm.kv_unit
+    pool, slots = lm.trial_cache(2 * room)
+    beside = [
+        RowGroup(slots[room:], begin, ids[begin:end], range(end - begin))
+        for begin, end in ((0, 6), (6, 9), (9, 12))
+    ]
+    tree = RowGroup(
+        slots,
+        6,
+        [ids[6], wrong, wrong, ids[7]],
+        [0, 3],
+        positions=[6, 6, 7, 7],
+        tail_seen=[[0], [1], [0, 2], [0, 3]],
+    )
+    below = RowGroup(
+        slots,
+        6,
+        [wrong, *ids[8:]],
+        [1, 2, 3, 4],
+        positions=[8, 8, 9, 10, 11],
+        stored_positions=[6, 6, 7, 7],
+        tail_seen=[[0, 3, 4], [0, 3, 5], [0, 3, 5, 6], [0, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]],
+    )
+    passes = [
+        lm.forward([mine, other], pool).logits
+        for mine, other in zip([RowGroup(slots, 0, ids[:6], range(6)), tree, below], beside, strict=True)
+    ]
+    places = [*range(6), *range(6), 6, 7, 6, 7, 8, 8, 9, 10, 11, 9, 10, 11]
+    return torch.cat(passes).float(), places
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ def load_model(
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
-    with the model's own attention (about two passes of a dozen rows). `pack=False` keeps the Transformers model as
-    it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `attention_backend`,
+    with the model's own attention (about four passes of a dozen rows). `pack=False` keeps the Transformers model as it
+    is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `attention_backend`,
     `lora` and `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images, the language model
     is loaded.
     """
