@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.trace import profiled, waits
-from slipstream import EngineConfig, SamplingParams, SpeculativeConfig
+from slipstream import EngineConfig, RequestOptions, SamplingParams, SpeculativeConfig
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.engine import Engine
 from slipstream.profiling.floors import bytes_read_per_step
@@ -43,7 +43,7 @@ class Steps:
         *,
         device: str = "cuda",
         like: Engine | None = None,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         config = EngineConfig(model, device=device, dtype=dtype, **sizes)
         self.engine = Engine(config, SpeculativeConfig.from_mapping(speculative), like=like)
@@ -54,9 +54,8 @@ class Steps:
     ) -> None:
         """Compute the prompts and a few steps behind them."""
         for prompt in prompts:
-            self.engine.add_request(
-                str(next(self._ids)), {"prompt_token_ids": prompt}, params, max_draft_tokens=max_draft_tokens
-            )
+            options = RequestOptions(max_draft_tokens=max_draft_tokens)
+            self.engine.add_request(str(next(self._ids)), {"prompt_token_ids": prompt}, params, options)
         num_steps = 0
         while num_steps < NUM_WARM_UP:
             decodes: list[bool] = []
