@@ -86,6 +86,19 @@ def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> N
     assert visible(group, window) == expected
 
 
+def test_where_rows_and_entries_are() -> None:
+    """Two rows behind two past entries and a stored one, or behind three past ones, in slots of either kind."""
+    scattered = [8, 2, 5, 1, 7]
+    tree: dict[str, Any] = {"positions": [3, 3], "stored_positions": [2], "tail_seen": [[0, 1], [0, 2]]}
+    assert Rows([RowGroup(SLOTS[4:], 3, [7, 7], [])]).slots_on(CPU) == range(7, 9)
+    assert Rows([RowGroup(SLOTS[4:], 2, [7, 7], [], **tree)]).slots_on(CPU) == range(7, 9)
+    for group in (RowGroup(scattered, 3, [7, 7], []), RowGroup(scattered, 2, [7, 7], [], **tree)):
+        alone, together = Rows([group]), Rows([group, RowGroup(SLOTS[10:], 0, [7], [])])
+        assert torch.as_tensor(alone.slots_on(CPU)).tolist() == [1, 7]
+        assert torch.as_tensor(together.slots_on(CPU)).tolist() == [1, 7, 10]
+        assert (list(alone.entry_slots), list(together.entry_slots)) == (scattered, [*scattered, 10])
+
+
 def test_views_are_made_once_for_all_layers() -> None:
     masks = Masks(Rows([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
     mask = masks.of_group(0, None, 2)[1]
