@@ -85,6 +85,22 @@ def _highest(asked: Sequence, guessed: list[int]) -> float:
     return float(proposal.draft_probs[0].max())
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_draft_entries_that_were_left_behind_are_not_kept(is_moved: bool) -> None:
+    """A sequence that is moved takes its valid entries along, not those of its draft."""
+    drafter = make(num_speculative_tokens=4)
+    asked, other = sequence(text(40)), sequence(text(40, 1), number=1)
+    proposal, _ = drafter.propose([asked, other], [4, 4])
+    accounting = drafter.cache.accounting
+    before = accounting.slots(0)
+    if is_moved:
+        assert accounting.reserve(0, 1000)
+    assert (accounting.slots(0)[0] != before[0]) == is_moved
+    asked.token_ids += [*proposal.token_ids[:2], 7]
+    drafter.observe([seen(asked, 2)])
+    assert accounting.num_valid(0) == (40 if is_moved else 42)
+
+
 @pytest.mark.parametrize("threshold", [-0.1, 1.0, math.nan])
 def test_a_threshold_that_cannot_be_is_refused(threshold: Any) -> None:
     with pytest.raises(ConfigError, match="confidence_threshold must be from 0 to below 1"):
