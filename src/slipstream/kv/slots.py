@@ -62,7 +62,10 @@ class SlotAccounting(ABC):
 
     @abstractmethod
     def slots(self, owner: int) -> SlotMap:
-        """The slots reserved for `owner`, the first token's first. Valid until the next `open` or `reserve`."""
+        """The slots reserved for `owner`, the first token's first. Valid until the next `open` or `reserve`.
+
+        Later calls never change what was returned: whoever kept it compares it with a new answer to see what has moved.
+        """
 
     @abstractmethod
     def token_ids(self, owner: int) -> Sequence[int]:
