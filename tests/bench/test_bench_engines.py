@@ -158,7 +158,9 @@ def test_engines_that_cannot_be_made_together_are_made_one_by_one(monkeypatch: p
 def test_a_closed_loop_keeps_so_many_under_way() -> None:
     engine = make_engine(None, None, {"kv_cache_bytes": KV})
     seen: list[int] = []
+    tasks: set[str] = set()
     engine.on_step = None
+    engine.on_observe = lambda items: tasks.update(item.sequence.task for item in items)
     step = engine.step
 
     def watched() -> Any:
@@ -170,13 +172,16 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
     engine.step = watched  # type: ignore[method-assign]
     jobs = [
-        BenchJob(n, [5, 6, 7 + n], SamplingParams(max_tokens=3 + n, temperature=0, ignore_eos=True))
+        BenchJob(
+            n, [5, 6, 7 + n], SamplingParams(max_tokens=3 + n, temperature=0, ignore_eos=True), f"task {n}"
+        )
         for n in range(5)
     ]
     answers, steps, wall_s = closed_loop(engine, jobs, 2)
     assert [(a.prompt, len(a.token_ids), a.num_first_tokens) for a in answers] == [
         (n, 3 + n, 1) for n in range(5)
     ]
+    assert tasks == {f"task {n}" for n in range(5)}
     assert max(seen) == 2
     assert all(count == 2 for count in seen[: -2 - 4])  # full until no request waits
     assert wall_s > 0

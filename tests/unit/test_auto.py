@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core import ROOT, Proposal, Sequence
+from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
@@ -53,9 +53,18 @@ class ForgetfulDrafter(SaysDrafter):
     observes_all = False
 
 
-def make(*methods: str) -> tuple[AutoDrafter, list[SaysDrafter]]:
+class CoupledDrafter(SaysDrafter):
+    """Says of its draft tokens that they were drawn with the target's noise, whatever the verifier is."""
+
+    kinds = frozenset(ProposalKind)
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        return [replace(made, kind=ProposalKind.COUPLED) for made in super().propose(sequences, budgets)]
+
+
+def make(*methods: str, verifier: str = "coupled") -> tuple[AutoDrafter, list[SaysDrafter]]:
     options = AutoOptions(drafters=[{"method": f"{__name__}:{method}", "texts": [[1]]} for method in methods])
-    auto = AutoDrafter(options, draft_context(VOCAB))
+    auto = AutoDrafter(options, draft_context(VOCAB, verifier=verifier))
     drafters = [member.drafter for member in auto.members]
     assert all(isinstance(drafter, SaysDrafter) for drafter in drafters)
     return auto, drafters  # type: ignore[return-value]
@@ -154,6 +163,16 @@ def test_a_failing_member_leaves_the_others_alone() -> None:
     assert auto.num_failures == 1
     assert not auto.members[0].serves(text(0))
     assert auto.members[1].serves(text(0))
+
+
+@pytest.mark.parametrize(("verifier", "judged"), [("coupled", True), ("rejection", False)])
+def test_only_what_the_verifier_judges_is_proposed(verifier: str, judged: bool) -> None:
+    """The guards of the members are the only ones that the proposals of `auto` go through."""
+    auto, (only,) = make("CoupledDrafter", verifier=verifier)
+    only.says = (7,)
+    answers = auto.drafters.ask([(text(0), 8, Choice(0, 8))])
+    assert [len(proposal) for proposal in answers.values()] == [int(judged)]
+    assert auto.num_failures == (not judged)
 
 
 def test_released_sequences_are_forgotten() -> None:

@@ -12,7 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
-from slipstream.core import Proposal, Sequence
+from slipstream.core import Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.cascade import CascadeDrafter, CascadeOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
@@ -162,12 +162,14 @@ class Recorder(Drafter):
         self.known: list[int] = []
         self.calls: list[str] = []
         self.cuts: list[bool] = []
+        self.options_seen: list[RequestOptions] = []
 
     def max_nodes(self) -> int:
         return 2
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         (seq,), (budget,) = sequences, budgets
+        self.options_seen.append(seq.options)
         self._extend(seq, "propose")
         return [Proposal.chain([9] * min(budget, 2))]
 
@@ -204,6 +206,7 @@ def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding(th
     cascade.guard.drafter = recorder = Recorder()
     seq = sequence(1, 30, 0.0)
     seq.params = SamplingParams(temperature=0.0)
+    seq.options = RequestOptions(tenant="a", task="chat")
     rng = random.Random(3)
     for _ in range(8):
         proposal = cascade.propose([seq], [4])[0]
@@ -215,6 +218,7 @@ def test_the_inner_drafter_sees_one_text_that_is_taken_back_only_by_rewinding(th
     cascade.propose([seq], [4])  # asked again
     cascade.release(seq)
     assert recorder.known == seq.token_ids
+    assert set(recorder.options_seen) == {seq.options}, "its memory must not mix tenants"
     assert set(recorder.cuts) == ({False} if threshold == 0 else {False, True})
     assert {"propose", "observe", "rewind", "release"} == set(recorder.calls)
 

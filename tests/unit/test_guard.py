@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core import FinishReason, Proposal, ProposalKind, Sequence
+from slipstream.core import FinishReason, Proposal, ProposalKind, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
 from slipstream.kv.cache import KVCache
@@ -92,6 +92,14 @@ def test_a_plugin_cannot_change_a_sequence() -> None:
     assert tokens_of(seq) == before
     assert seq.params.logit_bias == {3: 1.0}
     assert seq.metrics.num_steps == 0
+
+
+def test_a_plugin_knows_the_requests_options() -> None:
+    """Its memory must not mix tenants."""
+    plugin, seq = Plugin(), sequence()
+    seq.options = RequestOptions(tenant="a", task="chat", max_draft_tokens=3, draft_method="mine")
+    guarded(plugin).ask([seq], [4])
+    assert [shown.options for shown in plugin.shown] == [seq.options]
 
 
 def test_a_plugin_follows_the_text_in_its_copy() -> None:
