@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging as transformers_logging
 from typer.main import get_command
 
 from slipstream.cli.flags.flags import field_help
@@ -304,5 +305,6 @@ PAGES = {
 }
 
 if __name__ == "__main__":
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it warns of small configurations
     for name, page in PAGES.items():
         (FOLDER / name).write_text(page(), encoding="utf-8")

@@ -19,7 +19,8 @@ from slipstream.vllm_names import ANYTHING, Foreign
 
 ENGINE_NOTES = {
     "dtype": "`half` and `float` are `float16` and `float32`; `torch.bfloat16` works too",
-    "quantization": "`int8` only; it quantises a plain checkpoint while it is loaded",
+    "quantization": "`int8`, `float32`, or a package's [weight format](../extend/weight-format.md): "
+    "a plain checkpoint is converted while it is loaded",
     "gpu_memory_utilization": "share of the device's whole memory for weights, keys and values; "
     "on a CPU the device is the machine",
     "max_model_len": "`-1` and `auto` are the model's own",

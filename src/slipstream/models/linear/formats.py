@@ -36,6 +36,7 @@ class WeightFormat(ABC):
     summary: ClassVar[str]
     """In a few words: '8-bit integers'."""
     bytes_per_weight: ClassVar[float]
+    """Bytes that one weight takes, without scales: 4 for float32, 0.5 for 4 bits."""
     bytes_per_output: ClassVar[float] = 0.0
     """Scales and the like, for each row of a weight [out, in]."""
     logit_error: ClassVar[float | None] = None
