@@ -20,11 +20,16 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
+    "examples/README.md": "project/examples.md",
     "benchmarks/peers/README.md": "project/peers.md",
     "src/slipstream/assets/pair/README.md": "project/model-card.md",
 }
 """Files of the repository that become pages, and where."""
-STATIC = {"LICENSE": "project/LICENSE.txt", "NOTICE": "project/NOTICE.txt"}
+STATIC = {
+    "LICENSE": "project/LICENSE.txt",
+    "NOTICE": "project/NOTICE.txt",
+    **{f"examples/{path.name}": f"project/{path.name}.txt" for path in (ROOT / "examples").glob("*.py")},
+}
 """Files of the repository that are copied as they are."""
 
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")

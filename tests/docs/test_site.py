@@ -117,3 +117,14 @@ def test_make_docs_builds_it() -> None:
     rule = (ROOT / "Makefile").read_text().split("\ndocs:")[1].split("\n\n")[0]
     assert "docs/generate.py" in rule
     assert "mkdocs build" in rule
+
+
+def test_every_link_leads_to_a_file_of_the_site(site: Path) -> None:
+    pages = [
+        page for page in sorted(site.rglob("*.html")) if page.name != "404.html"
+    ]  # it is served from any folder
+    for page in pages:
+        links = re.findall(r'<a [^>]*?href="([^"#]+)', page.read_text(encoding="utf-8"))
+        local = [link for link in links if not re.match(r"[a-z]+:", link)]
+        assert local
+        assert [link for link in local if not (page.parent / link).exists()] == [], page
