@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_a_configuration_that_cannot_be_read(checkpoint: Path) -> None:
     assert "no_such_family" in refusal(checkpoint)
     (checkpoint / "config.json").write_text("[]")
     assert refusal(checkpoint).startswith("cannot read the configuration of")
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_a_name_that_is_no_folder_is_said_to_be_taken_as_a_hub_id(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no connection")
+
+    monkeypatch.setattr("slipstream.models.loading.AutoConfig.from_pretrained", fail)
+    monkeypatch.setattr("slipstream.models.loading.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(
+        ModelError, match=r"'no-such-folder' \(no folder of that name, so taken as a hub id\)"
+    ):
+        load("no-such-folder")
 
 
 def test_no_weights(checkpoint: Path) -> None:

@@ -88,7 +88,7 @@ def _warn_once(reason: str) -> None:
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's Transformers configuration."""
     check_folder(path)
-    with _one_line(f"cannot read the configuration of {path!r}"), _quiet():
+    with _one_line(f"cannot read the configuration of {_named(path)}"), _quiet():
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
@@ -97,7 +97,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     if not _is_tokenizer_folder(path):
         check_folder(path)
     check_tokenizer_files(path)
-    with _one_line(f"cannot load the tokenizer of {path!r}"), _quiet():
+    with _one_line(f"cannot load the tokenizer of {_named(path)}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -295,6 +295,11 @@ def _with_path(path: str) -> Iterator[None]:
         yield
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path!r}: {error}") from None
+
+
+def _named(path: str) -> str:
+    """The path as a message names it; what is no folder is said to be a hub id."""
+    return repr(path) if Path(path).is_dir() else f"{path!r} (no folder of that name, so taken as a hub id)"
 
 
 @contextlib.contextmanager
