@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -59,6 +60,14 @@ def main() -> None:
     print(page.tables(result))
 
 
+def _speed(
+    model: Callable[[], str | None], dtype: str, concurrency: int, lengths: dict[str, Any]
+) -> dict[str, Any]:
+    from benchmarks.gpu import speed
+
+    return speed.measure(model(), dtype, concurrency, **lengths)
+
+
 def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
     """The result, written to `file`; cells of a run that was stopped are not measured again."""
     from benchmarks.gpu import device, speed, step
@@ -80,15 +89,11 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
         if "speed" in sections:
             result["self"] = kept.cell("self", speed.refusal)
             result["speed"] = []
-            lengths: dict[str, int] = {"max_tokens": 16 if quick else 32, "repeats": 1 if quick else 2}
+            lengths: dict[str, Any] = {"max_tokens": 16 if quick else 32, "repeats": 1 if quick else 2}
             for name, dtype, model in _targets(larger, quick):
                 for concurrency in speed.CONCURRENCIES:
-                    row = kept.cell(
-                        f"speed, {name} {dtype}, {concurrency} at once",
-                        lambda model=model, dtype=dtype, concurrency=concurrency: speed.measure(
-                            model(), dtype, concurrency, **lengths
-                        ),
-                    )
+                    cell = f"speed, {name} {dtype}, {concurrency} at once"
+                    row = kept.cell(cell, partial(_speed, model, dtype, concurrency, lengths))
                     result["speed"].append({"model": name, **row})
     kept.finish(result)
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ def write(result: dict[str, Any], file: Path) -> None:
 
 def tables(result: dict[str, Any]) -> str:
     """Every section that was measured."""
-    writers = {"device": _device, "tests": _tests, "speed": _speed, "step": _step, "transfers": _transfers}
+    writers: dict[str, Callable[[Any], str]] = {
+        "device": _device,
+        "tests": _tests,
+        "speed": _speed,
+        "step": _step,
+        "transfers": _transfers,
+    }
     parts = [writer(result[name]) for name, writer in writers.items() if name in result]
     if result.get("self"):
         parts.insert(-2, f"Self-drafting in int8 does not run here: {result['self']}.")

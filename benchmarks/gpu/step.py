@@ -111,7 +111,7 @@ def by_rows(
     """A step in ms by rows and context, beside the least time in which the memory could give what it reads."""
     row_counts, contexts = ((1, 8, 64), CONTEXTS[:1]) if quick else (ROWS, CONTEXTS)
     num_timed = 8 if quick else NUM_TIMED
-    sizes = {"max_num_seqs": 1, "max_model_len": contexts[-1] + 2 * MAX_TOKENS}
+    sizes: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": contexts[-1] + 2 * MAX_TOKENS}
     plain = Steps(model, dtype, {"method": "off"}, device=device, **sizes)
     target = plain.engine.model
     texts: dict[int, list[int]] = {}

@@ -471,7 +471,7 @@ def selected(catalog: Catalog, options: argparse.Namespace) -> Catalog:
     ]
     if not modes:
         raise ConfigError("no mode is left; --peers and --modes exclude each other")
-    changes = QUICK if options.quick else {}
+    changes: dict[str, Any] = dict(QUICK) if options.quick else {}
     given = {name: getattr(options, name) for name in ("prompts_per_task", "max_tokens", "rounds")}
     changes = {**changes, **{name: value for name, value in given.items() if value is not None}}
     check_at_least("--", 1, **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from benchmarks.peers.catalog import Model
 from benchmarks.peers.results import BATCH
@@ -32,7 +33,7 @@ def questions(model: Model) -> list[Question]:
             ids = tokenizer.apply_chat_template(
                 row["messages"], add_generation_prompt=True, return_dict=False
             )
-            prompts.append(list(ids))
+            prompts.append(list(cast(list[int], ids)))
     single = [
         Question(task, index, [by_task[task][index]])
         for index in range(model.prompts_per_task)

@@ -80,6 +80,7 @@ def make_cases(num: int, seed: int, llm: LLM, rules: Rules) -> list[Answered]:
     cases: list[Answered] = []
     while len(cases) < num:
         case = _case(rng, rows, llm, rules)
+        assert case.params.max_tokens is not None
         if max(map(len, case.prompts)) + case.params.max_tokens > rules.max_model_len:
             continue
         outputs = [llm.generate(prompt, case.params)[0] for prompt in case.prompts]
