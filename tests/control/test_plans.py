@@ -17,7 +17,7 @@ from slipstream.control.types import (
     Outcome,
     StepRequest,
 )
-from slipstream.draft.choice import NOTHING, Choice
+from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from tests.control.world import PLAN_S, FakeClock
 
 DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)
@@ -164,7 +164,8 @@ def test_a_task_for_which_drafts_pay_is_drafted_for_where_nobody_else_is() -> No
 
 def test_prompts_are_begun_by_whom_the_plan_names() -> None:
     policy = make(CHAIN)
-    assert policy.announce(1, "t", 16, 16, 100) == -1, "nothing is known"
+    arriving = StepRequest(1, "t", limit=0, length=16)
+    assert policy.announce(arriving, 16, 16, 100) == NOBODY, "nothing is known"
     for _ in range(60):
         [choice] = policy.choose(requests(1), 0)
         calls = [Call(0, Drafted(1, choice.depth, choice.depth), 1e-5)] if choice.drafts else []
@@ -172,7 +173,8 @@ def test_prompts_are_begun_by_whom_the_plan_names() -> None:
             Outcome(0, "t", choice.drafter, choice.depth, choice.depth, choice.depth, choice.depth + 1)
         ]
         policy.observe(step(1, STEP_S)._replace(calls=calls, outcomes=outcomes if calls else []))
-    assert policy.announce(1, "t", 16, 16, 100) == 0
+    assert policy.announce(arriving, 16, 16, 100) == 0
+    assert policy.announce(arriving._replace(allowed=frozenset()), 16, 16, 100) == NOBODY, "it may not"
 
 
 def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
@@ -184,6 +186,42 @@ def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
     crowded = [request._replace(limit=0) for request in requests(4)]
     assert policy.choose(crowded, 64) == [NOTHING] * 4
     assert all(choice.drafts for choice in policy.choose(requests(4), 64))
+
+
+def test_requests_that_may_have_no_drafts_say_nothing_of_the_others() -> None:
+    """Three forbid drafts, or have no room for them in this step; the plan is kept for what comes next."""
+    policy = make()
+    able = requests(4)
+    choices = policy.choose([able[0], *(request._replace(limit=0) for request in able[1:])], 0)
+    assert [choice.drafts for choice in choices] == [True, False, False, False]
+    policy.observe(step(4, STEP_S))
+    assert all(choice.drafts for choice in policy.choose(able, 0)), "as soon as there is room"
+    others = [StepRequest(50 + number, task, limit=8) for number, task in enumerate(["t", "new", "t", "new"])]
+    assert all(choice.drafts for choice in policy.choose(others, 0))
+    assert policy.planning_s == 0, "without another search"
+
+
+def test_whether_a_prompt_pays_is_decided_by_the_whole_of_it() -> None:
+    """A chunk of it is computed in a step; a drafter that began would have to compute the rest too."""
+    policy = make(CHAIN)
+    for number in range(1, 40):
+        policy.note_asked(0, number, number % 5 * 100)
+        call = Call(0, Drafted(1, 4, 4), 1e-5 + 0.1 * STEP_S * max(number % 5 * 100 - 1, 0))
+        outcome = Outcome(number, "t", 0, 4, 4, 4, 5)
+        policy.observe(step(1, STEP_S)._replace(calls=[call], outcomes=[outcome]))
+        policy.choose(requests(1), 0)
+    short, long = (StepRequest(1000, "t", limit=0, length=length) for length in (16, 16_000))
+    assert policy.announce(short, 16, 16, 100) == 0
+    assert policy.announce(long, 16, 16, 100) == NOBODY
+
+
+def test_a_fixed_drafter_is_not_scored() -> None:
+    """What a lookup is worth decides nothing where it always drafts: its calls would be spent on nothing."""
+    for adaptive in (True, False):
+        policy = Policy([LOOKUP], adaptive=adaptive, probe_share=0.1, pass_s=lambda rows: STEP_S)
+        policy.choose(requests(1), 0)
+        policy.observe(step(1, STEP_S))
+        assert policy.may_score(0) == adaptive
 
 
 def test_beside_prompts_only_drafters_of_the_other_steps_are_asked() -> None:

@@ -358,10 +358,10 @@ def test_short_answers_start_no_draft_model_on_long_prompts(answer: int, pays: b
 def test_a_prompt_is_announced_to_whom_will_draft() -> None:
     world = steady(0.85, 1).run(100)
     policy = world.policy
-    assert policy.announce(77, "t", 50, 50, 500) == 0
-    assert policy.announce(78, "never seen", 50, 50, 500) == 0  # as most are
+    assert policy.announce(StepRequest(77, "t", 0, 50), 50, 50, 500) == 0
+    assert policy.announce(StepRequest(78, "never seen", 0, 50), 50, 50, 500) == 0  # as most are
     resting = steady(0.05, 4).run(100).policy
-    assert resting.announce(77, "t", 50, 50, 500) == NOBODY
+    assert resting.announce(StepRequest(77, "t", 0, 50), 50, 50, 500) == NOBODY
 
 
 # --- without adapting ------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_memory_is_bounded_by_what_runs() -> None:
     policy = world.policy
     policy.release(9999, "task 0", 1000)
     for number in range(1, 3000):
-        policy.announce(10_000 + number, f"task {number}", 5, 5, 5)
+        policy.announce(StepRequest(10_000 + number, f"task {number}", 0, 5), 5, 5, 5)
         policy.release(10_000 + number, f"task {number}", 3)
     assert policy.num_held < 10
     assert policy.usual_length("task 0") < 4, "dropped"

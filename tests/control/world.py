@@ -276,9 +276,7 @@ class World:
         return Call(number, drafted, self.slowdown(number, drafter.call(depths, missed)))
 
     def _announce(self, request: Running, calls: list[Call]) -> None:
-        number = self.policy.announce(
-            request.sequence_id, request.task, request.prompt, request.prompt, request.answer
-        )
+        number = self.policy.announce(self.asked(request), request.prompt, request.prompt, request.answer)
         if number == NOBODY:
             return
         drafter = self.drafters[number]

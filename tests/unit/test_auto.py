@@ -107,6 +107,15 @@ def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough()
     assert [auto.drafters.drafted_by(text(number)) for number in range(3)] == [0, 1, NOBODY]
 
 
+def test_a_drafter_that_was_asked_for_a_prompt_has_not_drafted_in_the_step_after_it() -> None:
+    auto, (asked, other) = make("SaysDrafter", "SaysDrafter")
+    asked.says = other.says = (7,)
+    auto.drafters.ask([(text(0), 0, Choice(0))])
+    assert auto.drafters.drafted_by(text(0)) == 0
+    auto.drafters.ask([(text(1), 8, Choice(1, 8)), (text(0), 0, NOTHING)])
+    assert [auto.drafters.drafted_by(text(number)) for number in range(2)] == [NOBODY, 1]
+
+
 def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     auto, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)

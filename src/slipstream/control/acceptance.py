@@ -188,14 +188,10 @@ class Acceptance:
         """Whether anything was drafted for the request itself."""
         return sequence_id in self._requests
 
-    def num_drafts(self, sequence_id: int, task: str) -> tuple[float, float, float]:
-        """How much is known: drafts of the request, of its task and of all, old ones counted less."""
+    def num_drafts(self, sequence_id: int, task: str) -> tuple[float, float]:
+        """How much is known: drafts of the request and of its task, old ones counted less."""
         request, of_task = self._requests.get(sequence_id), self._tasks.get(task)
-        return (
-            0.0 if request is None else request[1].drafts,
-            0.0 if of_task is None else of_task.drafts,
-            self._all.drafts,
-        )
+        return 0.0 if request is None else request[1].drafts, 0.0 if of_task is None else of_task.drafts
 
     def rate(self, task: str | None = None) -> float | None:
         """Recent pooled α of a task, or of all; None before anything was checked."""

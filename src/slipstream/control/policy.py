@@ -148,7 +148,7 @@ class Policy:
         self._credit_s = 0.0
         """For searching; below 0 it is owed."""
         self._has_changed = False
-        """Something has been learned that makes the cached plans doubtful."""
+        """Something has been learned since the last search that makes cached plans doubtful."""
         self._step = 0
         self._speculates = False
         self._seen = [TextSeen() for _ in drafters]
@@ -196,15 +196,18 @@ class Policy:
         """A drafter is asked for a sequence in this step, whose text has `length` tokens."""
         self._num_missed[drafter] += self._seen[drafter].note(self._step, sequence_id, length)
 
-    def announce(self, sequence_id: int, task: str, num_rows: int, length: int, max_tokens: float) -> int:
-        """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `length`; or `NOBODY`.
+    def announce(self, request: StepRequest, num_rows: int, num_computed: int, max_tokens: float) -> int:
+        """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `num_computed`; or
+        `NOBODY`.
 
-        The one that will probably draft, unless an answer of at most `max_tokens` cannot earn what the prompt costs.
+        The one that will probably draft, unless it may not, or an answer of at most `max_tokens` cannot earn what the
+        whole prompt costs.
         """
-        drafter = self._drafter_for(task, length, max_tokens)
-        if drafter != NOBODY:
-            seen = self._seen[drafter]
-            self._num_missed[drafter] += seen.note_prompt(self._step, sequence_id, num_rows, length)
+        drafter = self._drafter_for(request.task, request.length, max_tokens)
+        if drafter == NOBODY or (request.allowed is not None and drafter not in request.allowed):
+            return NOBODY
+        seen = self._seen[drafter]
+        self._num_missed[drafter] += seen.note_prompt(self._step, request.sequence_id, num_rows, num_computed)
         return drafter
 
     def _unknown(self) -> list[int]:
@@ -251,6 +254,9 @@ class Policy:
         self._credit_s = max(self._credit_s - self.planning_s, -MAX_AGE * SEARCH_SHARE * self._step_s.value)
         return plan
 
+    def _kept_plans(self) -> tuple[Plan, ...]:
+        return self._plan, self._alone, *self._plans.values()
+
     def _is_due(self, plan: Plan) -> bool:
         if self._probes.is_active or self._trials.under_way:
             return False
@@ -273,17 +279,15 @@ class Policy:
             np.array([problem.place_of(option._replace(drafter=NOBODY, depth=0)) for option in options])
         )
         plan = Plan(searched_at=self._step, undrafted_rate=alone.tokens_per_s)
-        plan.by_sequence = {
-            request.sequence_id: choice for request, choice in zip(requests, choices, strict=True)
-        }
-        plan.usual = _most_common(choices)
         slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
         plan.by_task.update(before.by_task)
         plan.gains.update(before.gains)
         by_task: dict[str, list[tuple[Choice, float]]] = {}
         for request, choice, tokens in zip(requests, choices, problem.tokens(best), strict=True):
-            if request.limit > 0 or not beside_prompts:
+            if request.limit > 0:  # what may have no drafts now says nothing of others, nor of its next steps
+                plan.by_sequence[request.sequence_id] = choice
                 by_task.setdefault(request.task, []).append((choice, tokens / slower))
+        plan.usual = _most_common(list(plan.by_sequence.values()) or [before.usual])
         for task, found in by_task.items():
             plan.by_task[task] = _most_common([choice for choice, _ in found])
             plan.gains[task] = sum(gain for _, gain in found) / len(found)
@@ -378,14 +382,13 @@ class Policy:
 
     def _probes_now(self, plan: Plan, num_requests: int, num_prompt_rows: int) -> bool:
         """Whether this step is one of a probe."""
-        begins = not self._trials.under_way and self._may_probe(plan, num_requests, num_prompt_rows)
-        price_s = self._probe_price_s(plan, num_requests) if begins else None
+        price_s = None
+        is_fair = not num_prompt_rows and self._probes.realised.can_probe(num_requests, plan.withheld)
+        if is_fair and not self._trials.under_way:
+            price_s = self._probe_price_s(plan, num_requests)
+            if not self.budget.can_pay("probe", price_s):
+                price_s = None
         return self._probes.choose(num_requests, num_prompt_rows, price_s, with_drafts=plan.withheld)
-
-    def _may_probe(self, plan: Plan, num_requests: int, num_prompt_rows: int) -> bool:
-        if num_prompt_rows or not self._probes.realised.can_probe(num_requests, plan.withheld):
-            return False
-        return self.budget.can_pay("probe", self._probe_price_s(plan, num_requests))
 
     def _probe_price_s(self, plan: Plan, num_requests: int) -> float:
         if plan.withheld:
@@ -404,7 +407,7 @@ class Policy:
                 option = Choice(number, 1)
                 if number == given or not problem.offers(place, option):
                     continue
-                mine, of_task, _ = self.acceptance[number].num_drafts(request.sequence_id, request.task)
+                mine, of_task = self.acceptance[number].num_drafts(request.sequence_id, request.task)
                 age = self._trials.age(request.task, number, self._step)
                 score = age / (1.0 + mine + 0.1 * of_task)
                 if best is None or score > best[0]:
@@ -432,7 +435,7 @@ class Policy:
         if not self._trials.under_way:
             for number in self._unknown():
                 able = [request for request in requests if bounded(Choice(number, 1), request).drafts]
-                if able and not self._probes.is_active:
+                if able:
                     seen = self._seen[number]
                     request = min(able, key=lambda each: seen.num_missing(each.sequence_id, each.length))
                     self._begin_trial(request, number, FIRST_DEPTHS)
@@ -444,9 +447,9 @@ class Policy:
             choices[place] = bounded(choice, requests[place])
 
     def may_score(self, lookup: int) -> bool:
-        """Whether there is credit for asking a lookup what it would have proposed; pays for it."""
+        """Whether a lookup is to be asked what it would have proposed, and there is credit for it; pays for it."""
         price_s = float(self.draft_costs[lookup](Drafted(1, 1, 1)))
-        if not self.budget.share or not self.budget.can_pay("trial", price_s):
+        if not self.adaptive or not self.budget.can_pay("trial", price_s):
             return False
         self.budget.pay("trial", price_s)
         return True
@@ -501,7 +504,7 @@ class Policy:
         if num_tokens:
             self._length.learn(float(num_tokens))
             self._tasks.touch(task, _Use).length.learn(float(num_tokens))
-        for plan in (self._plan, self._alone, *self._plans.values()):
+        for plan in self._kept_plans():
             plan.by_sequence.pop(sequence_id, None)
         for seen in self._seen:
             seen.release(sequence_id)
@@ -538,7 +541,7 @@ class Policy:
     def num_held(self) -> int:
         """Requests that are remembered."""
         self._learn_outcomes()
-        planned = [len(plan.by_sequence) for plan in (self._plan, *self._plans.values())]
+        planned = [len(plan.by_sequence) for plan in self._kept_plans()]
         return max(*planned, *map(len, self._seen), *(each.num_held for each in self.acceptance))
 
     def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:

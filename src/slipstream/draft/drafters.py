@@ -67,7 +67,8 @@ class Drafters:
 
     def ask(self, wanted: Seq[Wanted]) -> dict[int, Proposal]:
         """Sequence id to proposal; absent where nobody was asked."""
-        self.calls, self.found = [], {}
+        # What is open still was asked for a prompt, which has no verdict.
+        self.calls, self.found, self._open = [], {}, {}
         proposals: dict[int, Proposal] = {}
         first: dict[int, list[Wanted]] = {}
         then: dict[int, list[Wanted]] = {}
@@ -149,11 +150,6 @@ class Drafters:
     def num_failures(self) -> int:
         """How often drafters have been retired for a sequence."""
         return sum(guard.num_failures for guard in self.guards)
-
-    @property
-    def num_retired(self) -> int:
-        """Sequences under way that some drafter failed."""
-        return max(guard.num_retired for guard in self.guards)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""

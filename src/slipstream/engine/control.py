@@ -24,21 +24,16 @@ USUAL_CONTEXT = 256
 
 def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: CausalLM) -> Policy | None:
     """The policy that `speculative` asks for; None where nothing is to be chosen or probed."""
-    adaptive = isinstance(drafter, AutoDrafter)
     share = speculative.probe_share
-    if share is None:
-        share = AUTO_PROBE_SHARE if adaptive else 0.0
-    if not adaptive:
-        if share == 0 or drafter.max_nodes() == 0:
-            return None
-        return Policy(
-            [_traits(speculative.method, drafter)], adaptive=False, probe_share=share, pass_s=_unmeasured_s
-        )
-    assert isinstance(drafter, AutoDrafter)
-    drafters = [
-        _traits(name, guard.drafter) for name, guard in zip(drafter.names, drafter.members, strict=True)
-    ]
-    return Policy(drafters, adaptive=True, probe_share=share, pass_s=_pass_s(model))
+    if isinstance(drafter, AutoDrafter):
+        members = zip(drafter.names, drafter.members, strict=True)
+        traits = [_traits(name, guard.drafter) for name, guard in members]
+        share = AUTO_PROBE_SHARE if share is None else share
+        return Policy(traits, adaptive=True, probe_share=share, pass_s=_pass_s(model))
+    if not share or drafter.max_nodes() == 0:
+        return None
+    traits = [_traits(speculative.method, drafter)]
+    return Policy(traits, adaptive=False, probe_share=share, pass_s=_unmeasured_s)
 
 
 def _traits(name: str, drafter: Drafter) -> DrafterTraits:

@@ -168,19 +168,17 @@ class Drafting:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
-            if item.decodes or not self._may_draft(sequence) or policy.in_probe:
+            if item.decodes or not self._may_draft(sequence):
                 continue
-            length = sequence.num_computed + item.num_rows
+            num_computed = sequence.num_computed + item.num_rows
             drafter = policy.announce(
-                sequence.id, self.task_of(sequence), item.num_rows, length, sequence.max_output_tokens
+                self._request(item), item.num_rows, num_computed, sequence.max_output_tokens
             )
-            if drafter != NOBODY and self.drafters.serves(drafter, sequence):
+            if drafter != NOBODY:
                 yield sequence, 0, Choice(drafter)
 
     def _ask(self, policy: Policy, wanted: Seq[Wanted]) -> dict[int, Proposal]:
         """Sequence id to proposal; keeps what the calls took."""
-        if not wanted:
-            return {}
         proposals = self.drafters.ask(wanted)
         for number, sequences, budgets, seconds in self.drafters.calls:
             traits = policy.drafters[number]
