@@ -326,14 +326,14 @@ def test_bad_options(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "begins with one of --init, --shape, --keep-layers; got none"),
+        ({}, "needs exactly one of --init, --shape, --keep-layers; got none"),
         ({"init": "a", "shape": "1x16"}, "got --init and --shape"),
         ({"shape": "1x16", "loss": "kl"}, "unknown loss 'kl'"),
         ({"shape": "1x16", "on_policy": 2.0}, "is a fraction"),
-        ({"shape": "1x16", "loss": "hard", "on_policy": 0.5}, "cannot go with --on-policy"),
+        ({"shape": "1x16", "loss": "hard", "on_policy": 0.5}, "cannot be used with --on-policy"),
         ({"shape": "1by16"}, "LAYERSxWIDTH"),
         ({"shape": "1x15"}, "a multiple of 8"),
-        ({"keep_layers": "0,9"}, "rising layer numbers from 0 to 2"),
+        ({"keep_layers": "0,9"}, "ascending layer numbers from 0 to 2"),
         ({"keep_layers": "first"}, "separated by commas"),
     ],
 )
