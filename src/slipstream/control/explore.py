@@ -232,7 +232,7 @@ class Probes:
 
     @property
     def rests(self) -> bool:
-        """Nobody is drafted for in this step, to see what is gained."""
+        """This step has no drafts, to measure what they gain."""
         return self.is_active and not self.with_drafts
 
     def choose(
@@ -299,7 +299,7 @@ class _Load:
 
 class StandBack:
     """Says at which loads nothing is drafted. It decides on an interval only, and then begins with no pairs: either way
-    takes new evidence, so that it does not flap."""
+    takes new evidence, which prevents oscillation."""
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}

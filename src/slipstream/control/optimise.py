@@ -1,4 +1,4 @@
-"""Who is drafted for, by whom and how deep, so that a step yields the most tokens a second.
+"""Which drafter drafts for each request, and how deep, so that a step yields the most tokens a second.
 
 What is maximised is goodput, expected tokens over expected time (Liu et al., "Optimizing speculative decoding for
 serving large language models using goodput", 2024). At the best ratio λ the best plan also maximises tokens - λ * time

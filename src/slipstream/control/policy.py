@@ -1,4 +1,4 @@
-"""Chooses, step by step, which drafter drafts for whom and how deep.
+"""Chooses, step by step, which drafter drafts for each request, and how deep.
 
 Plans come from `optimise`, by the costs of this engine's own steps and the acceptance of its own traffic, both learned
 as they come. A plan is kept for the load that it was made for, and searched anew when it is missing, when acceptance
@@ -82,7 +82,7 @@ class Plan:
     drafts_gain: float = 1.0
     """The part of the estimated speedup that is not the lookups'."""
     drafts: bool = False
-    """Somebody who runs is drafted for."""
+    """Some request of the step is drafted for, unless withheld."""
     withheld: bool = False
     """Nothing is drafted, because drafts measurably lose at this load."""
 
@@ -109,7 +109,7 @@ class _Use:
 
 
 class Policy:
-    """The engine asks before each step and tells afterwards what it made of it. Not thread-safe."""
+    """`choose` comes before each step, `observe` after it. Not thread-safe."""
 
     def __init__(
         self,
@@ -166,11 +166,11 @@ class Policy:
 
     @property
     def in_probe(self) -> bool:
-        """True for a step in which nobody is drafted for, to see what drafts gain."""
+        """True for a step without drafts, to measure what they gain."""
         return self._probes.rests
 
     def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
-        """Whom to ask for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
+        """The choice for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
         self._step += 1
         self._speculates, self.planning_s = False, 0.0
         self._num_missed = [0] * len(self.drafters)
@@ -243,7 +243,7 @@ class Policy:
         if plan is not None and not self._is_due(plan):
             return plan
         before = plan or self._plan
-        # Where prompts take all the room of a step, nobody may have drafts in it; that says nothing of the next one.
+        # Where prompts take all the room of a step, none may have drafts in it; that says nothing of the next one.
         able = sum(request.limit > 0 for request in requests)
         if num_prompt_rows and 2 * able < len(requests):
             return before

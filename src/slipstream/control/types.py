@@ -1,4 +1,4 @@
-"""What the policy is asked, what it is told of a step, and what it reports."""
+"""The policy's input and output: requests, what a step did and took, reports."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ObservedStep(NamedTuple):
     """All of the step but the drafters' calls and the policy's search."""
     calls: Seq[Call]
     outcomes: Seq[Outcome]
-    """Of each request that decoded; empty where nobody was asked for a draft."""
+    """Of each request that decoded; empty where no drafter was called."""
     num_drafted: int
     """Requests for which something was checked."""
     num_checked: int

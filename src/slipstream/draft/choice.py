@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 
     @property
     def drafts(self) -> bool:
-        """False where nobody is asked."""
+        """False where no drafter is called."""
         return self.drafter != NOBODY or self.lookup != NOBODY
 
 

@@ -15,7 +15,7 @@ from slipstream.draft.guard import Guard
 from slipstream.kv.cache import KVCache
 
 Wanted = tuple[Sequence, int, Choice]
-"""A sequence, the most draft tokens that it may have, and whom to ask."""
+"""A sequence, the most draft tokens that it may have, and which drafters to call."""
 
 
 class DraftCall(NamedTuple):
@@ -37,7 +37,7 @@ class _Open(NamedTuple):
 
 
 class Drafters:
-    """Asks the drafter that was chosen for each sequence, and tells each what became of its own draft tokens.
+    """Calls the drafter that was chosen for each sequence, and passes to each the verdicts on its own draft tokens.
 
     Drafters that learn from all text observe all that is committed, so one that was not asked for a while is up to
     date. Nothing here raises: each drafter is guarded.
@@ -66,7 +66,7 @@ class Drafters:
     # --- a step -----------------------------------------------------------------------------------------------
 
     def ask(self, wanted: Seq[Wanted]) -> dict[int, Proposal]:
-        """Sequence id to proposal; absent where nobody was asked."""
+        """Sequence id to proposal; absent where no drafter was called."""
         # What is open still was asked for a prompt, which has no verdict.
         self.calls, self.found, self._open = [], {}, {}
         proposals: dict[int, Proposal] = {}
@@ -94,7 +94,7 @@ class Drafters:
         return proposals
 
     def _ask(self, number: int, wanted: Seq[Wanted], limits: Seq[int]) -> dict[int, Proposal]:
-        """One drafter's proposals, by sequence id, for those whom it serves."""
+        """One drafter's proposals, by sequence id, for those that it serves."""
         guard, most = self.guards[number], self._most[number]
         sequences, budgets = [each[0] for each in wanted], [min(limit, most) for limit in limits]
         if guard.num_failures:
@@ -124,7 +124,7 @@ class Drafters:
         return _of_proposal(seen, made)
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Tell each drafter the verdicts on its own draft tokens, and what was committed of the other texts."""
+        """Pass to each drafter the verdicts on its own draft tokens, and what was committed of the other texts."""
         if not self._open and not self._listens:
             return
         opened = [self._open.pop(seen.sequence.id, None) for seen in observations]

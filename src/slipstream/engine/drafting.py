@@ -1,4 +1,4 @@
-"""The draft step: the policy is asked, the drafters are asked, a grammar has its say, and both learn what happened."""
+"""The draft step: the policy chooses, drafters propose, a grammar constrains; then all of them learn the verdicts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Drafting:
         timeout_s: float,
         policy: Policy | None = None,
     ) -> None:
-        """`kinds` are what the verifier can judge. Without a policy everybody is drafted for as far as the
+        """`kinds` are what the verifier can judge. Without a policy each sequence is drafted for as far as the
         scheduler allows."""
         self.drafters = (
             drafter.drafters
@@ -71,7 +71,7 @@ class Drafting:
         """Of the step under way, those that decode."""
         self._num_prompt_rows = 0
         self._choices: dict[int, Choice] = {}
-        """By sequence, where somebody is asked in the step under way."""
+        """By sequence, where a drafter is called in the step under way."""
         self._calls: list[Call] = []
         self._outcomes: list[Outcome] = []
         self._num_drafted = 0
@@ -134,7 +134,7 @@ class Drafting:
         )
 
     def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> list[Wanted]:
-        """Whom the policy has asked, for whom and how deep."""
+        """The sequences to draft for, with the policy's choices."""
         decoding = [item for item in scheduled if item.decodes]
         self._num_steps += 1
         self._num_sequences = len(decoding)
@@ -217,7 +217,7 @@ class Drafting:
     # --- after the verdicts -----------------------------------------------------------------------------------
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Tell the drafters the verdicts on their own draft tokens, and the policy what they were worth."""
+        """Pass to each drafter the verdicts on its own draft tokens, and keep the outcomes for the policy."""
         if self.policy is not None:
             if self._choices:
                 own = [self.drafters.own(seen) for seen in observations]
@@ -228,14 +228,14 @@ class Drafting:
         self.drafters.observe(observations)
 
     def method_of(self, sequence: Sequence) -> str:
-        """Who was asked for a sequence in this step, until it is observed; `off` where the policy asked nobody."""
+        """The drafter called for a sequence in this step, until it is observed; `off` where the policy chose none."""
         drafter = self.drafters.drafted_by(sequence)
         if drafter == NOBODY:
             return "off" if self._chooses else self.drafters.names[0]
         return self.drafters.names[drafter]
 
     def choice_of(self, sequence: Sequence) -> Choice:
-        """Whom the policy asked for a sequence in the step that was made last."""
+        """The policy's choice for a sequence in the step that was made last."""
         return self._choices.get(sequence.id, NOTHING)
 
     def finish(self, report: StepReport) -> None:

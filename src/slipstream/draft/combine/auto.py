@@ -70,7 +70,7 @@ class AutoDrafter(DrafterGroup):
         super().__init__(options, context, options.configs() or _usual(context))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """The first drafter's proposals: where nobody chooses, it is asked."""
+        """The first drafter's proposals: outside an engine no policy chooses."""
         first = Choice(0, self.max_nodes())
         answers = self.drafters.ask(
             [(sequence, budget, first) for sequence, budget in zip(sequences, budgets, strict=True)]
