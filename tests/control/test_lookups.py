@@ -97,3 +97,15 @@ def test_a_drafter_that_is_asked_stays_while_it_is_the_better_one(monkeypatch: p
 def test_a_drafter_of_unknown_cost_is_asked_for_one_request_without_a_budget() -> None:
     policy = Policy([LOOKUP, CHAIN], adaptive=True, probe_share=0.0, pass_s=lambda rows: 0.02)
     assert [choice.drafter for choice in policy.choose(REQUESTS, 0)].count(1) == 1
+
+
+@pytest.mark.parametrize(("step_s", "scored"), [(0.04, True), (0.0005, False)])
+def test_beside_long_steps_a_lookup_is_scored_without_waiting_for_credit(step_s: float, scored: bool) -> None:
+    policy = Policy([LOOKUP, CHAIN], adaptive=True, probe_share=0.005, pass_s=lambda rows: step_s)
+    for _ in range(8):
+        policy.draft_costs[0].learn(Drafted(1, 1, 1), 0, 0.00005)
+        policy.observe(ObservedStep(1, 1, 0, step_s, [], [], 0, 0))
+    policy.budget.charge("trial", 1.0)  # owed for trials
+    spent_s = policy.budget.spent_s
+    assert policy.may_score(0) == scored
+    assert (policy.budget.spent_s > spent_s) == scored

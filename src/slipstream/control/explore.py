@@ -88,9 +88,13 @@ class Budget:
         self._wanted_s[kind] = 0.0
 
     def pay(self, kind: str, price_s: float) -> None:
+        self.charge(kind, price_s)
+        self._wanted_s[kind] = 0.0
+
+    def charge(self, kind: str, price_s: float) -> None:
+        """As `pay`, for something beside what is wanted of this kind."""
         self.credit_s -= price_s
         self._spent_s[kind] += price_s
-        self._wanted_s[kind] = 0.0
 
     def earn(self, seconds: float) -> None:
         """A share of what a step took."""

@@ -447,9 +447,18 @@ class Policy:
             choices[place] = bounded(choice, requests[place])
 
     def may_score(self, lookup: int) -> bool:
-        """Whether a lookup is to be asked what it would have proposed, and there is credit for it; pays for it."""
+        """Whether a lookup is to be asked what it would have proposed, and there is credit for it; pays for it.
+
+        Where it costs less than a step earns it does not wait for credit: otherwise the trials that come first would
+        keep it from being noticed that the text repeats.
+        """
         price_s = float(self.draft_costs[lookup](Drafted(1, 1, 1)))
-        if not self.adaptive or not self.budget.can_pay("trial", price_s):
+        if not self.adaptive:
+            return False
+        if price_s < self.budget.share * self._step_s.value:
+            self.budget.charge("trial", price_s)
+            return True
+        if not self.budget.can_pay("trial", price_s):
             return False
         self.budget.pay("trial", price_s)
         return True
