@@ -108,7 +108,8 @@ def test_ordinary_forms_come_through(compiler: GrammarCompiler) -> None:
         {"choice": names},
         {"grammar": 'start: ("(" start ")")* | "x"'},
     ):
-        compiler.compile(StructuredOutput(**form), [EOS])
+        grammar = compiler.compile(StructuredOutput(**form), [EOS])
+        assert grammar.mask([]), form
 
 
 def test_a_worker_that_dies_of_a_grammar_refuses_it_and_another_takes_its_place(

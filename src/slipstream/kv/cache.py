@@ -77,8 +77,8 @@ class _View(KVCache):
 class ReadOnlyCache(KVCache):
     """Hands out copies of a cache's features and nothing else, to those who are not trusted with the cache.
 
-    PyTorch has no tensors that cannot be written, so whoever has one of the pool's could change what the target reads:
-    in the middle of a later step, if it comes from a thread that nobody waits for any more.
+    PyTorch has no read-only tensors. Code that holds one of the pool's could change what the target reads, even in the
+    middle of a later step, from a thread that was given up.
     """
 
     def __init__(self, cache: KVCache) -> None:

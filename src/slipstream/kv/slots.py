@@ -64,7 +64,7 @@ class SlotAccounting(ABC):
     def slots(self, owner: int) -> SlotMap:
         """The slots reserved for `owner`, the first token's first. Valid until the next `open` or `reserve`.
 
-        Later calls never change what was returned: whoever kept it compares it with a new answer to see what has moved.
+        Later calls never change what was returned, so a kept map can be compared with a new one to see what has moved.
         """
 
     @abstractmethod

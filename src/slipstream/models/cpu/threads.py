@@ -1,4 +1,4 @@
-"""How many threads arithmetic may use, whoever asks and whatever another engine's step is doing.
+"""How many threads arithmetic may use, in any thread and whatever another engine's step is doing.
 
 PyTorch counts for each thread separately, and a thread that is new takes the count that was set last, by anybody. So
 nothing here sets it for good: `limit` and `operators` set it for their body and put it back. A thread that begins
