@@ -83,7 +83,7 @@ def test_tasks_are_bounded() -> None:
         policy.observe(step(1 + number % 3, 10.0))
         policy.release(number, f"task {number}", 5)
     assert policy.num_held <= 3
-    assert policy.usual_length("task 0") == pytest.approx(5)
+    assert policy.traffic.usual_length("task 0") == pytest.approx(5)
     assert len(policy.report().tasks) <= MAX_TASKS
 
 

@@ -412,8 +412,8 @@ def test_memory_is_bounded_by_what_runs() -> None:
         policy.announce(StepRequest(10_000 + number, f"task {number}", 0, 5), 5, 5, 5)
         policy.release(10_000 + number, f"task {number}", 3)
     assert policy.num_held < 10
-    assert policy.usual_length("task 0") < 4, "dropped"
-    assert policy.usual_length("task 2999") == 3
+    assert policy.traffic.usual_length("task 0") < 4, "dropped"
+    assert policy.traffic.usual_length("task 2999") == 3
     tasks = tuple(f"task {number}" for number in range(1000))
     alpha = dict.fromkeys(tasks, 0.5)
     world = World([chain("a", alpha)], size=4, tasks=tasks, prompt=4, answer=3).run(500)
@@ -427,9 +427,9 @@ def test_how_long_answers_are_is_learned_by_task() -> None:
         policy.release(0, "long", 400)
         policy.release(0, "short", 5)
         policy.release(0, "short", None)
-    assert policy.usual_length("long") == pytest.approx(400)
-    assert policy.usual_length("short") == pytest.approx(5)
-    assert 5 < policy.usual_length("unknown") < 400
+    assert policy.traffic.usual_length("long") == pytest.approx(400)
+    assert policy.traffic.usual_length("short") == pytest.approx(5)
+    assert 5 < policy.traffic.usual_length("unknown") < 400
 
 
 # --- corner cases ----------------------------------------------------------------------------------------------

@@ -21,18 +21,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.bounded import BoundedDict
-from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
 from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
+from slipstream.control.traffic import TaskUse, Traffic
 from slipstream.control.types import (
     MAX_TASKS,
     ControlReport,
     Drafted,
     DrafterTraits,
-    MethodReport,
     ObservedStep,
-    Outcome,
     StepRequest,
     TaskReport,
 )
@@ -52,10 +50,6 @@ DRAFTS_GAIN = 1.05
 what they are worth is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
 FIRST_DEPTHS = 1, 4, 2
 """Of the first trial of a drafter, which shows what its levels cost."""
-FIRST_LENGTH = 64.0
-"""Tokens of an answer before any has ended."""
-MAX_UNLEARNED = 64
-"""Outcomes that are kept before they are worked in."""
 
 
 def load_bucket(num_requests: int) -> int:
@@ -98,16 +92,6 @@ class Plan:
         return self.by_task.get(task, self.usual)
 
 
-@dataclass(slots=True)
-class _Use:
-    """What a task's requests were given recently."""
-
-    depth: Mean = field(default_factory=Mean)
-    tokens: Mean = field(default_factory=Mean)
-    length: Mean = field(default_factory=Mean)
-    """Tokens of an answer."""
-
-
 class Policy:
     """`choose` comes before each step, `observe` after it. Not thread-safe."""
 
@@ -124,8 +108,7 @@ class Policy:
         as deep as it may, and probes are all that is done."""
         self.drafters = tuple(drafters)
         self.adaptive = adaptive
-        self.acceptance = [Acceptance(each.max_depth) for each in drafters]
-        self.lookups = {number: LookupYield() for number, each in enumerate(drafters) if each.looks_up}
+        self.traffic = Traffic(drafters)
         self.step_cost = StepCost(pass_s)
         self.draft_costs = [DraftCost(pass_s(1.0)) for _ in drafters]
         self.planning_s = 0.0
@@ -154,12 +137,6 @@ class Policy:
         self._seen = [TextSeen() for _ in drafters]
         self._num_missed = [0] * len(self.drafters)
         """Tokens of text that each drafter has to compute in this step before it can draft."""
-        self._outcomes: list[Outcome] = []
-        self._gone: list[int] = []
-        """Requests that are over, of which there may be outcomes still."""
-        self._tasks = BoundedDict[str, _Use](MAX_TASKS)
-        self._length = Mean()
-        self._num_steps = [0] * len(self.drafters)
         self._by_batch: dict[int, Mean] = {}
 
     # --- before a step ----------------------------------------------------------------------------------------
@@ -215,7 +192,7 @@ class Policy:
         return [
             number
             for number, cost in enumerate(self.draft_costs)
-            if not cost.is_known and number not in self.lookups
+            if not cost.is_known and number not in self.traffic.lookups
         ]
 
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
@@ -226,7 +203,7 @@ class Policy:
         if plan.withheld or drafter == NOBODY:
             return NOBODY
         if plan.undrafted_rate > 0:
-            num_tokens = min(max_tokens, self.usual_length(task))
+            num_tokens = min(max_tokens, self.traffic.usual_length(task))
             saved_s = num_tokens / plan.undrafted_rate * (1 - 1 / plan.drafts_gain)
             if saved_s < num_prompt_tokens * self.draft_costs[drafter].missed_token_s:
                 return NOBODY
@@ -264,7 +241,7 @@ class Policy:
         return self._has_changed or age >= MAX_AGE or (age >= MIN_AGE and self._credit_s >= 0)
 
     def _search(self, requests: Seq[StepRequest], before: Plan, beside_prompts: bool) -> Plan:
-        self._learn_outcomes()
+        self._learn()
         problem = Problem(
             self._rows(requests, self._usable(beside_prompts)),
             self.step_cost,
@@ -310,7 +287,7 @@ class Policy:
         kept = problem.price(np.array([problem.place_of(choice) for choice in before]))
         if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s:
             return kept
-        if not self.lookups or _uses_drafters(problem, kept) or not _uses_drafters(problem, best):
+        if not self.traffic.lookups or _uses_drafters(problem, kept) or not _uses_drafters(problem, best):
             return best
         alone = problem.best(with_drafters=False)
         return alone if best.tokens_per_s < DRAFTS_GAIN * alone.tokens_per_s else best
@@ -318,7 +295,9 @@ class Policy:
     def _usable(self, beside_prompts: bool) -> list[int]:
         """Drafters that may be chosen: their costs are known. In the few steps that compute prompts only those of the
         other steps: else they would have to compute what they missed each time."""
-        usable = [n for n, cost in enumerate(self.draft_costs) if cost.is_known and n not in self.lookups]
+        usable = [
+            n for n, cost in enumerate(self.draft_costs) if cost.is_known and n not in self.traffic.lookups
+        ]
         if beside_prompts and self._step - self._alone.searched_at < MAX_AGE:
             used = {choice.drafter for choice in (self._alone.usual, *self._alone.by_sequence.values())}
             usable = [number for number in usable if number in used]
@@ -335,7 +314,7 @@ class Policy:
                 if request.limit < 1 or (request.allowed is not None and number not in request.allowed):
                     continue
                 missing = self._seen[number].num_missing(request.sequence_id, request.length)
-                known = self.acceptance[number]
+                known = self.traffic.acceptance[number]
                 key = number, request.task, request.limit, missing
                 is_known = known.knows(request.sequence_id)
                 curve = None if is_known else shared.get(key)
@@ -354,7 +333,8 @@ class Policy:
                 curves[number] = curve
             if request.task not in lookups:
                 lookups[request.task] = {
-                    number: LookupCurve.of(known, request.task) for number, known in self.lookups.items()
+                    number: LookupCurve.of(known, request.task)
+                    for number, known in self.traffic.lookups.items()
                 }
             found = lookups[request.task] if request.limit > 0 else {}
             if request.allowed is not None:
@@ -368,14 +348,9 @@ class Policy:
             return option
         return option._replace(depth=self.drafters[option.drafter].max_depth)
 
-    def usual_length(self, task: str) -> float:
-        use = self._tasks.get(task)
-        length = use.length if use is not None and use.length.weight else self._length
-        return length.value if length.weight else FIRST_LENGTH
-
     def _steps_left(self, request: StepRequest) -> float:
         """A careful estimate: answers are as long as those of their task, and steps yield a token and a half."""
-        usual = self.usual_length(request.task)
+        usual = self.traffic.usual_length(request.task)
         return max(usual - request.num_output, 0.25 * usual, 4.0) / 1.5
 
     # --- exploration ------------------------------------------------------------------------------------------
@@ -407,7 +382,7 @@ class Policy:
                 option = Choice(number, 1)
                 if number == given or not problem.offers(place, option):
                     continue
-                mine, of_task = self.acceptance[number].num_drafts(request.sequence_id, request.task)
+                mine, of_task = self.traffic.acceptance[number].num_drafts(request.sequence_id, request.task)
                 age = self._trials.age(request.task, number, self._step)
                 score = age / (1.0 + mine + 0.1 * of_task)
                 if best is None or score > best[0]:
@@ -474,7 +449,7 @@ class Policy:
             cost = self.draft_costs[call.drafter]
             was_known = cost.is_known
             cost.learn(call.drafted, self._num_missed[call.drafter], call.seconds)
-            self._has_changed |= cost.is_known and not was_known and call.drafter not in self.lookups
+            self._has_changed |= cost.is_known and not was_known and call.drafter not in self.traffic.lookups
         number = step.num_sequences
         if number:
             self.step_cost.learn(
@@ -485,7 +460,7 @@ class Policy:
                 seconds=step.undrafted_s,
             )
             if not self.in_probe:
-                self._outcomes.extend(step.outcomes)
+                self.traffic.keep(step.outcomes)
                 self._by_batch.setdefault(number, Mean()).learn(step.num_checked / number)
         self._step_s.learn(seconds)
         self._credit_s = min(self._credit_s + SEARCH_SHARE * seconds, 0.0)
@@ -497,77 +472,40 @@ class Policy:
                 self._plans.clear()
         tried = self._trials.outcome(step.outcomes)
         if tried is not None:
-            self._learn_outcomes()
-            [expected, *_] = self.acceptance[tried.drafter].survival(-1, tried.task)
+            self._learn()
+            [expected, *_] = self.traffic.acceptance[tried.drafter].survival(-1, tried.task)
             if self._trials.goes_on(tried, expected):
                 self.budget.pay("trial", self._trial_price_s)  # it may be owed
-        if len(self._outcomes) >= MAX_UNLEARNED or len(self._gone) >= MAX_UNLEARNED:
-            self._learn_outcomes()
+        if self.traffic.has_much_to_learn:
+            self._learn()
 
     def score(self, lookup: int, task: str, num_found: int, num_accepted: int) -> None:
         """What a draft that was never checked would have come to, seen from the text that came instead."""
-        self.lookups[lookup].learn(task, num_found, num_accepted)
+        self.traffic.lookups[lookup].learn(task, num_found, num_accepted)
 
     def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
-        if num_tokens:
-            self._length.learn(float(num_tokens))
-            self._tasks.touch(task, _Use).length.learn(float(num_tokens))
+        self.traffic.release(sequence_id, task, num_tokens)
         for plan in self._kept_plans():
             plan.by_sequence.pop(sequence_id, None)
         for seen in self._seen:
             seen.release(sequence_id)
-        self._gone.append(sequence_id)
 
-    def _learn_outcomes(self) -> None:
-        """Work in what was only kept so far."""
-        drafts: dict[tuple[int, int, str], Drafts] = {}
-        for outcome in self._outcomes:
-            drafter, lookup = outcome.drafter, outcome.lookup
-            if drafter != NOBODY:
-                key = drafter, outcome.sequence_id, outcome.task
-                if key not in drafts:
-                    drafts[key] = Drafts()
-                drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
-                self._num_steps[drafter] += 1
-            if lookup in self.lookups:
-                found = (outcome.num_checked, outcome.num_accepted) if drafter == lookup else (0, 0)
-                self.lookups[lookup].learn(outcome.task, *found)
-            use = self._tasks.touch(outcome.task, _Use)
-            use.depth.learn(float(outcome.num_checked))
-            use.tokens.learn(float(outcome.num_tokens))
-        for (drafter, sequence_id, task), each in drafts.items():
-            self._has_changed |= self.acceptance[drafter].learn(sequence_id, task, each)
-        self._outcomes = []
-        for sequence_id in self._gone:
-            for acceptance in self.acceptance:
-                acceptance.release(sequence_id)
-        self._gone = []
+    def _learn(self) -> None:
+        self._has_changed |= self.traffic.learn()
 
     # --- what is known ----------------------------------------------------------------------------------------
 
     @property
     def num_held(self) -> int:
         """Requests that are remembered."""
-        self._learn_outcomes()
+        self._learn()
         planned = [len(plan.by_sequence) for plan in self._kept_plans()]
-        return max(*planned, *map(len, self._seen), *(each.num_held for each in self.acceptance))
+        return max(*planned, *map(len, self._seen), self.traffic.num_held)
 
     def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
         """What is known now; the arguments are by drafter."""
-        self._learn_outcomes()
-        methods = tuple(
-            MethodReport(
-                name=traits.name,
-                acceptance_rate=self.acceptance[i].rate(),
-                survival=tuple(self.acceptance[i].survival(-1, "")) if traits.is_chain else (),
-                num_steps=self._num_steps[i],
-                num_failures=num_failures[i] if num_failures else 0,
-                retired=retired[i] if retired else False,
-            )
-            for i, traits in enumerate(self.drafters)
-        )
-        tasks = [(task, use) for task, use in self._tasks.items() if use.tokens.weight]
+        self._learn()
         return ControlReport(
             adaptive=self.adaptive,
             speculating=self._plan.drafts and not self._plan.withheld,
@@ -575,16 +513,16 @@ class Policy:
             estimated_speedup=1.0 if self._alone.withheld else self._alone.gain,
             realised=self._probes.realised.speedup(),
             probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,
-            methods=methods,
-            tasks=tuple(self._task_report(task, use) for task, use in tasks),
+            methods=tuple(self.traffic.method_reports(num_failures, retired)),
+            tasks=tuple(self._task_report(task, use) for task, use in self.traffic.tasks()),
             depth_by_batch=tuple((n, mean.value) for n, mean in sorted(self._by_batch.items())),
         )
 
-    def _task_report(self, task: str, use: _Use) -> TaskReport:
+    def _task_report(self, task: str, use: TaskUse) -> TaskReport:
         plan = self._alone
         choice = NOTHING if plan.withheld else plan.for_task(task)
         drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
-        rates = [each.rate(task) for each in self.acceptance]
+        rates = [each.rate(task) for each in self.traffic.acceptance]
         known = [rate for rate in rates if rate is not None]
         return TaskReport(
             task=task,

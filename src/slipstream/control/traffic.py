@@ -1,0 +1,112 @@
+"""What is known of the requests and their tasks: acceptance of each drafter, lengths of answers, recent use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from slipstream.bounded import BoundedDict
+from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
+from slipstream.control.cost import Mean
+from slipstream.control.types import MAX_TASKS, DrafterTraits, MethodReport, Outcome
+from slipstream.draft.choice import NOBODY
+
+FIRST_LENGTH = 64.0
+"""Tokens of an answer before any has ended."""
+MAX_UNLEARNED = 64
+"""Outcomes that are kept before they are worked in."""
+
+
+@dataclass(slots=True)
+class TaskUse:
+    """What a task's requests were given recently."""
+
+    depth: Mean = field(default_factory=Mean)
+    tokens: Mean = field(default_factory=Mean)
+    length: Mean = field(default_factory=Mean)
+    """Tokens of an answer."""
+
+
+class Traffic:
+    """Outcomes are kept as they come, which is quick, and worked in together by `learn`."""
+
+    def __init__(self, drafters: Seq[DrafterTraits]) -> None:
+        self.acceptance = [Acceptance(each.max_depth) for each in drafters]
+        self.lookups = {number: LookupYield() for number, each in enumerate(drafters) if each.looks_up}
+        self._drafters = tuple(drafters)
+        self._tasks = BoundedDict[str, TaskUse](MAX_TASKS)
+        self._length = Mean()
+        self._num_steps = [0] * len(drafters)
+        self._outcomes: list[Outcome] = []
+        self._gone: list[int] = []
+        """Requests that are over, of which there may be outcomes still."""
+
+    def keep(self, outcomes: Seq[Outcome]) -> None:
+        """What a step made of its requests."""
+        self._outcomes.extend(outcomes)
+
+    def release(self, sequence_id: int, task: str, num_tokens: int | None) -> None:
+        """The request is over, after `num_tokens` of answer; None where it will come back."""
+        if num_tokens:
+            self._length.learn(float(num_tokens))
+            self._tasks.touch(task, TaskUse).length.learn(float(num_tokens))
+        self._gone.append(sequence_id)
+
+    @property
+    def has_much_to_learn(self) -> bool:
+        return len(self._outcomes) >= MAX_UNLEARNED or len(self._gone) >= MAX_UNLEARNED
+
+    def learn(self) -> bool:
+        """Work in what was only kept so far; True where the acceptance of some drafter has changed."""
+        drafts: dict[tuple[int, int, str], Drafts] = {}
+        for outcome in self._outcomes:
+            drafter, lookup = outcome.drafter, outcome.lookup
+            if drafter != NOBODY:
+                key = drafter, outcome.sequence_id, outcome.task
+                if key not in drafts:
+                    drafts[key] = Drafts()
+                drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
+                self._num_steps[drafter] += 1
+            if lookup in self.lookups:
+                found = (outcome.num_checked, outcome.num_accepted) if drafter == lookup else (0, 0)
+                self.lookups[lookup].learn(outcome.task, *found)
+            use = self._tasks.touch(outcome.task, TaskUse)
+            use.depth.learn(float(outcome.num_checked))
+            use.tokens.learn(float(outcome.num_tokens))
+        has_changed = False
+        for (drafter, sequence_id, task), each in drafts.items():
+            has_changed |= self.acceptance[drafter].learn(sequence_id, task, each)
+        self._outcomes = []
+        for sequence_id in self._gone:
+            for acceptance in self.acceptance:
+                acceptance.release(sequence_id)
+        self._gone = []
+        return has_changed
+
+    def usual_length(self, task: str) -> float:
+        """Tokens of an answer, in the mean."""
+        use = self._tasks.get(task)
+        length = use.length if use is not None and use.length.weight else self._length
+        return length.value if length.weight else FIRST_LENGTH
+
+    @property
+    def num_held(self) -> int:
+        """Requests of which something is remembered, once `learn` has worked all in."""
+        return max(each.num_held for each in self.acceptance)
+
+    def tasks(self) -> Iterator[tuple[str, TaskUse]]:
+        """Those that have had steps, the latest last."""
+        return ((task, use) for task, use in self._tasks.items() if use.tokens.weight)
+
+    def method_reports(self, num_failures: Seq[int], retired: Seq[bool]) -> Iterator[MethodReport]:
+        """One a drafter; the arguments are by drafter, or empty."""
+        for number, traits in enumerate(self._drafters):
+            yield MethodReport(
+                name=traits.name,
+                acceptance_rate=self.acceptance[number].rate(),
+                survival=tuple(self.acceptance[number].survival(-1, "")) if traits.is_chain else (),
+                num_steps=self._num_steps[number],
+                num_failures=num_failures[number] if num_failures else 0,
+                retired=retired[number] if retired else False,
+            )
