@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,18 @@ def add_misspelt(router: APIRouter, context: EndpointContext) -> None:
     context.set_policy("/opne", needs_key=False)
 
 
+def add_slow(router: APIRouter, context: EndpointContext) -> None:
+    """One that never ends, and one whose own timeout is not the server's."""
+
+    @router.get("/never")
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    @router.get("/others")
+    async def others() -> None:
+        raise TimeoutError("another server's")
+
+
 def add_nothing(router: APIRouter, context: EndpointContext) -> None:
     """Fails."""
     raise RuntimeError("not today")
@@ -173,6 +186,15 @@ def test_bodies_are_bounded_for_every_method(
     with TestClient(make_app(max_body_bytes=2048)) as client:
         assert client.request(method, path, json={"text": "ab"}).status_code == 200
         assert client.request(method, path, json={"text": "a" * 4096}).status_code == 413
+
+
+def test_a_response_must_begin_in_time(install: Install, make_app: MakeApp) -> None:
+    install("add_slow")
+    with TestClient(make_app(request_timeout_s=0.05), raise_server_exceptions=False) as client:
+        late = client.get("/never")
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "timeout"
+        assert client.get("/others").status_code == 500
 
 
 def test_a_drain_refuses_what_changes_something(install: Install, make_app: MakeApp) -> None:

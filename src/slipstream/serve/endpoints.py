@@ -5,12 +5,13 @@
 
 Code adds them with `register`. The function is called once for each application, as `add_endpoints(router, context)`.
 `router` is a FastAPI `APIRouter`; `context` is an `EndpointContext`. What holds for the server's own routes holds for
-those that it adds: API keys, bounds on bodies, errors in OpenAI's shape, the access log, traces and the OpenAPI
-document.
+those that it adds: API keys, bounds on bodies, the timeout of requests (until the response begins), errors in OpenAI's
+shape, the access log, traces and the OpenAPI document.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -135,7 +136,8 @@ def _add_to_table(route: APIRoute, name: str, context: EndpointContext, routes: 
 
 
 def _bounded_route(service: Service) -> type[APIRoute]:
-    """A route whose body is read within the server's bounds before FastAPI parses it."""
+    """A route whose body is read within the server's bounds before FastAPI parses it, and whose response begins within
+    the server's timeout of requests."""
     config = service.config
 
     class BoundedRoute(APIRoute):
@@ -149,7 +151,8 @@ def _bounded_route(service: Service) -> type[APIRoute]:
                     service.admission.check_open()
                 # Any method may have a body. `Request.body` would read it without bounds.
                 request._body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-                return await handle(request)
+                async with service.until(asyncio.get_running_loop().time() + config.request_timeout_s):
+                    return await handle(request)
 
             return bounded
 

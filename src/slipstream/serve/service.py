@@ -84,10 +84,13 @@ class Service:
     @asynccontextmanager
     async def until(self, deadline_s: float) -> AsyncIterator[None]:
         """Raises `ApiError` 504 at the deadline."""
+        deadline = asyncio.timeout_at(deadline_s)
         try:
-            async with asyncio.timeout_at(deadline_s):
+            async with deadline:
                 yield
         except TimeoutError:
+            if not deadline.expired():
+                raise  # somebody else's
             raise _too_late(self.config.request_timeout_s) from None
 
     @asynccontextmanager

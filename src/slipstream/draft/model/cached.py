@@ -13,17 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.growth import (
     DraftNode,
     Growth,
     GrowthOptions,
-    Growths,
     NotFiniteError,
     Peaks,
-    ProposalShape,
 )
+from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.rows import RowGroup
@@ -43,15 +42,13 @@ class Feed:
     """How many of the last rows are committed tokens without a cache entry."""
 
 
-class CachedDrafter(Drafter):
+class CachedDrafter(ShapedDrafter):
     """Grows a chain or a tree for all sequences at once, one pass a level.
 
     A subclass implements `_forward`. By default every committed token has a cache entry, and accepted draft tokens keep
     theirs.
     """
 
-    kinds = frozenset(ProposalKind)
-    observes_all = False
     context_length: int
     first_entry = 0
     """Index of the first committed token that gets an entry."""
@@ -69,12 +66,9 @@ class CachedDrafter(Drafter):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`vocab_size` is the number of target tokens that the drafter has logits for."""
-        super().__init__(options, context)
-        self.shape = ProposalShape.of(options, context.verifier)
+        super().__init__(options, context, vocab_size=vocab_size)
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
-        self._growths = Growths(self.shape, vocab_size, options.confidence_threshold)
         self._cache: KVCache | None = None
         self._open: dict[int, Growth] = {}
         """The last proposal of each sequence, until its verdict has been observed."""
@@ -100,19 +94,6 @@ class CachedDrafter(Drafter):
         return True
 
     # --- the contract -----------------------------------------------------------------------------------------
-
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        return self.shape.kinds
-
-    def ends_early(self) -> bool:
-        """With a `confidence_threshold`."""
-        return bool(self.options.confidence_threshold > 0)
-
-    def max_nodes(self) -> int:
-        return self.shape.num_nodes
-
-    def chain_length(self) -> int | None:
-        return self.shape.depth if self.shape.is_chain else None
 
     def kv_bytes_per_token(self) -> int:
         return bytes_per_token(self._shapes, self._dtype)

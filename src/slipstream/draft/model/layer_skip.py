@@ -16,11 +16,12 @@ from torch import Tensor
 
 from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, Peaks, ProposalShape
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.model.growth import Growth, GrowthOptions, Peaks
 from slipstream.draft.model.layer_search import Layers, LayerSearch
 from slipstream.draft.model.self_model import is_smaller
+from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
@@ -63,7 +64,7 @@ class LayerSkipOptions(GrowthOptions):
                 raise ConfigError("layer_skip skip_layers is empty: the draft would be the target itself")
 
 
-class LayerSkipDrafter(Drafter):
+class LayerSkipDrafter(ShapedDrafter):
     """Drafts where the target has computed all of the text but its last token: in every step but the first.
 
     If the search ends without a set of layers that gains speed, nothing is drafted until `reset`.
@@ -72,19 +73,15 @@ class LayerSkipDrafter(Drafter):
     summary = "the target itself with some layers left out, in the target's own cache"
 
     Options = LayerSkipOptions
-    observes_all = False
-    kinds = frozenset(ProposalKind)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
-        super().__init__(options, context)
+        super().__init__(options, context, vocab_size=context.vocab_size)
         if context.target is None:
             raise ConfigError("layer_skip needs the target itself to draft with")
-        self.shape = ProposalShape.of(options, context.verifier)
         self.model = _model(options.quantization, context, context.target)
         self.model.check_layers()
         self._layers = _given(options, self.model.num_layers)
         self._searches: BoundedDict[str, LayerSearch] = BoundedDict(MAX_TENANTS)
-        self._growths = Growths(self.shape, context.vocab_size, options.confidence_threshold)
         self._open: dict[int, Layers] = {}
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
         self._cache: KVCache | None = None
@@ -95,19 +92,6 @@ class LayerSkipDrafter(Drafter):
     def remembers(self) -> bool:
         """True while layers are searched for: the choice depends on earlier verdicts."""
         return self._layers is None
-
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        return self.shape.kinds
-
-    def ends_early(self) -> bool:
-        """With a `confidence_threshold`."""
-        return bool(self.options.confidence_threshold > 0)
-
-    def max_nodes(self) -> int:
-        return self.shape.num_nodes
-
-    def chain_length(self) -> int | None:
-        return self.shape.depth if self.shape.is_chain else None
 
     def attach(self, cache: KVCache) -> None:
         self._cache = cache
