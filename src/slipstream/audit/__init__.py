@@ -1,0 +1,1 @@
+"""Whether speculation changed anything: replay, tests and certificates."""

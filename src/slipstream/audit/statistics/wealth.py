@@ -1,0 +1,50 @@
+"""Testing by betting: a gambler who cannot win money in an honest world, and soon does in another.
+
+Under the null hypothesis the wealth is a nonnegative martingale (or shrinks), so it ever reaches 1/alpha with
+probability at most alpha (Ville, 1939): one may look after each answer and stop at any time. See Shafer, "Testing by
+betting" (2021), and Ramdas et al., "Game-theoretic statistics and safe anytime-valid inference" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class Wealth:
+    """The wealth of one gambler who began with 1. Kept as a logarithm, since it may grow beyond any number."""
+
+    def __init__(self, alpha: float) -> None:
+        """`alpha` bounds the probability of a false alarm, at whatever time one stops."""
+        if not 0 < alpha < 1:
+            raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+        self.alpha = alpha
+        self.log_wealth = 0.0
+        self.highest = 0.0
+        """Of `log_wealth`, so far."""
+        self.num_bets = 0
+        self.rejected_after: int | None = None
+        """How many bets it took to reach 1/alpha; None while it has not."""
+
+    def bet(self, log_factor: float) -> None:
+        """Multiply the wealth. The factor's expectation under the null hypothesis must be at most 1, given the past."""
+        self.move_to(self.log_wealth + log_factor)
+
+    def move_to(self, log_wealth: float) -> None:
+        """As `bet`, with the wealth after it."""
+        if math.isnan(log_wealth):
+            raise ValueError("a wealth must be a number")
+        self.log_wealth = log_wealth
+        self.num_bets += 1
+        self.highest = max(self.highest, log_wealth)
+        if self.rejected_after is None and log_wealth >= -math.log(self.alpha):
+            self.rejected_after = self.num_bets
+
+    @property
+    def rejects(self) -> bool:
+        """True once the wealth has reached 1/alpha."""
+        return self.rejected_after is not None
+
+    @property
+    def p_value(self) -> float:
+        """One over the highest wealth, at most 1: valid at any time."""
+        return math.exp(-self.highest)
