@@ -1,6 +1,6 @@
 """After how many answers `slipstream audit` finds each named fault, and how many honest audits it accuses.
 
-    python -m benchmarks.audit                    # all faults, five audits each, and 200 honest audits
+    python -m benchmarks.audit                    # all faults, three audits each, and 200 honest audits
     python -m benchmarks.audit --audits 2 --honest 10 --pool 1000    # a quick look
 
 On the embedded pair. Nothing is timed, so the machine may be busy. Finished cells are kept: the same command goes on
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.detection import Found, by_reference, by_samples, by_seeds, by_usage
-from benchmarks.audit.faults import FAULTS, HONEST, HONEST_CLASSICAL, HONEST_SEEDED, Fault
+from benchmarks.audit.faults import FAULTS, HONEST, HONEST_CLASSICAL, HONEST_SEEDED, Answered, Fault
 from benchmarks.audit.honest import reference_audits, samples_audits
 from benchmarks.audit.page import write_page
 from benchmarks.audit.reference import Reference
-from benchmarks.audit.service import GREEDY, NUCLEUS, PLAIN, Service, prompts
+from benchmarks.audit.service import CHUNK, GREEDY, NUCLEUS, PLAIN, Service, prompts
 from benchmarks.kept import Kept
 from slipstream.provenance import provenance
 
@@ -46,6 +47,7 @@ class Bench:
         self.prompts = prompts(NUM_PROMPTS)
         self.off = Service(None)
         self.reference = Reference(self.off.llm.engine, self.prompts)
+        self._seeded: dict[int, list[Answered]] = {}
 
     def faulted(self, fault: Fault, num_audits: int) -> dict[str, Any]:
         """All audits of one fault, by kind."""
@@ -59,8 +61,8 @@ class Bench:
                 continue
             if fault.seeds:
                 answers = service.stream(self.prompts, SEEDED_PARAMS, seed, num)
-                without = self.off.stream(self.prompts, SEEDED_PARAMS, seed, num)
-                kinds.setdefault("shared seeds", []).append(by_seeds(answers, without))
+                found = by_seeds(answers, self._without(seed, num))
+                kinds.setdefault("shared seeds", []).append(found)
             answers = service.stream(self.prompts, SAMPLED_PARAMS, seed, num)
             kinds.setdefault("reference", []).append(by_reference(answers, self.reference))
             if params := FROM_SAMPLES.get(fault.name):
@@ -69,15 +71,23 @@ class Bench:
                 kinds.setdefault("samples alone", []).append(by_samples(answers, without))
         return {kind: [dataclasses.asdict(one) for one in found] for kind, found in kinds.items()}
 
+    def _without(self, seed: int, num: int) -> Iterator[Answered]:
+        """The honest answers under shared seeds, which every fault is compared with."""
+        kept = self._seeded.setdefault(seed, [])
+        for start in range(0, num, CHUNK):
+            if start >= len(kept):
+                kept += self.off.answers(self.prompts, SEEDED_PARAMS, seed, range(start, start + CHUNK))
+            yield from kept[start : start + CHUNK]
+
     def honest(self, num_audits: int, pool: int) -> dict[str, Any]:
         """Honest audits by kind; those under shared seeds have answers of their own each."""
         coupled, classical = Service(HONEST_SEEDED), Service(HONEST_CLASSICAL)
         seeded = [
             by_seeds(
                 coupled.stream(self.prompts, SEEDED_PARAMS, seed, NUM_ANSWERS),
-                self.off.stream(self.prompts, SEEDED_PARAMS, seed, NUM_ANSWERS),
+                self._without(seed, NUM_ANSWERS),
             )
-            for seed in range(1, num_audits // 10 + 1)  # each has answers of its own
+            for seed in range(1, num_audits // 50 + 1)  # each has answers of its own
         ]
         scores = [
             self.reference.score(one) for one in classical.stream(self.prompts, SAMPLED_PARAMS, 1, pool)
@@ -99,9 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--audits", type=int, default=5, help="of each fault and kind")
+    parser.add_argument("--audits", type=int, default=3, help="of each fault and kind")
     parser.add_argument("--honest", type=int, default=200, help="honest audits of each kind")
-    parser.add_argument("--pool", type=int, default=4_000, help="honest answers of either side to draw from")
+    parser.add_argument("--pool", type=int, default=2_500, help="honest answers of either side to draw from")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     output = options.output

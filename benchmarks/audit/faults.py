@@ -14,6 +14,8 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+LOOKUP: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
+"""For faults that have nothing to do with drafts: it costs next to nothing."""
 PLACE = "benchmarks.audit.faulty"
 BLOCK = 16
 """Tokens of the stale block of a prefix cache."""
@@ -112,12 +114,12 @@ FAULTS = (
         "residual not renormalised", {**DRAFT, "verifier": f"{PLACE}:UnnormalisedResidual"}, {}, seeds=False
     ),
     Fault("bonus row unprocessed", DRAFT, {}, during=faulty.unprocessed_bonus_rows),
-    Fault("temperature 0.8 served as 0.85", DRAFT, {}, before=_with(temperature=0.85)),
-    Fault("temperature 0.8 served as 0.95", DRAFT, {}, before=_with(temperature=0.95)),
-    Fault("top_p ignored", DRAFT, {}, before=_with(top_p=1.0)),
-    Fault("float32 served as int8", DRAFT, {"quantization": "int8"}),
-    Fault("a tie broken otherwise", {**DRAFT, "verifier": f"{PLACE}:OtherTies"}, {}),
-    Fault("a stale prefix cache in 1 of 20 answers", DRAFT, {}, before=_stale),
-    Fault("usage counted twice", DRAFT, {}, after=_twice, usage=True),
-    Fault("3 in 1,000 answers cut", DRAFT, {}, after=_cut),
+    Fault("temperature 0.8 served as 0.85", LOOKUP, {}, before=_with(temperature=0.85)),
+    Fault("temperature 0.8 served as 0.95", LOOKUP, {}, before=_with(temperature=0.95)),
+    Fault("top_p ignored", LOOKUP, {}, before=_with(top_p=1.0)),
+    Fault("float32 served as int8", LOOKUP, {"quantization": "int8"}),
+    Fault("a tie broken otherwise", {**LOOKUP, "verifier": f"{PLACE}:OtherTies"}, {}),
+    Fault("a stale prefix cache in 1 of 20 answers", LOOKUP, {}, before=_stale),
+    Fault("usage counted twice", LOOKUP, {}, after=_twice, usage=True),
+    Fault("3 in 1,000 answers cut", LOOKUP, {}, after=_cut),
 )
