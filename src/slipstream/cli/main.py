@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, doctor, generate, info, load, serve, train, tree
+from slipstream.cli import bench, chat, doctor, export, generate, importing, info, load, serve, train, tree
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
@@ -82,6 +82,8 @@ app.command(cls=PlainHelp)(bench.bench)
 app.command(cls=PlainHelp)(load.load)
 app.command(cls=PlainHelp)(tree.tree)
 app.command(cls=PlainHelp)(doctor.doctor)
+app.command(cls=PlainHelp)(export.export)
+app.command(cls=PlainHelp, name="import")(importing.import_)
 app.add_typer(train.app, name="train")
 
 

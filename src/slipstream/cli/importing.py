@@ -1,0 +1,64 @@
+"""`slipstream import`: another engine's speculative setting as ours."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.flags.options import Json, print_json
+from slipstream.cli.output.console import notes
+from slipstream.cli.output.writing import Overwrite, check_file
+
+
+def import_(
+    engine: Annotated[
+        str, typer.Argument(help="vllm, sglang, tensorrt-llm, llama-cpp, openvino or transformers.")
+    ],
+    setting: Annotated[
+        str,
+        typer.Argument(
+            help="A file (JSON, YAML, a Python program, a shell script), a command in quotes, or JSON."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for what --speculative-config takes.")
+    ] = None,
+    engine_version: Annotated[
+        str | None, typer.Option(help="The engine's version, such as 0.33; the newest known by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Read another engine's speculative setting and print it as --speculative-config takes it. Says what has no
+    counterpart here; a setting that changes the text is refused. Programs are read, not run.
+    """
+    from slipstream.export import read_source, settings_format, to_own
+
+    form = settings_format(engine)
+    form.check_version(engine_version)
+    if output is not None:
+        check_file(output, overwrite, "--output")
+    found = form.from_engine(read_source(setting), engine_version)
+    config, remarks = to_own(found.record)
+    if output is not None:
+        output.write_text(jsonlib.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if json:
+        print_json(
+            {
+                "model": found.record.target,
+                "speculative_config": config,
+                "record": found.record.to_mapping(),
+                "notes": [*found.notes, *remarks],
+            }
+        )
+        return
+    for note in (*found.notes, *remarks):
+        notes().print(f"note: {note}", markup=False)
+    if found.record.target is not None:
+        notes().print(f"model: {found.record.target}", markup=False)
+    if output is not None:
+        notes().print(f"wrote {output}", markup=False)
+    print_json(config)

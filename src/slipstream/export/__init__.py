@@ -1,0 +1,28 @@
+"""Takes a speculative setting to other engines and brings theirs here, by way of one neutral record."""
+
+from slipstream.export.contract import (
+    ExportedFile,
+    ExportedSetting,
+    ExportError,
+    ImportedSetting,
+    SettingsFormat,
+)
+from slipstream.export.engines import ENGINES, settings_format
+from slipstream.export.own import from_own, to_own
+from slipstream.export.reading import SettingSource, read_source
+from slipstream.export.record import SpeculativeRecord
+
+__all__ = [
+    "ENGINES",
+    "ExportError",
+    "ExportedFile",
+    "ExportedSetting",
+    "ImportedSetting",
+    "SettingSource",
+    "SettingsFormat",
+    "SpeculativeRecord",
+    "from_own",
+    "read_source",
+    "settings_format",
+    "to_own",
+]

@@ -1,0 +1,377 @@
+"""Where engines differ in what the same number means: each difference has its test."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from export_cases import draft_record
+
+from slipstream.errors import ConfigError
+from slipstream.export import ENGINES, ExportedSetting, ExportError, read_source, settings_format
+from slipstream.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
+from slipstream.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
+from slipstream.export.settings.openvino import tree_fits
+
+HEAD = HeadFacts(layout="eagle3", version=3, output="own", aux_layers=AuxLayers((2, 16, 29)))
+EAGLE3 = draft_record(method="eagle3", head=HEAD)
+SCHEDULE = (ScheduleRange(1, 8, 4), ScheduleRange(9, 64, 2), ScheduleRange(65, None, 0))
+
+
+def flags(setting: ExportedSetting) -> dict[str, str]:
+    words = setting.argv
+    return {word: after for word, after in zip(words, [*words[1:], ""], strict=True) if word.startswith("-")}
+
+
+def vllm(record: SpeculativeRecord, version: str | None = None) -> dict[str, Any]:
+    mapping: dict[str, Any] = json.loads(
+        flags(ENGINES["vllm"].to_engine(record, version))["--speculative-config"]
+    )
+    return mapping
+
+
+def tensorrt(record: SpeculativeRecord) -> dict[str, Any]:
+    mapping: dict[str, Any] = yaml.safe_load(ENGINES["tensorrt-llm"].to_engine(record).files[0].text)
+    return mapping
+
+
+def imported(engine: str, text: str, version: str | None = None) -> SpeculativeRecord:
+    return settings_format(engine).from_engine(read_source(text), version).record
+
+
+def test_only_sglang_counts_the_root() -> None:
+    assert vllm(EAGLE3)["num_speculative_tokens"] == 4
+    assert tensorrt(EAGLE3)["speculative_config"]["max_draft_len"] == 4
+    sglang = flags(ENGINES["sglang"].to_engine(EAGLE3))
+    assert sglang["--speculative-num-steps"] == "4"
+    assert sglang["--speculative-num-draft-tokens"] == "5"
+    ngram = SpeculativeRecord(method="ngram", target="t", depth=4, ngram=NgramLookup(2, 4))
+    assert flags(ENGINES["sglang"].to_engine(ngram))["--speculative-num-draft-tokens"] == "5"
+    command = "sglang serve --model-path t --speculative-algorithm NGRAM --speculative-num-draft-tokens 5"
+    assert imported("sglang", command).depth == 4
+
+
+def test_a_tree_of_sglang_counts_the_root_too() -> None:
+    tree = replace(EAGLE3, depth=3, tree=TreeShape(top_k=4, num_nodes=12))
+    assert flags(ENGINES["sglang"].to_engine(tree))["--speculative-num-draft-tokens"] == "13"
+    assert tensorrt(tree)["speculative_config"]["max_total_draft_tokens"] == 12
+
+
+def test_the_method_is_always_written_for_vllm() -> None:
+    for model in ("org/eagle3-like-name", "org/medusa"):  # names that vLLM would take for another method
+        assert vllm(draft_record(model=model))["method"] == "draft_model"
+
+
+def test_vllm_without_a_method_is_read_as_vllm_reads_it() -> None:
+    given = '{"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3}'
+    assert imported("vllm", given).method == "eagle3"
+
+
+def test_vllm_has_removed_medusa_in_033() -> None:
+    medusa = draft_record(method="medusa")
+    assert vllm(medusa, "0.32")["method"] == "medusa"
+    with pytest.raises(
+        ExportError, match=r"removed Medusa in 0\.33, and 0\.32 runs it; the nearest .* ngram"
+    ):
+        ENGINES["vllm"].to_engine(medusa, "0.33")
+    with pytest.raises(ConfigError, match=r"method of vLLM 0\.33"):
+        imported("vllm", '{"method": "medusa", "model": "m", "num_speculative_tokens": 3}', "0.33")
+
+
+@pytest.mark.parametrize("method", ["mlp_speculator", "dflash", "qwen3_next_mtp", "custom_class", "xpress"])
+def test_methods_of_vllm_without_a_counterpart(method: str) -> None:
+    with pytest.raises(ConfigError, match="has no counterpart here; "):
+        imported("vllm", json.dumps({"method": method, "num_speculative_tokens": 3}))
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_lossy_rules_of_vllm_are_refused_by_name(version: str) -> None:
+    fly = '{"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "fly"}'
+    message = (
+        "'fly' of vLLM changes the text" if version == "0.33" else "rejection_sample_method of vLLM 0.32"
+    )
+    with pytest.raises(ConfigError, match=message):
+        imported("vllm", fly, version)
+    with pytest.raises(ConfigError, match="'synthetic' of vLLM changes the text"):
+        imported("vllm", fly.replace("fly", "synthetic"), version)
+
+
+def test_keys_of_033_are_unknown_in_032() -> None:
+    given = '{"method": "ngram", "num_speculative_tokens": 3, "disable_lookahead_block_hashes": true}'
+    assert imported("vllm", given, "0.33").depth == 3
+    with pytest.raises(ConfigError, match=r"unknown vLLM 0\.32 speculative_config key"):
+        imported("vllm", given, "0.32")
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting"),
+    [
+        ("sglang", "x --speculative-algorithm EAGLE3 --speculative-accept-threshold-acc 0.8"),
+        ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-synth-len 3"),
+        ("transformers", '{"assistant_model": "d", "assistant_ensemble_weight": 0.5}'),
+    ],
+)
+def test_settings_that_change_the_text_are_refused(engine: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"drafts (are )?only (accepted )?where the target agrees"):
+        imported(engine, setting)
+
+
+def test_ngram_lengths_of_vllm_are_both_five_or_equal() -> None:
+    assert imported("vllm", '{"method": "ngram", "num_speculative_tokens": 3}').ngram == NgramLookup(5, 5)
+    one = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+    assert imported("vllm", one).ngram == NgramLookup(4, 4)
+
+
+def test_another_vocabulary_drafts_greedily_in_vllm() -> None:
+    setting = ENGINES["vllm"].to_engine(draft_record(method="tli", draft_sampling="sampled"))
+    config = json.loads(flags(setting)["--speculative-config"])
+    assert config["use_heterogeneous_vocab"] is True
+    assert "draft_sample_method" not in config
+    assert "draft_sampling" in setting.lost
+
+
+def test_a_shorter_context_of_the_draft_is_told() -> None:
+    record = draft_record(draft_context=2048, target_context=8192)
+    [note] = [each for each in ENGINES["vllm"].to_engine(record).notes if "max_model_len" in each]
+    assert "2,048" in note
+    assert "8,192" in note
+    longer = replace(record, draft_context=8192)
+    assert not any("max_model_len" in each for each in ENGINES["vllm"].to_engine(longer).notes)
+
+
+def test_vllm_needs_the_output_layer_of_an_eagle3_head() -> None:
+    with pytest.raises(ExportError, match="needs lm_head"):
+        ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, output="shared")))
+
+
+def test_what_a_head_leaves_to_vllms_defaults_is_told() -> None:
+    notes = " ".join(ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, aux_layers=None))).notes)
+    assert "eagle_aux_hidden_state_layer_ids" in notes
+    assert "norm_before_residual: vLLM assumes true" in notes
+    norms = HeadNorms(before_residual=False)
+    notes = " ".join(ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, norms=norms))).notes)
+    assert "eagle_aux_hidden_state_layer_ids" not in notes
+    assert "norm_before_residual" not in notes
+
+
+def test_sglang_takes_the_embedding_from_the_target() -> None:
+    own = replace(EAGLE3, head=replace(HEAD, embedding="own"))
+    assert any("replaces the head's own embedding" in note for note in ENGINES["sglang"].to_engine(own).notes)
+    assert not any("embedding" in note for note in ENGINES["sglang"].to_engine(EAGLE3).notes)
+    assert not any("embedding" in note for note in ENGINES["vllm"].to_engine(own).notes)
+
+
+def test_rejection_sampling_of_sglang_needs_a_chain_and_the_whole_vocabulary() -> None:
+    sampled = replace(EAGLE3, draft_sampling="sampled", verify="rejection")
+    switch = "--speculative-use-rejection-sampling"
+    assert switch in ENGINES["sglang"].to_engine(sampled).argv
+    pruned = replace(sampled, head=replace(HEAD, vocabulary=VocabularyMap("offset", 1000)))
+    setting = ENGINES["sglang"].to_engine(pruned)
+    assert switch not in setting.argv
+    assert "whole vocabulary" in setting.lost["verify"]
+    draft = ENGINES["sglang"].to_engine(draft_record(draft_sampling="sampled", verify="rejection"))
+    assert switch not in draft.argv
+
+
+def test_a_list_of_hot_tokens_goes_to_sglang() -> None:
+    vocabulary = VocabularyMap("hot_ids", 1000, "hot.pt")
+    record = draft_record(method="eagle", head=HeadFacts(layout="eagle", version=1, vocabulary=vocabulary))
+    assert flags(ENGINES["sglang"].to_engine(record))["--speculative-token-map"] == "hot.pt"
+
+
+def test_tensorrt_takes_the_layers_from_the_setting_by_the_layer_that_wrote() -> None:
+    assert tensorrt(EAGLE3)["speculative_config"]["eagle3_layers_to_capture"] == [1, 15, 28]
+    text = yaml.safe_dump(tensorrt(EAGLE3))
+    form = settings_format("tensorrt-llm")
+    found = form.from_engine(replace(read_source("{}"), mapping=yaml.safe_load(text)))
+    assert any("[2, 16, 29]" in note for note in found.notes)
+    embedding = replace(HEAD, aux_layers=AuxLayers((0, 3, 5)))
+    with pytest.raises(ExportError, match="reads the embedding"):
+        tensorrt(replace(EAGLE3, head=embedding))
+    with pytest.raises(ExportError, match="rising order"):
+        tensorrt(replace(EAGLE3, head=replace(HEAD, aux_layers=AuxLayers((5, 3, 1)))))
+
+
+def test_the_same_schedule_in_three_forms() -> None:
+    scheduled = replace(EAGLE3, schedule=SCHEDULE)
+    ranges = vllm(scheduled)["num_speculative_tokens_per_batch_size"]
+    assert ranges[:2] == [[1, 8, 4], [9, 64, 2]]  # first and last, both included
+    assert ranges[2][0] == 65
+    assert ranges[2][2] == 0
+    lengths = tensorrt(scheduled)["speculative_config"]["draft_len_schedule"]
+    assert lengths == {1: 4, 8: 4, 64: 2}  # the last of each range; above 64 nothing is drafted
+    [file] = ENGINES["sglang"].to_engine(scheduled).files
+    slots = json.loads(file.text)
+    assert {key: slots[key]["candidate_steps"] for key in ("1", "9", "65")} == {"1": [4], "9": [2], "65": [0]}
+
+
+def test_beyond_the_last_range_vllm_goes_on_and_tensorrt_stops() -> None:
+    base = {"method": "ngram", "num_speculative_tokens": 4}
+    ranges = {**base, "num_speculative_tokens_per_batch_size": [[1, 8, 4], [17, 64, 2]]}
+    assert imported("vllm", json.dumps(ranges)).schedule == (
+        ScheduleRange(1, 16, 4),  # the gap belongs to the range before it
+        ScheduleRange(17, None, 2),
+    )
+    trt = {"decoding_type": "NGram", "max_draft_len": 4}
+    lengths = {**trt, "draft_len_schedule": {4: 4, 8: 2}}
+    assert imported("tensorrt-llm", json.dumps(lengths)).schedule == (
+        ScheduleRange(1, 4, 4),
+        ScheduleRange(5, 8, 2),
+        ScheduleRange(9, None, 0),
+    )
+    assert imported("tensorrt-llm", json.dumps({**trt, "max_concurrency": 16})).schedule == (
+        ScheduleRange(1, 16, 4),
+        ScheduleRange(17, None, 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranges", "why"),
+    [
+        ([[2, 8, 4]], "begins at 1"),
+        ([[1, 8, 4], [8, 9, 2]], "overlap"),
+        ([[1, 8, 5]], "depth 5"),
+        ([[1, 8, 1, 100, 5]], "ranges of contexts"),
+        ({"1": 4}, "must be a list"),
+    ],
+)
+def test_schedules_that_are_none(ranges: Any, why: str) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": ranges}
+    with pytest.raises(ConfigError, match=why):
+        imported("vllm", json.dumps(given))
+
+
+def test_a_tree_becomes_a_chain_where_there_are_no_trees() -> None:
+    tree = replace(EAGLE3, depth=4, tree=TreeShape(top_k=4, num_nodes=16))
+    for engine in ("vllm", "llama-cpp"):
+        with pytest.raises(
+            ExportError, match="the nearest that it can run is eagle3, a chain of 4 tokens"
+        ) as found:
+            ENGINES[engine].to_engine(tree)
+        assert found.value.nearest == replace(tree, tree=None)
+
+
+def test_the_bounds_of_trees() -> None:
+    """OpenVINO: b²(d - 1) + b >= n >= d; TensorRT-LLM: d <= n <= k·d; SGLang: n <= k·d."""
+    assert tree_fits(8, 4, 15)
+    assert tree_fits(2, 3, 10)
+    assert not tree_fits(2, 3, 11)
+    assert not tree_fits(2, 3, 2)
+    wide = replace(EAGLE3, depth=3, tree=TreeShape(top_k=2, num_nodes=10))
+    assert ENGINES["openvino"].to_engine(wide).record.tree == wide.tree
+    for engine in ("sglang", "tensorrt-llm"):
+        with pytest.raises(ExportError) as found:
+            ENGINES[engine].to_engine(wide)
+        assert found.value.nearest is not None
+        assert found.value.nearest.tree == TreeShape(top_k=2, num_nodes=6)
+    narrow = replace(EAGLE3, depth=4, tree=TreeShape(top_k=2, num_nodes=3))
+    for engine in ("openvino", "tensorrt-llm"):
+        with pytest.raises(ExportError, match=r"needs from 4 to \d+ tokens in this tree, not 3"):
+            ENGINES[engine].to_engine(narrow)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"norms": HeadNorms(fc_norm=True)}, "fc_norm"),
+        ({"num_layers": 2}, "has 2 layers"),
+        ({"aux_layers": AuxLayers((1, 2, 3, 4))}, "reads 4 hidden states"),
+    ],
+)
+def test_heads_that_llama_cpp_cannot_run(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ExportError, match=why):
+        ENGINES["llama-cpp"].to_engine(replace(EAGLE3, head=replace(HEAD, **changes)))
+
+
+def test_llama_cpp_drafts_three_tokens_unless_told() -> None:
+    assert imported("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-type draft-simple").depth == 3
+    old = settings_format("llama-cpp").from_engine(read_source("llama-server -m t -md d --draft-max 8"))
+    assert old.record.depth == 8
+    assert any("--spec-draft-n-max" in note for note in old.notes)
+
+
+def test_transformers_reads_the_depth_from_the_drafts_configuration() -> None:
+    setting = ENGINES["transformers"].to_engine(draft_record())
+    program = next(file.text for file in setting.files if file.name.endswith(".py"))
+    assert "assistant.generation_config.num_assistant_tokens = 4" in program
+    assert "assistant.generation_config.assistant_confidence_threshold = 0.0" in program  # its default is 0.4
+    call = program[program.index("model.generate(") :]
+    assert "num_assistant_tokens" not in call
+
+
+def test_openvino_takes_a_threshold_or_a_number() -> None:
+    setting = ENGINES["openvino"].to_engine(draft_record(confidence_threshold=0.4))
+    values = json.loads(setting.files[0].text)
+    assert values["assistant_confidence_threshold"] == 0.4
+    assert "num_assistant_tokens" not in values
+    assert "depth" in setting.lost
+    with pytest.raises(ConfigError, match="not both"):
+        imported("openvino", '{"model": "t", "draft_model": "d", "prompt_lookup": true}')
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", ["hydra", "token_recycling", "lookahead", "self", "cascade", "auto"])
+def test_what_no_engine_has_is_refused_with_what_comes_nearest(engine: str, method: str) -> None:
+    record = SpeculativeRecord(method=method, target="t", model="m" if method == "hydra" else None, depth=4)
+    with pytest.raises(
+        ExportError, match=r"the nearest that it can run is (ngram|suffix), a chain of 4 tokens"
+    ):
+        ENGINES[engine].to_engine(record)
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "key"),
+    [
+        ("vllm", '{"method": "ngram", "num_speculativ_tokens": 3}', "num_speculative_tokens"),
+        ("sglang", "x --speculative-algorithm EAGLE --speculative-num-step 3", "--speculative-num-steps"),
+        ("tensorrt-llm", '{"decoding_type": "NGram", "max_draft_length": 3}', "max_draft_len"),
+        ("llama-cpp", "llama-server -m t -md d --spec-draft-nmax 3", "--spec-draft-n-max"),
+        ("openvino", '{"model": "t", "draft_model": "d", "num_asistant_tokens": 3}', "num_assistant_tokens"),
+        ("transformers", '{"assistant_model": "d", "num_asistant_tokens": 3}', "num_assistant_tokens"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(engine: str, setting: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{key}'"):
+        imported(engine, setting)
+
+
+def test_programs_and_files_of_users(tmp_path: Path) -> None:
+    program = tmp_path / "serve.py"
+    program.write_text(
+        'from vllm import LLM\nname = "t"\nllm = LLM(model=name, speculative_config={"method": "eagle3", "model": "h", '
+        '"num_speculative_tokens": 2})\n'
+    )
+    assert imported("vllm", str(program)) == SpeculativeRecord(
+        method="eagle3", target="t", model="h", depth=2
+    )
+    script = tmp_path / "serve.sh"
+    script.write_text("#!/bin/sh\nCUDA=1 vllm serve t \\\n  --speculative-config.method ngram "
+                      "--speculative-config.num_speculative_tokens 6\n")  # fmt: skip
+    assert imported("vllm", str(script)).depth == 6
+    server = tmp_path / "server.yaml"
+    server.write_text("model: t\nspeculative-config: {method: suffix, num_speculative_tokens: 8}\n")
+    assert imported("vllm", str(server)).method == "suffix"
+    genai = tmp_path / "genai.py"
+    genai.write_text(
+        'import openvino_genai as ov\npipe = ov.LLMPipeline("t", "CPU", draft_model=ov.draft_model("d", "CPU"))\n'
+        "config = ov.GenerationConfig()\nconfig.num_assistant_tokens = 7\n"
+    )
+    assert imported("openvino", str(genai)) == SpeculativeRecord(
+        method="draft_model", target="t", model="d", depth=7
+    )
+    with pytest.raises(ConfigError, match=r"there is no file 'nowhere\.json'"):
+        imported("vllm", "nowhere.json")
+
+
+@pytest.mark.parametrize("name", ["run_openvino.py", "run_transformers.py"])
+def test_exported_programs_can_be_imported(name: str, tmp_path: Path) -> None:
+    engine = name.removesuffix(".py").removeprefix("run_")
+    for record in (draft_record(), SpeculativeRecord(method="ngram", target="t", depth=5)):
+        setting = ENGINES[engine].to_engine(record)
+        [text] = [file.text for file in setting.files if file.name == name]
+        (tmp_path / name).write_text(text)
+        assert imported(engine, str(tmp_path / name)) == setting.record
