@@ -62,6 +62,15 @@ def test_the_heads_layers_go_into_the_setting_of_tensorrt() -> None:
     assert "eagle3_layers_to_capture:\n  - 0\n  - 2\n  - 4\n" in result.stdout
 
 
+def test_a_command_finds_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("export", "tensorrt-llm", "--spec", "ngram", "--output", "out").exit_code == 0
+    for folder in (tmp_path, tmp_path / "out"):
+        monkeypatch.chdir(folder)
+        found = run("import", "tensorrt-llm", str(tmp_path / "out" / "command.sh"), "--json")
+        assert json.loads(found.stdout)["speculative_config"]["method"] == "ngram", found.output
+
+
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     words = ("export", "vllm", "--spec", "ngram", "--output", str(tmp_path))
     assert run(*words).exit_code == 0
@@ -128,7 +137,9 @@ def test_options_that_nobody_else_has_are_named() -> None:
 
 
 def test_a_schedule_is_named_as_left_out() -> None:
-    text = '{"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 9, 0]]}'
+    ranges = [[1, 4, 4], [5, 9, 0]]
+    given = {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": ranges}
+    text = json.dumps(given)
     result = run("import", "vllm", text, "--json")
     assert any('{"method": "auto"}' in note for note in json.loads(result.stdout)["notes"])
 

@@ -43,8 +43,9 @@ class SettingSource:
     def read_beside(self, name: str) -> Mapping[str, Any]:
         """The JSON or YAML object of a file that the source names; raises `ConfigError`."""
         path = Path(name)
-        if not path.is_absolute() and self.folder is not None:
-            path = self.folder / path
+        if self.folder is not None:  # a script names it from where it is run, or from where it lies
+            beside = [self.folder / path, self.folder / path.name]
+            path = next((each for each in beside if each.is_file()), path)
         return _mapping(_text(path), str(path))
 
 
