@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, doctor, export, generate, importing, info, load, serve, train, tree
+from slipstream.cli import audit, bench, chat, doctor, export, generate, importing, info, load, serve, train, tree
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
@@ -80,6 +80,7 @@ app.command(cls=PlainHelp)(serve.serve)
 app.command(cls=PlainHelp)(info.info)
 app.command(cls=PlainHelp)(bench.bench)
 app.command(cls=PlainHelp)(load.load)
+app.command(cls=PlainHelp)(audit.audit)
 app.command(cls=PlainHelp)(tree.tree)
 app.command(cls=PlainHelp)(doctor.doctor)
 app.command(cls=PlainHelp)(export.export)

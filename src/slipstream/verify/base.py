@@ -44,6 +44,8 @@ class Verifier(ABC):
     reproducible: ClassVar[bool] = False
     """True where a seed gives the same text whatever was drafted. Elsewhere the text depends on how many draft tokens
     each step had, and so on the load, on the memory, and on what a drafter has learned or a controller measured."""
+    lossy: ClassVar[bool] = False
+    """True for a rule that is meant to change the distribution of texts. `slipstream audit` never certifies one."""
     needs_distributions: ClassVar[bool] = True
     """False when only the argmax of a greedy row is looked at: such rows may then be raw logits."""
 

@@ -1,0 +1,61 @@
+"""What a certificate may claim: the smallest deviation that would have been found, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.audit.findings import AuditTest
+from slipstream.audit.identity import Identity
+from slipstream.audit.statistics.power import smallest_rate
+
+
+@dataclass
+class SmallestDeviations:
+    """Collected from the comparisons that ran."""
+
+    confidence: float
+    max_tokens: int
+    _sentences: list[str] = field(default_factory=list)
+    _figures: dict[str, Any] = field(default_factory=dict)
+
+    def add_identity(self, identity: Identity) -> None:
+        """Answers that were compared token for token."""
+        answers, tokens = identity.check.num_compared, identity.num_tokens
+        if not answers:
+            return
+        rate, by_token = smallest_rate(answers, self.confidence), smallest_rate(tokens, self.confidence)
+        self._figures["share_of_answers"] = rate
+        self._figures["share_of_tokens"] = by_token
+        self._sentences.append(
+            f"a fault that changes {rate:.2%} of the answers, or {by_token:.3%} of the tokens, would have shown "
+            f"at least once with a probability of {self.confidence:g}"
+        )
+
+    def add_rate(self, name: str, num: int, what: str) -> None:
+        """Something that was seen `num` times without a violation."""
+        if num:
+            rate = smallest_rate(num, self.confidence)
+            self._figures[name] = rate
+            self._sentences.append(f"{what} in {rate:.2%} of the answers would have shown")
+
+    def add_tests(self, tests: Seq[AuditTest]) -> None:
+        """What the tests could have told."""
+        for test in tests:
+            if test.smallest:
+                self._figures[test.name] = test.smallest
+                self._sentences.append(f"the test {test.name!r} could have found {test.smallest}")
+
+    def claim(self, certified: bool, compared_with: str) -> str:
+        """In words."""
+        if not certified:
+            return "Nothing is certified."
+        found = "; ".join(self._sentences)
+        return (
+            f"No deviation from {compared_with} was found in answers of at most {self.max_tokens} tokens. "
+            f"{found[:1].upper()}{found[1:]}. Smaller deviations, and other prompts and parameters, are not covered."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self._figures)

@@ -1,0 +1,116 @@
+"""Answers of a server against a local target that gives logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.audit.answering import answer_params
+from slipstream.audit.findings import AuditCheck
+from slipstream.audit.identity import Difference, Identity
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.audit.replaying import Floats, ReplayedAnswer, Replayer
+
+SHARED_NOISE = 0.85
+"""Share of sampled tokens that the reference must choose too, for a server to count as drawing with its noise."""
+MAX_DIAGNOSED = 100
+"""Differences whose margin is computed. So many decide an audit in any case."""
+
+
+@dataclass
+class ReferenceComparison:
+    """Tokens of a server's answers beside those that the reference chooses behind the same text."""
+
+    identity: Identity
+    gaps: list[Floats] = field(default_factory=list)
+    log_prob_differences: list[Floats] = field(default_factory=list)
+    """The server's log-probabilities less the reference's, before any processing."""
+
+
+def draws_alike(replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply]) -> bool:
+    """Whether the server draws with the noise that the reference computes from its seeds."""
+    same, total = 0, 0
+    for request in requests:
+        reply = replies.get(request.number)
+        if reply is None or reply.error is not None or request.is_greedy:
+            continue
+        for answer in reply.answers:
+            chosen = _replayed(replayer, request, answer).chosen
+            same += sum(one == other for one, other in zip(chosen, answer.token_ids or (), strict=True))
+            total += len(chosen)
+    return total > 0 and same >= SHARED_NOISE * total
+
+
+def compare_with_reference(
+    replayer: Replayer,
+    requests: Seq[AuditRequest],
+    replies: Mapping[int, AuditReply],
+    check: AuditCheck,
+    on_answer: Callable[[], None] = lambda: None,
+) -> ReferenceComparison:
+    """Replay the requests' answers: those of temperature 0, or all where the noise is shared. Every token is compared,
+    also behind a difference. Margins are not judged yet; see `judge`."""
+    found = ReferenceComparison(Identity(check, []))
+    for request in requests:
+        reply = replies.get(request.number)
+        if reply is None or reply.error is not None:
+            continue
+        for answer in reply.answers:
+            if not answer.token_ids:
+                continue
+            replayed = _replayed(replayer, request, answer)
+            found.gaps.append(replayed.gaps)
+            found.identity.num_tokens += len(replayed.chosen)
+            check.num_compared += 1
+            tops = answer.tops or []
+            if len(tops) == len(answer.token_ids):
+                told = np.array([top.logprob for top in tops])
+                finite = np.isfinite(told)
+                found.log_prob_differences.append((told - replayed.raw_log_probs)[finite])
+            for place, (own, chosen) in enumerate(zip(answer.token_ids, replayed.chosen, strict=True)):
+                if own != chosen:
+                    diagnosed = len(found.identity.differences) < MAX_DIAGNOSED
+                    found.identity.differences.append(
+                        _difference(replayer, request, answer, place, chosen, diagnosed)
+                    )
+            on_answer()
+    return found
+
+
+def judge(identity: Identity, tie_margin: float) -> Identity:
+    """The same with every difference judged by its margin."""
+    judged = Identity(identity.check, [], identity.num_tokens)
+    for one in identity.differences:
+        is_tie = one.margin is not None and one.margin <= tie_margin
+        judged.differences.append(
+            Difference(
+                one.request, one.index, one.profile, one.position, one.first, one.second, one.margin, is_tie
+            )
+        )
+        if not is_tie:
+            identity.check.violate(str(one), one.request, one.as_json())
+    return judged
+
+
+def _replayed(replayer: Replayer, request: AuditRequest, answer: AuditAnswer) -> ReplayedAnswer:
+    return replayer.replay(
+        request.token_ids or (),
+        answer.token_ids or (),
+        answer_params(request),
+        request.answer_seed(answer.index),
+    )
+
+
+def _difference(
+    replayer: Replayer, request: AuditRequest, answer: AuditAnswer, place: int, chosen: int, diagnosed: bool
+) -> Difference:
+    ids, margin = answer.token_ids or [], None
+    if diagnosed:
+        params, seed = answer_params(request), request.answer_seed(answer.index)
+        margin = replayer.margin(request.token_ids or (), ids[:place], chosen, ids[place], params, seed)
+    return Difference(
+        request.number, answer.index, request.profile, place, ids[place], chosen, margin, is_tie=False
+    )

@@ -1,0 +1,70 @@
+"""Sends an audit's requests to its servers, several at once, each request to all sides at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import AsyncExitStack
+
+import httpx2
+
+from slipstream.audit.journal import AuditJournal
+from slipstream.audit.progress import AuditMeter
+from slipstream.audit.records import AuditReply, AuditRequest
+from slipstream.audit.remote.side import ServerSide
+from slipstream.client import connect
+
+MAX_FAILURES_IN_A_ROW = 20
+"""So many failures in a row end an audit: the server is gone."""
+
+OnReplies = Callable[[AuditRequest, list[AuditReply]], bool]
+"""Called with a request and each side's reply; True ends the audit early."""
+
+
+async def ask_all(
+    sides: Seq[ServerSide],
+    requests: Seq[AuditRequest],
+    concurrency: int,
+    journal: AuditJournal,
+    shown: AuditMeter,
+    on_replies: OnReplies,
+) -> str:
+    """Ask what the journal lacks; returns why not everything was asked, or an empty text."""
+    waiting = iter(requests)
+    state = {"row": 0}
+    why: list[str] = []
+
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connect(side.address)) for side in sides]
+
+        async def work() -> None:
+            for request in waiting:
+                if why:
+                    return
+                asked = [
+                    _reply(side, client, request, journal)
+                    for side, client in zip(sides, clients, strict=True)
+                ]
+                replies = await asyncio.gather(*asked)
+                shown.advance("both sides" if len(sides) > 1 else sides[0].name, len(sides))
+                errors = [reply.error for reply in replies if reply.error is not None]
+                state["row"] = state["row"] + 1 if errors else 0
+                if state["row"] >= MAX_FAILURES_IN_A_ROW:
+                    why.append(f"{state['row']} requests in a row failed, the last one: {errors[0]}")
+                elif not errors and on_replies(request, replies):
+                    why.append("")
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return next((reason for reason in why if reason), "")
+
+
+async def _reply(
+    side: ServerSide, client: httpx2.AsyncClient, request: AuditRequest, journal: AuditJournal
+) -> AuditReply:
+    known = journal.get(side.name, request.number)
+    if known is not None and known.error is None:
+        return known
+    reply = await side.ask(client, request)
+    journal.add(side.name, reply)
+    return reply

@@ -1,0 +1,280 @@
+"""From the replies of servers to the certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slipstream.audit.accounting import Knowledge, account
+from slipstream.audit.certificate import Certificate
+from slipstream.audit.claims import SmallestDeviations
+from slipstream.audit.decision import AuditDecision, Evidence, decide
+from slipstream.audit.findings import AuditCheck, AuditTest
+from slipstream.audit.hashes import file_hashes
+from slipstream.audit.identity import Identity, compare
+from slipstream.audit.journal import AuditJournal
+from slipstream.audit.local import SAME, audit_data, lossy_settings
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.audit.reference import compare_with_reference, judge
+from slipstream.audit.remote.margins import reported_gaps, reported_margin
+from slipstream.audit.remote.pairs import BETTING, DISCREPANCY, SampledPairs
+from slipstream.audit.remote.repeating import Repeats, log_prob_differences
+from slipstream.audit.remote.side import ServerSide
+from slipstream.audit.replaying import Floats, Replayer
+from slipstream.audit.sampled import DISTRIBUTION, distribution_test
+from slipstream.audit.settings import AuditSettings
+from slipstream.audit.ties import Rounding, joined
+from slipstream.provenance import provenance
+from slipstream.workload.prompts import Prompt
+
+ROUNDING_FLOOR = 1e-3
+"""Nats. Log-probabilities of two sides that differ by less are taken for differences of rounding."""
+MAX_FAILED_SHARE = 0.02
+"""Failed requests beyond this share leave too much unseen."""
+LOG_PROBS = "log-probabilities"
+
+
+@dataclass
+class Asked:
+    """All that came of asking."""
+
+    settings: AuditSettings
+    sides: Seq[ServerSide]
+    prompts: Seq[Prompt]
+    requests: Seq[AuditRequest]
+    journal: AuditJournal
+    repeats: Seq[Repeats]
+    extras: Seq[AuditCheck]
+    pairs: SampledPairs
+    notes: Seq[str]
+    why_incomplete: str
+
+    def replies(self, number: int) -> dict[int, AuditReply]:
+        """Those of a side that did not fail."""
+        found = self.journal.side(self.sides[number].name)
+        return {request: reply for request, reply in found.items() if reply.error is None}
+
+
+class Judge:
+    """Judges the first side by the second, or by a reference."""
+
+    def __init__(self, asked: Asked, replayer: Replayer | None, shares_noise: bool) -> None:
+        """`shares_noise` says that the reference can replay sampled tokens."""
+        self._asked = asked
+        self._replayer = replayer
+        self._shares_noise = shares_noise
+        self._by_number = {request.number: request for request in asked.requests}
+        self._mine = asked.replies(0)
+        self._noise = joined([part for repeats in asked.repeats for part in repeats.noise])
+        self._doubts: list[str] = [asked.why_incomplete] if asked.why_incomplete else []
+        self._log_probs = AuditCheck(
+            LOG_PROBS, "reported log-probabilities of the same tokens behind the same text"
+        )
+
+    def certificate(self) -> Certificate:
+        """The decision and all that led to it."""
+        asked, settings = self._asked, self._asked.settings
+        if self._replayer is None:
+            identity, rounding, gaps = self._against()
+            tests = asked.pairs.tests()
+        else:
+            identity, rounding, gaps = self._by_reference(self._replayer)
+            tests = self._distribution(self._replayer)
+        ties = rounding.test(gaps, identity.num_ties)
+        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown)
+        self._doubt_unknown(identity)
+        tests = [*(test for test in (ties, unknown) if test is not None), *tests]
+        known = Knowledge(None if self._replayer is None else self._replayer.end_tokens, self._count())
+        checks = [
+            identity.check,
+            self._log_probs,
+            *account(self._by_number, self._mine, known),
+            *asked.extras,
+        ]
+        self._doubt_failures()
+        smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
+        smallest.add_identity(identity)
+        smallest.add_tests(tests)
+        lossy = [text for side in asked.sides for text in side.facts.lossy] + (
+            lossy_settings(self._replayer.engine) if self._replayer is not None else []
+        )
+        evidence = Evidence(checks, tests, lossy, self._doubts, (SAME, DISTRIBUTION, BETTING, DISCREPANCY))
+        decision, reasons = decide(evidence, settings.alpha)
+        return Certificate(
+            decision=decision,
+            reasons=reasons,
+            claim=smallest.claim(decision is AuditDecision.CERTIFIED, self._other()),
+            audited=_described(asked.sides[0]),
+            compared_with=self._described_other(),
+            data=audit_data(settings, asked.prompts, asked.requests, self._mine),
+            confidence=settings.confidence,
+            checks=checks,
+            tests=tests,
+            ties=rounding.report(identity.num_ties, ties),
+            smallest_deviations=smallest.as_json(),
+            differences=[difference.as_json() for difference in identity.differences],
+            notes=self._notes(),
+            provenance=provenance(),
+            complete=not asked.why_incomplete,
+        )
+
+    # --- against another server ---------------------------------------------------------------------------------
+
+    def _against(self) -> tuple[Identity, Rounding, list[Floats]]:
+        """Identity of what both sides must answer alike, what rounding there is, and the distances of choices."""
+        theirs = self._asked.replies(1)
+        shared = not self._asked.pairs.is_enabled
+        alike = {n: r for n, r in self._by_number.items() if shared or r.is_greedy}
+        found = [
+            log_prob_differences(mine, other)
+            for number in alike
+            if number in self._mine and number in theirs
+            for mine, other in zip(self._mine[number].answers, theirs[number].answers, strict=False)
+        ]
+        rounding = self._rounding(joined(found))
+        kinds = "every token" if shared else "every token at temperature 0"
+        check = AuditCheck(SAME, f"{kinds} of the audited side against {self._other()}, under the same seed")
+
+        def margin(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
+            return reported_margin(request, mine, other, place, self._position(request, place))
+
+        identity = compare(alike, self._mine, theirs, margin, rounding.tie_margin, check)
+        gaps = [
+            np.array(reported_gaps(answer))
+            for number, request in alike.items()
+            if request.is_greedy and number in theirs
+            for answer in theirs[number].answers
+        ]
+        return identity, rounding, gaps
+
+    def _position(self, request: AuditRequest, place: int) -> int | None:
+        """The absolute position of a token, where both sides draw with Slipstream's noise."""
+        length = self._mine[request.number].num_prompt_tokens
+        ours = all(side.facts.is_ours for side in self._asked.sides)
+        return length + place if ours and length is not None else None
+
+    # --- against a reference ------------------------------------------------------------------------------------
+
+    def _by_reference(self, replayer: Replayer) -> tuple[Identity, Rounding, list[Floats]]:
+        kinds = "every token" if self._shares_noise else "every token at temperature 0"
+        check = AuditCheck(
+            SAME, f"{kinds} of the audited side against the reference's own choice behind the same text"
+        )
+        replayed = [r for r in self._asked.requests if self._shares_noise or r.is_greedy]
+        found = compare_with_reference(replayer, replayed, self._mine, check)
+        rounding = self._rounding(joined(found.log_prob_differences))
+        return judge(found.identity, rounding.tie_margin), rounding, found.gaps
+
+    def _distribution(self, replayer: Replayer) -> list[AuditTest]:
+        """A test of what is not replayed."""
+        if self._shares_noise:
+            return []
+        sampled = [request for request in self._asked.requests if not request.is_greedy]
+        test = distribution_test(replayer, sampled, self._mine, self._asked.settings.confidence)
+        return [test] if test.figures["num_tokens"] else []
+
+    # --- both ---------------------------------------------------------------------------------------------------
+
+    def _rounding(self, differences: Floats) -> Rounding:
+        """What rounding changes: measured by repeats of the same requests, and between the sides up to a floor."""
+        given = self._asked.settings.tie_margin
+        floor = ROUNDING_FLOOR if given is None else given
+        small = differences[np.abs(differences) <= floor]
+        rounding = Rounding(joined([self._noise, small]), given)
+        if len(differences):
+            typical = float(np.median(np.abs(differences)))
+            limit = max(floor, 2 * float(np.abs(self._noise).max(initial=0.0)))
+            self._log_probs.num_compared = len(differences)
+            if typical > limit:
+                self._log_probs.violate(
+                    f"half of the log-probabilities differ by more than {typical:.2g} nats, where {limit:.2g} are "
+                    "taken for rounding; if the two sides are meant to compute in different formats, give --tie-margin"
+                )
+        else:
+            self._log_probs.skipped = "the servers do not report them"
+        return rounding
+
+    def _doubt_unknown(self, identity: Identity) -> None:
+        """Differences of unknown margin say nothing where rounding could not be measured."""
+        inexact = any(repeats.num_different for repeats in self._asked.repeats)
+        if identity.num_unknown and inexact and not len(self._noise):
+            self._doubts.append(
+                f"{identity.num_unknown} answers differ, but the servers do not repeat themselves either and report no "
+                "log-probabilities, so nothing tells rounding from faults"
+            )
+
+    def _doubt_failures(self) -> None:
+        asked = self._asked
+        for number, side in enumerate(asked.sides):
+            found = asked.journal.side(side.name).values()
+            errors = [reply.error for reply in found if reply.error is not None]
+            url = asked.sides[number].address.url
+            if len(errors) > MAX_FAILED_SHARE * len(asked.requests):
+                self._doubts.append(
+                    f"{len(errors)} of {len(asked.requests)} requests to {url} failed, the first: {errors[0]}"
+                )
+
+    def _count(self) -> Any:
+        if self._replayer is None:
+            return None
+        tokenizer = self._replayer.engine.tokenizer
+        return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def _other(self) -> str:
+        if self._replayer is not None:
+            return "the reference"
+        other = self._asked.sides[1]
+        same = other.address.url == self._asked.sides[0].address.url
+        return "the same server without speculation" if same else other.address.url
+
+    def _described_other(self) -> dict[str, Any]:
+        if self._replayer is None:
+            return _described(self._asked.sides[1])
+        engine = self._replayer.engine
+        return {
+            "kind": "reference",
+            "model": engine.config.model,
+            "runs_as": engine.model.runs_as,
+            "files_sha256": file_hashes(engine.config.model),
+            "replays_noise": self._shares_noise,
+        }
+
+    def _notes(self) -> list[str]:
+        notes = list(self._asked.notes)
+        for side, repeats in zip(self._asked.sides, self._asked.repeats, strict=False):
+            kept = {
+                True: "keeps to a seed",
+                False: "does not keep to a seed",
+                None: "was not asked about seeds",
+            }
+            notes.append(f"{side.name} ({side.address.url}) {kept[side.facts.keeps_seed]}")
+            if repeats.num_different:
+                notes.append(
+                    f"{side.name} answers {repeats.num_different} of {repeats.num_answers} greedy requests otherwise "
+                    "in a batch"
+                )
+        if self._asked.journal.num_resumed:
+            notes.append(f"{self._asked.journal.num_resumed:,} replies are from an earlier run")
+        return notes
+
+
+def _described(side: ServerSide) -> dict[str, Any]:
+    """A server for the certificate."""
+    facts = side.facts
+    return {
+        "kind": "server",
+        "url": side.address.url,
+        "model": side.address.model,
+        "owner": facts.owner,
+        "version": facts.version,
+        "extra_body": dict(side.extra),
+        "speculation": facts.settings,
+        "returns_token_ids": facts.returns_token_ids,
+        "returns_logprobs": facts.returns_logprobs,
+        "returns_usage": facts.returns_usage,
+        "streams": facts.streams,
+        "keeps_seed": facts.keeps_seed,
+    }

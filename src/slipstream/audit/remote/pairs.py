@@ -1,0 +1,95 @@
+"""Sampled answers of two servers that share no noise: tested as they come, and at the end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from slipstream.audit.findings import AuditTest
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.audit.settings import AuditSettings
+from slipstream.audit.statistics.hamming import mmd_test
+from slipstream.audit.statistics.power import smallest_shift
+from slipstream.audit.statistics.samples import Integers, code_points, padded
+from slipstream.audit.statistics.sequential import SequentialTest
+
+BETTING, DISCREPANCY = "samples, by betting", "samples, by discrepancy"
+CHARACTERS_A_TOKEN = 4
+"""Texts are compared up to so many characters for each token that was asked for."""
+_NUM_TESTS = 4
+"""At most so many tests share the chance of a false alarm; betting stops an audit only beyond its share."""
+
+
+class SampledPairs:
+    """Pairs of sampled answers to the same requests."""
+
+    def __init__(self, settings: AuditSettings, enabled: bool) -> None:
+        self._settings = settings
+        self._enabled = enabled
+        self._bets = SequentialTest(1 - settings.alpha / _NUM_TESTS, settings.max_tokens)
+        self._strata: dict[tuple[int, str], tuple[list[AuditAnswer], list[AuditAnswer]]] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._by_text: bool | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether sampled answers are compared as samples, and not token for token."""
+        return self._enabled
+
+    def add(self, request: AuditRequest, replies: list[AuditReply]) -> bool:
+        """Take both sides' replies; True once the sides differ beyond doubt."""
+        if not self._enabled or request.is_greedy:
+            return False
+        key = (request.prompt, request.profile)
+        first, second = self._strata.setdefault(key, ([], []))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        for mine, theirs in zip(replies[0].answers, replies[1].answers, strict=False):
+            if self._by_text is None:
+                self._by_text = mine.token_ids is None or theirs.token_ids is None
+            first.append(mine)
+            second.append(theirs)
+            self._bets.add(number, self._symbols(mine), self._symbols(theirs))
+        return self._bets.rejects
+
+    def tests(self) -> list[AuditTest]:
+        """Betting over the pairs as they came, and the discrepancy of all of them."""
+        if not self._bets.num_pairs:
+            return []
+        mmd = mmd_test(
+            [(self._rows(first), self._rows(second)) for first, second in self._strata.values()],
+            seed=self._settings.seed,
+        )
+        confidence = self._settings.confidence
+        shift = smallest_shift(self._bets.num_pairs, confidence)
+        return [
+            AuditTest(
+                BETTING,
+                "both sides sample alike (anytime-valid)",
+                self._bets.wealth.p_value,
+                {
+                    "num_pairs": self._bets.num_pairs,
+                    "log_wealth": self._bets.wealth.highest,
+                    "rejected_after_pairs": self._bets.rejected_after,
+                    "weights": self._bets.weights,
+                    "compared": "characters" if self._by_text else "tokens",
+                },
+                smallest=f"a feature that is shifted by {shift:.2g} standard deviations of a pair's difference",
+            ),
+            AuditTest(
+                DISCREPANCY,
+                "both sides sample alike (MMD with a Hamming kernel, permutations within each prompt)",
+                mmd.p_value,
+                asdict(mmd),
+                smallest=f"a squared discrepancy of {mmd.smallest_detectable:.2g}",
+            ),
+        ]
+
+    def _symbols(self, answer: AuditAnswer) -> list[int]:
+        if self._by_text or answer.token_ids is None:
+            return [ord(character) for character in answer.text]
+        return answer.token_ids
+
+    def _rows(self, answers: list[AuditAnswer]) -> Integers:
+        if self._by_text:
+            length = self._settings.max_tokens * CHARACTERS_A_TOKEN
+            return code_points([answer.text for answer in answers], length)
+        return padded([answer.token_ids or [] for answer in answers], self._settings.max_tokens)

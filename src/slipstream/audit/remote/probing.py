@@ -1,0 +1,159 @@
+"""Finds out what a server can do, by asking it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+
+from slipstream.audit.records import AuditReply, AuditRequest, first_difference
+from slipstream.audit.remote.side import ServerSide
+from slipstream.client import connect
+from slipstream.errors import RemoteError
+
+NUM_SEED_PROBES = 6
+SEED_PROBE_TOKENS = 12
+SHARED = 0.75
+"""Share of probes in which two sides must agree longer than two seeds do, to count as sharing their noise."""
+
+_LOSSY: Mapping[str, Callable[[Any], bool]] = {
+    "rejection_sample_method": lambda value: value not in ("standard", "block", "probabilistic", "strict"),
+    "spec_decoding_acceptance_method": lambda value: value == "typical_acceptance_sampler",
+    "acceptance_method": lambda value: value == "typical_acceptance_sampler",
+    "speculative_accept_threshold_single": lambda value: isinstance(value, (int, float)) and value < 1,
+    "speculative_accept_threshold_acc": lambda value: isinstance(value, (int, float)) and value < 1,
+    "use_relaxed_acceptance_for_thinking": bool,
+    "assistant_ensemble_weight": lambda value: value not in (None, 0, 0.0),
+    "lossy": bool,
+}
+"""Settings of engines that change the text, and the values at which they do."""
+_INFO_PATHS = ("server_info", "get_server_info", "props")
+
+
+def identify(side: ServerSide) -> None:
+    """Fill in owner, version and what the server tells of its speculation; raises `RemoteError` without a server."""
+    address, facts = side.address, side.facts
+    try:
+        with httpx2.Client(headers=address.headers, timeout=min(address.timeout_s, 30)) as client:
+            models = client.get(f"{address.url}/models")
+            if models.status_code == 200:
+                cards = _object(models).get("data") or []
+                own = next(
+                    (card for card in cards if card.get("id") == address.model), cards[0] if cards else {}
+                )
+                facts.owner = str(own.get("owned_by") or "")
+            root = address.url.removesuffix("/v1")
+            facts.version = _object(client.get(f"{root}/version")).get("version")
+            for path in _INFO_PATHS:
+                found = _object(client.get(f"{root}/{path}"))
+                facts.version = facts.version or found.get("build_info") or found.get("version")
+                facts.settings |= dict(_speculative(found))
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise RemoteError(f"cannot reach {address.url}: {error or type(error).__name__}") from None
+    facts.lossy = [
+        f"{side.address.url} says {name} = {value!r}, which changes the text"
+        for name, value in facts.settings.items()
+        if _is_lossy(name, value)
+    ]
+
+
+def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
+    """Ask once, leaving out what the server refuses; raises `RemoteError` where it does not answer at all."""
+    facts = side.facts
+    short = replace(request, params={"temperature": 0.0}, max_tokens=min(4, request.max_tokens))
+    for less in ({}, {"asks_token_ids": False}, {"knows_filters": False}, {"asks_logprobs": False}):
+        for name, value in less.items():
+            setattr(facts, name, value)
+        reply = _once(side, short)
+        if (
+            reply.error is None
+            or not reply.error.startswith("HTTP 4")
+            or reply.error.startswith(("HTTP 401", "HTTP 403", "HTTP 404"))
+        ):
+            break
+    if reply.error is not None:
+        raise RemoteError(f"{side.address.url} does not answer: {reply.error}")
+    answer = reply.answers[0]
+    facts.returns_token_ids = answer.token_ids is not None
+    facts.returns_logprobs = bool(answer.tops)
+    facts.returns_usage = reply.num_output_tokens is not None
+    streamed = _once(side, short, stream=True)
+    facts.streams = streamed.error is None
+    return reply
+
+
+def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest]) -> bool:
+    """Fill in which servers keep to a seed; True where all do and the same seed gives the same noise on each."""
+    probes = [
+        replace(
+            request,
+            number=-1 - number,
+            params={"temperature": 1.0},
+            max_tokens=min(SEED_PROBE_TOKENS, request.max_tokens),
+        )
+        for number, request in enumerate(requests[:NUM_SEED_PROBES])
+    ]
+    other = [replace(probe, seed=probe.seed ^ 1) for probe in probes]
+    replies = [[_all(side, asked) for asked in (probes, probes, other)] for side in sides]
+    for side, (first, again, _) in zip(sides, replies, strict=True):
+        same = [_agreement(one, two) == 1.0 for one, two in zip(first, again, strict=True)]
+        side.facts.keeps_seed = bool(same) and sum(same) >= SHARED * len(same)
+    if len(sides) < 2 or not all(side.facts.keeps_seed for side in sides):
+        return len(sides) == 1 and bool(sides[0].facts.keeps_seed)
+    longer = [
+        _agreement(mine, theirs) > _agreement(mine, unrelated)
+        for mine, theirs, unrelated in zip(replies[0][0], replies[1][0], replies[0][2], strict=True)
+    ]
+    return sum(longer) >= SHARED * len(longer)
+
+
+def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> AuditReply:
+    async def ask() -> AuditReply:
+        async with connect(side.address) as client:
+            return await side.ask(client, request, stream)
+
+    return asyncio.run(ask())
+
+
+def _all(side: ServerSide, requests: Seq[AuditRequest]) -> list[AuditReply]:
+    async def ask() -> list[AuditReply]:
+        async with connect(side.address) as client:
+            return [await side.ask(client, request) for request in requests]
+
+    return asyncio.run(ask())
+
+
+def _agreement(first: AuditReply, second: AuditReply) -> float:
+    """The share of the longer answer up to the first difference; 0 where one failed."""
+    if first.error is not None or second.error is not None:
+        return 0.0
+    one, other = first.answers[0].text, second.answers[0].text
+    place = first_difference(one, other)
+    return 1.0 if place is None else place / max(len(one), len(other))
+
+
+def _object(response: httpx2.Response) -> dict[str, Any]:
+    """A JSON object; an empty one where the server has none there."""
+    if response.status_code != 200:
+        return {}
+    try:
+        found = response.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _speculative(found: Any) -> list[tuple[str, Any]]:
+    """All settings of speculation within nested objects: (name, value)."""
+    if not isinstance(found, dict):
+        return []
+    own = [(name, value) for name, value in found.items() if "specul" in name or name in _LOSSY]
+    return own + [pair for value in found.values() for pair in _speculative(value)]
+
+
+def _is_lossy(name: str, value: Any) -> bool:
+    return name in _LOSSY and value is not None and _LOSSY[name](value)

@@ -1,0 +1,53 @@
+"""Sampled answers whose seeds nothing repeats, against the distributions that a reference says they came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+
+from slipstream.audit.answering import answer_params
+from slipstream.audit.findings import AuditTest
+from slipstream.audit.records import AuditReply, AuditRequest
+from slipstream.audit.replaying import Replayer
+from slipstream.audit.statistics.likelihood import ReferenceTest, score_tokens
+from slipstream.audit.statistics.power import smallest_temperature
+
+DISTRIBUTION = "distribution"
+
+
+def distribution_test(
+    replayer: Replayer,
+    requests: Seq[AuditRequest],
+    replies: Mapping[int, AuditReply],
+    confidence: float,
+    on_answer: Callable[[], None] = lambda: None,
+) -> AuditTest:
+    """Whether every sampled token was drawn from the reference's processed distribution."""
+    bets = ReferenceTest(confidence)
+    for request in requests:
+        reply = replies.get(request.number)
+        params = answer_params(request)
+        if reply is None or params.greedy or request.token_ids is None:
+            continue
+        for answer in reply.answers:
+            if answer.token_ids:
+                found = replayer.distributions(request.token_ids, answer.token_ids, params)
+                bets.add(score_tokens(found.claimed, found.raw, answer.token_ids))
+                on_answer()
+    factor = math.exp(smallest_temperature(bets.information, confidence))
+    return AuditTest(
+        DISTRIBUTION,
+        "every sampled token was drawn from the target's own processed distribution",
+        bets.wealth.p_value,
+        {
+            "num_tokens": bets.num_tokens,
+            "log_wealth": min(bets.wealth.highest, 1e6),
+            "impossible_tokens": bets.num_impossible,
+            "best_alternative": bets.best,
+            "score_z": bets.score_z,
+            "rejected_after_answers": bets.rejected_after,
+            "smallest_temperature_factor": factor if math.isfinite(factor) else None,
+        },
+        smallest=f"a temperature that is wrong by a factor of {factor:.3f}" if math.isfinite(factor) else "",
+    )

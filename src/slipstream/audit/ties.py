@@ -1,0 +1,85 @@
+"""Near-ties: what rounding may change, how many flips are expected from it, and how many were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slipstream.audit.findings import AuditTest
+from slipstream.audit.replaying import Floats
+from slipstream.audit.statistics.ties import flip_test, tail_probability
+
+SAFETY = 2.0
+"""A near-tie's margin may be this many times the largest measured difference of a log-probability."""
+UNKNOWN_FACTOR = 4.0
+
+
+@dataclass
+class Rounding:
+    """Measured differences of log-probabilities that an honest engine computes twice, in nats, and what follows."""
+
+    noise: Floats = field(default_factory=lambda: np.zeros(0))
+    given: float | None = None
+    """The margin that the user says; None measures it."""
+
+    @property
+    def largest(self) -> float:
+        return float(np.abs(self.noise).max()) if len(self.noise) else 0.0
+
+    @property
+    def tie_margin(self) -> float:
+        """Nats within which a difference is a near-tie."""
+        return self.given if self.given is not None else SAFETY * self.largest
+
+    def test(self, gaps: Iterable[Floats], num_ties: int) -> AuditTest | None:
+        """Whether rounding explains so many flipped near-ties; None where there were none and none were expected.
+
+        `gaps` are the distances of the two best choices at every compared position.
+        """
+        noise = self.noise
+        if not self.largest and self.given:
+            noise = np.array([self.given / SAFETY])
+        if not np.any(noise) and not num_ties:
+            return None
+        found = flip_test(np.concatenate([np.zeros(0), *gaps]), noise, num_ties)
+        return AuditTest(
+            "near-ties",
+            "near-ties are broken as rounding alone would break them",
+            found.p_value,
+            asdict(found),
+        )
+
+    def unknown_test(self, num_tokens: int, num_unknown: int) -> AuditTest | None:
+        """Whether rounding explains so many differences of unknown margin among `num_tokens`; None without any.
+
+        A draw from two distributions with one random number differs with about the distance of the distributions, and
+        at most a small multiple of it: half the mean difference of a log-probability, here times eight.
+        """
+        if not num_unknown:
+            return None
+        chance = min(1.0, UNKNOWN_FACTOR * float(np.abs(self.noise).mean())) if len(self.noise) else 0.0
+        return AuditTest(
+            "differences of unknown margin",
+            "answers differ only where rounding turned a draw around",
+            tail_probability(np.full(num_tokens, chance), num_unknown),
+            {"observed": num_unknown, "expected": chance * num_tokens, "num_tokens": num_tokens},
+        )
+
+    def report(self, num_ties: int, test: AuditTest | None) -> dict[str, Any]:
+        """For the certificate."""
+        return {
+            "tie_margin_nats": self.tie_margin,
+            "measured_differences": len(self.noise),
+            "largest_difference_nats": self.largest,
+            "observed": num_ties,
+            "expected": 0.0 if test is None else test.figures["expected"],
+        }
+
+
+def joined(parts: Seq[Floats]) -> Floats:
+    """All parts one after another."""
+    return np.concatenate([np.zeros(0), *parts])

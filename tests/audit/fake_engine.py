@@ -1,0 +1,190 @@
+"""A quick OpenAI-compatible server whose answers are a function of prompt, parameters and seed, with named faults."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "fake"
+END = 0
+NUM_TOKENS = 40
+
+
+@dataclass
+class FakeEngine:
+    """How the server behaves. The defaults are honest."""
+
+    owner: str = "vllm"
+    keeps_seed: bool = True
+    noise: int = 0
+    """Servers with another number draw other tokens under the same seed."""
+    gives_ids: bool = True
+    gives_logprobs: bool = True
+    streams: bool = True
+    usage_factor: int = 1
+    counter_factor: int = 1
+    cut_every: int = 0
+    """Every so many answers lose their second half."""
+    flip_every: int = 0
+    """Every so many answers have another token."""
+    flip_margin: float = 0.5
+    """What separates the two tokens there, in nats."""
+    spread: float = 1.0
+    """Exponent of the tokens' probabilities; another one is another temperature."""
+    logprob_shift: float = 0.0
+    ignores_stop: bool = False
+    stream_drops: bool = False
+    """Streams lack their last token."""
+    fails_after: int | None = None
+    """Requests after which the server answers 500."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of /server_info."""
+    num_requests: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tokens(self, body: dict[str, Any], number: int) -> list[int]:
+        """The answer's tokens, with the end token where it ends by itself."""
+        greedy = body.get("temperature", 1) == 0
+        prompt = json.dumps(body.get("prompt") or body.get("messages"))
+        key = [prompt] if greedy else [prompt, self.noise, body["seed"] if self.keeps_seed else number]
+        chance = random.Random(json.dumps([*key, body.get("temperature"), body.get("top_p")]))
+        weights = [1 / (1 + token) ** self.spread for token in range(1, NUM_TOKENS)]
+        length = body["max_tokens"]
+        found = chance.choices(range(1, NUM_TOKENS), weights, k=length)
+        if not body.get("ignore_eos") and chance.random() < 0.3 and length > 2:
+            found = [*found[: chance.randrange(1, length)], END]
+        return found
+
+    def faulty(self, tokens: list[int], number: int, max_tokens: int) -> list[int]:
+        """The same with this server's faults."""
+        if self.flip_every and number % self.flip_every == 0 and len(tokens) > 2 and tokens[1] != END:
+            tokens = [tokens[0], tokens[1] % (NUM_TOKENS - 1) + 1, *tokens[2:]]
+        if self.cut_every and number % self.cut_every == 0:
+            tokens = tokens[: len(tokens) // 2]
+        return tokens
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(f" w{token}" for token in tokens if token != END)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeEngine
+
+    def log_message(self, *args: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        fake = self.fake
+        if self.path == "/v1/models":
+            self._send(200, {"data": [{"id": MODEL, "owned_by": fake.owner}]})
+        elif self.path == "/version":
+            self._send(200, {"version": "1.2"})
+        elif self.path == "/server_info":
+            self._send(200, fake.settings)
+        elif self.path == "/metrics":
+            lines = [
+                f'vllm:{name}_total{{model_name="{MODEL}"}} {value}' for name, value in fake.counters.items()
+            ]
+            kinds = [f"# TYPE vllm:{name}_total counter" for name in fake.counters]
+            text = "\n".join(line for pair in zip(kinds, lines, strict=True) for line in pair) + "\n"
+            self._send(200, text, "text/plain")
+        else:
+            self._send(404, {})
+
+    def do_POST(self) -> None:
+        fake = self.fake
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with fake.lock:
+            fake.num_requests += 1
+            number = fake.num_requests
+        if fake.fails_after is not None and number > fake.fails_after:
+            self._send(500, {"error": {"message": "the engine died"}})
+            return
+        tokens = fake.faulty(fake.tokens(body, number), number, body["max_tokens"])
+        text, reason = text_of(tokens), "stop" if tokens and tokens[-1] == END else "length"
+        for stop in [] if fake.ignores_stop else body.get("stop") or []:
+            if stop in text:
+                text, reason = text[: text.index(stop)], "stop"
+        usage = {"prompt_tokens": 7, "completion_tokens": len(tokens) * fake.usage_factor}
+        usage["total_tokens"] = sum(usage.values())
+        with fake.lock:
+            fake.counters["generation_tokens"] += len(tokens) * fake.counter_factor
+            fake.counters["prompt_tokens"] += 7
+            fake.counters["request_success"] += 1
+        if body.get("stream") and fake.streams:
+            self._stream(tokens, text, reason, usage)
+        else:
+            self._send(200, {"choices": [self._choice(tokens, text, reason, body)], "usage": usage})
+
+    def _choice(self, tokens: list[int], text: str, reason: str, body: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": reason,
+        }
+        if self.fake.gives_ids and body.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if self.fake.gives_logprobs and body.get("logprobs"):
+            choice["logprobs"] = {"content": [self._entry(token) for token in tokens]}
+        return choice
+
+    def _entry(self, token: int) -> dict[str, Any]:
+        near = token % (NUM_TOKENS - 1) + 1
+        value = -1.0 + self.fake.logprob_shift
+        tops = [{"token": f"w{token}", "logprob": value}]
+        tops += [{"token": f"w{near}", "logprob": value - self.fake.flip_margin}]
+        return {"token": f"w{token}", "logprob": value, "top_logprobs": tops}
+
+    def _stream(self, tokens: list[int], text: str, reason: str, usage: dict[str, int]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        ids = tokens[:-1] if self.fake.stream_drops else tokens
+        delta = {"content": text_of(ids) if self.fake.stream_drops else text}
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "token_ids": ids}
+        for payload in ({"choices": [choice]}, {"choices": [], "usage": usage}):
+            self.wfile.write(f"data: {json.dumps(payload)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _send(self, status: int, value: Any, kind: str = "application/json") -> None:
+        data = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *args: Any) -> None:
+        """Clients that go away are part of the tests."""
+
+
+@contextmanager
+def serve(**behaviour: Any) -> Iterator[FakeEngine]:
+    """A server on a free port, until the block ends."""
+    fake = FakeEngine(**behaviour)
+    server = _Quiet(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,186 @@
+"""Servers against servers: what is certified, and that each fault is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import MODEL, FakeEngine, serve
+
+from slipstream.audit.certificate import Certificate
+from slipstream.audit.decision import AuditDecision
+from slipstream.audit.journal import AuditJournal
+from slipstream.audit.remote.audit import RemoteAudit, run_remote
+from slipstream.audit.remote.side import ServerSide
+from slipstream.audit.settings import AuditSettings
+from slipstream.client import ServerAddress
+from slipstream.errors import ConfigError, RemoteError
+from slipstream.workload.reading import read_workload
+
+
+def side(name: str, fake: FakeEngine) -> ServerSide:
+    root = fake.url.removesuffix("/v1")
+    return ServerSide(name, ServerAddress(fake.url, MODEL, f"{root}/metrics", timeout_s=20))
+
+
+def settings(num_answers: int = 40, **others: Any) -> AuditSettings:
+    return AuditSettings(
+        read_workload("sample"), num_answers=num_answers, max_tokens=16, num_prompts=10, **others
+    )
+
+
+def audit(first: dict[str, Any], second: dict[str, Any], num_answers: int = 40, **others: Any) -> Certificate:
+    with serve(**first) as one, serve(**second) as other:
+        plan = RemoteAudit(
+            settings(num_answers, **others), side("audited", one), side("against", other), has_own_size=True
+        )
+        return run_remote(plan)
+
+
+def violated(certificate: Certificate) -> list[str]:
+    return [check.name for check in certificate.checks if check.num_violations]
+
+
+def test_an_honest_server_that_keeps_seeds_is_certified() -> None:
+    found = audit({}, {})
+    assert found.decision is AuditDecision.CERTIFIED, found.reasons
+    assert found.exit_code == 0
+    assert found.audited["keeps_seed"]
+    held = {check.name for check in found.checks if check.outcome == "held"}
+    assert {
+        "same tokens",
+        "usage",
+        "finish reasons",
+        "streams",
+        "stop strings",
+        "counters",
+        "log-probabilities",
+    } <= held
+    assert found.smallest_deviations["share_of_answers"] == pytest.approx(1 - 0.01 ** (1 / 40))
+    assert "10.87% of the answers" in found.claim
+
+
+def test_faults_of_accounting_are_found_at_once() -> None:
+    faulty = {
+        "usage_factor": 2,
+        "counter_factor": 3,
+        "ignores_stop": True,
+        "stream_drops": True,
+        "logprob_shift": 0.05,
+    }
+    found = audit(faulty, {}, num_answers=12)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert found.exit_code == 1
+    assert set(violated(found)) == {"usage", "counters", "stop strings", "streams", "log-probabilities"}
+    assert found.claim == "Nothing is certified."
+
+
+@pytest.mark.parametrize("fault", [{"cut_every": 12}, {"flip_every": 12}], ids=["cut", "another token"])
+def test_another_text_is_found_under_seeds(fault: dict[str, Any]) -> None:
+    found = audit(fault, {}, num_answers=24)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert "same tokens" in violated(found)
+    assert found.differences
+    assert not any(one["is_tie"] for one in found.differences)
+
+
+def test_cut_answers_show_without_another_side_that_tells_tokens() -> None:
+    found = audit({"gives_ids": False, "cut_every": 12}, {"gives_ids": False}, num_answers=16)
+    assert "finish reasons" in violated(found)
+
+
+def test_near_ties_are_named_and_more_than_rounding_explains_are_a_finding() -> None:
+    found = audit({"flip_every": 9, "flip_margin": 1e-4}, {"flip_margin": 1e-4}, tie_margin=1e-3)
+    assert "same tokens" not in violated(found), "each difference alone is a near-tie"
+    ties = [one for one in found.differences if one["is_tie"]]
+    assert ties
+    assert all(one["margin"] == pytest.approx(1e-4) for one in ties)
+    assert found.ties["observed"] == len(ties)
+    assert found.ties["expected"] > 0
+
+
+def test_samples_of_servers_without_a_common_seed() -> None:
+    honest = audit({"keeps_seed": False}, {"keeps_seed": False}, num_answers=150)
+    assert honest.decision is AuditDecision.CERTIFIED, honest.reasons
+    assert {test.name for test in honest.tests} == {"samples, by betting", "samples, by discrepancy"}
+    other = audit({"noise": 1, "spread": 1.6}, {}, num_answers=150)
+    assert other.decision is AuditDecision.NOT_CERTIFIED
+    assert min(test.p_value for test in other.tests) < 1e-3
+
+
+def test_betting_stops_an_audit_early() -> None:
+    found = audit({"keeps_seed": False, "spread": 4.0}, {"keeps_seed": False}, num_answers=600)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert found.data.num_answers < 300
+
+
+def test_a_lossy_setting_is_never_certified() -> None:
+    lossy = {"vllm_config": {"speculative_config": {"rejection_sample_method": "fly"}}}
+    found = audit({"settings": lossy}, {}, num_answers=4)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert "rejection_sample_method = 'fly'" in found.reasons[0]
+
+
+def test_a_server_that_dies_leaves_doubt_and_can_be_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    with serve(fails_after=50) as one, serve() as other:
+        plan = RemoteAudit(
+            settings(),
+            side("audited", one),
+            side("against", other),
+            has_own_size=True,
+            journal=AuditJournal(file),
+        )
+        broken = run_remote(plan)
+        assert broken.decision is AuditDecision.COULD_NOT_TELL
+        assert broken.exit_code == 2
+        assert "the engine died" in " ".join(broken.reasons)
+        one.fails_after = None
+        asked = one.num_requests
+        plan = RemoteAudit(
+            settings(),
+            side("audited", one),
+            side("against", other),
+            has_own_size=True,
+            journal=AuditJournal(file, resume=True),
+        )
+        whole = run_remote(plan)
+        assert whole.decision is AuditDecision.CERTIFIED, whole.reasons
+        kept = plan.journal.num_resumed
+        assert kept > 10
+        assert f"{kept} replies are from an earlier run" in whole.notes
+        assert one.num_requests - asked < 40 + 80
+    with serve() as one, serve() as other:
+        plan = RemoteAudit(
+            settings(seed=1),
+            side("audited", one),
+            side("against", other),
+            has_own_size=True,
+            journal=AuditJournal(file, resume=True),
+        )
+        with pytest.raises(ConfigError, match=r"answers of another audit \(.*data"):
+            run_remote(plan)
+
+
+def test_what_servers_lack_is_said() -> None:
+    found = audit(
+        {"streams": False, "gives_logprobs": False, "gives_ids": False}, {"gives_ids": False}, num_answers=8
+    )
+    skipped = {check.name: check.skipped for check in found.checks if not check.num_compared}
+    assert skipped["streams"] == "the server does not stream"
+    assert skipped["log-probabilities"] == "the servers do not report them"
+    assert found.decision is AuditDecision.CERTIFIED, found.reasons
+
+
+def test_refusals() -> None:
+    with (
+        serve(owner="other") as fake,
+        pytest.raises(ConfigError, match="--against URL, a server without speculation, or --reference MODEL"),
+    ):
+        run_remote(RemoteAudit(settings(), side("audited", fake)))
+    with (
+        serve(fails_after=0) as fake,
+        pytest.raises(RemoteError, match="does not answer: HTTP 500: the engine died"),
+    ):
+        run_remote(RemoteAudit(settings(), side("audited", fake), side("against", fake)))
