@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.audit.findings import AuditTest
-from slipstream.audit.identity import Identity
+from slipstream.audit.identity import AnswerComparison
 from slipstream.audit.statistics.power import smallest_rate
 
 
@@ -20,7 +20,7 @@ class SmallestDeviations:
     _sentences: list[str] = field(default_factory=list)
     _figures: dict[str, Any] = field(default_factory=dict)
 
-    def add_identity(self, identity: Identity) -> None:
+    def add_identity(self, identity: AnswerComparison) -> None:
         """Answers that were compared token for token."""
         answers, tokens = identity.check.num_compared, identity.num_tokens
         if not answers:

@@ -12,7 +12,7 @@ from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, firs
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FirstDifference:
     """The first place at which two answers to one request differ."""
 
     request: int
@@ -47,11 +47,11 @@ MarginOf = Callable[[AuditRequest, AuditAnswer, AuditAnswer, int], float | None]
 
 
 @dataclass(slots=True)
-class Identity:
+class AnswerComparison:
     """How two sides' answers compare."""
 
     check: AuditCheck
-    differences: list[Difference]
+    differences: list[FirstDifference]
     num_tokens: int = 0
     """Compared tokens: those up to each first difference. Characters where only text is known."""
 
@@ -72,10 +72,10 @@ def compare(
     margin_of: MarginOf,
     tie_margin: float,
     check: AuditCheck,
-) -> Identity:
+) -> AnswerComparison:
     """Compare the answers to each request that both sides answered. A first difference whose margin is at most
     `tie_margin` is a near-tie. One with a larger margin violates `check`, and so does an answer that was cut."""
-    result = Identity(check, [])
+    result = AnswerComparison(check, [])
     for number in sorted(audited.keys() & other.keys() & requests.keys()):
         request = requests[number]
         pairs = list(zip(audited[number].answers, other[number].answers, strict=False))
@@ -113,13 +113,13 @@ def _sequences(mine: AuditAnswer, theirs: AuditAnswer) -> tuple[list[int] | str,
 
 def _difference(
     request: AuditRequest, mine: AuditAnswer, theirs: AuditAnswer, margin_of: MarginOf, tie_margin: float
-) -> Difference | None:
+) -> FirstDifference | None:
     first, second = _sequences(mine, theirs)
     place = first_difference(first, second)
     if place is None:
         return None
     margin = margin_of(request, mine, theirs, place)
-    return Difference(
+    return FirstDifference(
         request=request.number,
         index=mine.index,
         profile=request.profile,

@@ -16,7 +16,7 @@ from slipstream.audit.claims import SmallestDeviations
 from slipstream.audit.decision import AuditDecision, Evidence, decide
 from slipstream.audit.findings import AuditCheck
 from slipstream.audit.hashes import file_hashes
-from slipstream.audit.identity import Identity, compare
+from slipstream.audit.identity import AnswerComparison, compare
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.mix import FULL, Profile
 from slipstream.audit.progress import AuditMeter, audit_meter
@@ -183,7 +183,7 @@ class _Judging:
         rounding: Rounding,
         mine: Mapping[int, AuditReply],
         theirs: Mapping[int, AuditReply],
-    ) -> Identity:
+    ) -> AnswerComparison:
         check = AuditCheck(SAME, "every token with speculation against the one without, under the same seed")
         if not any(self.repeatable.values()):
             check.skipped = (
@@ -200,7 +200,7 @@ class _Judging:
         self,
         replayer: Replayer,
         rounding: Rounding,
-        identity: Identity,
+        identity: AnswerComparison,
         mine: Mapping[int, AuditReply],
         theirs: Mapping[int, AuditReply],
     ) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.audit.answering import answer_params
 from slipstream.audit.findings import AuditCheck
-from slipstream.audit.identity import Difference, Identity
+from slipstream.audit.identity import AnswerComparison, FirstDifference
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.replaying import Floats, ReplayedAnswer, Replayer
 
@@ -24,7 +24,7 @@ MAX_DIAGNOSED = 100
 class ReferenceComparison:
     """Tokens of a server's answers beside those that the reference chooses behind the same text."""
 
-    identity: Identity
+    identity: AnswerComparison
     gaps: list[Floats] = field(default_factory=list)
     log_prob_differences: list[Floats] = field(default_factory=list)
     """The server's log-probabilities less the reference's, before any processing."""
@@ -53,7 +53,7 @@ def compare_with_reference(
 ) -> ReferenceComparison:
     """Replay the requests' answers: those of temperature 0, or all where the noise is shared. Every token is compared,
     also behind a difference. Margins are not judged yet; see `judge`."""
-    found = ReferenceComparison(Identity(check, []))
+    found = ReferenceComparison(AnswerComparison(check, []))
     for request in requests:
         reply = replies.get(request.number)
         if reply is None or reply.error is not None:
@@ -80,13 +80,13 @@ def compare_with_reference(
     return found
 
 
-def judge(identity: Identity, tie_margin: float) -> Identity:
+def judge(identity: AnswerComparison, tie_margin: float) -> AnswerComparison:
     """The same with every difference judged by its margin."""
-    judged = Identity(identity.check, [], identity.num_tokens)
+    judged = AnswerComparison(identity.check, [], identity.num_tokens)
     for one in identity.differences:
         is_tie = one.margin is not None and one.margin <= tie_margin
         judged.differences.append(
-            Difference(
+            FirstDifference(
                 one.request, one.index, one.profile, one.position, one.first, one.second, one.margin, is_tie
             )
         )
@@ -106,11 +106,11 @@ def _replayed(replayer: Replayer, request: AuditRequest, answer: AuditAnswer) ->
 
 def _difference(
     replayer: Replayer, request: AuditRequest, answer: AuditAnswer, place: int, chosen: int, diagnosed: bool
-) -> Difference:
+) -> FirstDifference:
     ids, margin = answer.token_ids or [], None
     if diagnosed:
         params, seed = answer_params(request), request.answer_seed(answer.index)
         margin = replayer.margin(request.token_ids or (), ids[:place], chosen, ids[place], params, seed)
-    return Difference(
+    return FirstDifference(
         request.number, answer.index, request.profile, place, ids[place], chosen, margin, is_tie=False
     )

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.audit.scoring import score_rows
+from slipstream.audit.statistics.likelihood import TokenScores
 from slipstream.core import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
 from slipstream.models.rows import tree_rows
@@ -23,6 +25,8 @@ BLOCK_ROWS = 256
 LARGEST_MARGIN = 100.0
 """Nats. A difference that takes more is one at any margin."""
 _BISECTIONS = 30
+NOISE_ROWS, NOISE_TOPS = 16, 8
+"""Tokens of a text, and log-probabilities of each, by which rounding is measured."""
 NOISE_ROWS, NOISE_TOPS = 16, 8
 """Tokens of a text, and log-probabilities of each, by which rounding is measured."""
 EDGE = 1e-3
@@ -41,16 +45,6 @@ class ReplayedAnswer:
     """[T]: nats by which the logit of the second choice is behind that of the first."""
     raw_log_probs: Floats
     """[T]: the log-probability of the answer's own token before any processing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Distributions:
-    """What the target says that an answer of T tokens was drawn from."""
-
-    claimed: list[Floats]
-    """[T, V] each: processed log-probabilities, several where rounding may decide at the edge of a filter."""
-    raw: Floats
-    """[T, V]: log-probabilities before any processing."""
 
 
 class Replayer:
@@ -98,15 +92,10 @@ class Replayer:
             raw_log_probs=_numbers(logits.double().log_softmax(-1).gather(1, own)[:, 0]),
         )
 
-    def distributions(self, prompt: Seq[int], answer: Seq[int], params: SamplingParams) -> Distributions:
-        """The distribution behind each token of an `answer` that is not empty."""
+    def scores(self, prompt: Seq[int], answer: Seq[int], params: SamplingParams) -> TokenScores:
+        """Score the tokens of an `answer` that is not empty by the distributions behind them."""
         logits = self.logits([*prompt, *answer][:-1], len(prompt) - 1)  # [T, V]
-        paths = _beginnings(answer)
-        claims = [
-            _numbers(self._processor(prompt, variant).log_probs(logits, (), paths))
-            for variant in _at_edges(params)
-        ]
-        return Distributions(claims, _numbers(logits.double().log_softmax(-1)))
+        return score_rows(logits, answer, params, lambda variant: self._processor(prompt, variant))
 
     def margin(
         self, prompt: Seq[int], before: Seq[int], first: int, second: int, params: SamplingParams, seed: int
@@ -168,17 +157,6 @@ class Replayer:
 def _beginnings(answer: Seq[int]) -> list[list[int]]:
     """What is before each token."""
     return [list(answer[:place]) for place in range(len(answer))]
-
-
-def _at_edges(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters with their filters a little wider and narrower, and as they are, at the end."""
-    variants = []
-    for factor in (1 - EDGE, 1 + EDGE):
-        top_p = params.top_p if params.top_p == 1 else min(1.0, params.top_p * factor)
-        min_p = min(1.0, params.min_p / factor)
-        if (top_p, min_p) != (params.top_p, params.min_p):
-            variants.append(replace(params, top_p=top_p, min_p=min_p))
-    return [*variants, params]
 
 
 def _gaps(scores: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from slipstream.audit.answering import answer_params
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.replaying import Replayer
-from slipstream.audit.statistics.likelihood import ReferenceTest, score_tokens
+from slipstream.audit.statistics.likelihood import ReferenceTest
 from slipstream.audit.statistics.power import smallest_temperature
 
 DISTRIBUTION = "distribution"
@@ -32,8 +32,7 @@ def distribution_test(
             continue
         for answer in reply.answers:
             if answer.token_ids:
-                found = replayer.distributions(request.token_ids, answer.token_ids, params)
-                bets.add(score_tokens(found.claimed, found.raw, answer.token_ids))
+                bets.add(replayer.scores(request.token_ids, answer.token_ids, params))
                 on_answer()
     factor = math.exp(smallest_temperature(bets.information, confidence))
     return AuditTest(

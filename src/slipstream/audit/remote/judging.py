@@ -14,7 +14,7 @@ from slipstream.audit.claims import SmallestDeviations
 from slipstream.audit.decision import AuditDecision, Evidence, decide
 from slipstream.audit.findings import AuditCheck, AuditTest
 from slipstream.audit.hashes import file_hashes
-from slipstream.audit.identity import Identity, compare
+from slipstream.audit.identity import AnswerComparison, compare
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.local import SAME, audit_data, lossy_settings
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
@@ -123,8 +123,8 @@ class Judge:
 
     # --- against another server ---------------------------------------------------------------------------------
 
-    def _against(self) -> tuple[Identity, Rounding, list[Floats]]:
-        """Identity of what both sides must answer alike, what rounding there is, and the distances of choices."""
+    def _against(self) -> tuple[AnswerComparison, Rounding, list[Floats]]:
+        """What both sides must answer alike, compared; what rounding there is; the distances of choices."""
         theirs = self._asked.replies(1)
         shared = not self._asked.pairs.is_enabled
         alike = {n: r for n, r in self._by_number.items() if shared or r.is_greedy}
@@ -158,7 +158,7 @@ class Judge:
 
     # --- against a reference ------------------------------------------------------------------------------------
 
-    def _by_reference(self, replayer: Replayer) -> tuple[Identity, Rounding, list[Floats]]:
+    def _by_reference(self, replayer: Replayer) -> tuple[AnswerComparison, Rounding, list[Floats]]:
         kinds = "every token" if self._shares_noise else "every token at temperature 0"
         check = AuditCheck(
             SAME, f"{kinds} of the audited side against the reference's own choice behind the same text"
@@ -197,7 +197,7 @@ class Judge:
             self._log_probs.skipped = "the servers do not report them"
         return rounding
 
-    def _doubt_unknown(self, identity: Identity) -> None:
+    def _doubt_unknown(self, identity: AnswerComparison) -> None:
         """Differences of unknown margin say nothing where rounding could not be measured."""
         inexact = any(repeats.num_different for repeats in self._asked.repeats)
         if identity.num_unknown and inexact and not len(self._noise):
