@@ -13,7 +13,20 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import audit, bench, chat, doctor, export, generate, importing, info, load, serve, train, tree
+from slipstream.cli import (
+    audit,
+    bench,
+    chat,
+    doctor,
+    export,
+    generate,
+    importing,
+    info,
+    load,
+    serve,
+    train,
+    tree,
+)
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
