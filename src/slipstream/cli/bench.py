@@ -134,7 +134,7 @@ def bench(
         workload=read_workload(workload),
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
         prompts_per_task=prompts_per_task or None,
-        max_tokens=_max_tokens(max_tokens),
+        max_tokens=parse_max_tokens(max_tokens),
         concurrencies=parse_counts(concurrency, "--concurrency"),
         repeats=repeats,
         raw=raw,
@@ -237,7 +237,7 @@ def _counter(options: Values) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _max_tokens(text: str) -> int | None:
+def parse_max_tokens(text: str) -> int | None:
     """The number in `--max-tokens`; None for `data`. Raises `ConfigError`."""
     if text == "data":
         return None

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from slipstream import __version__
 from slipstream.cli import (
+    advise,
     audit,
     bench,
     chat,
@@ -94,6 +95,7 @@ app.command(cls=PlainHelp)(info.info)
 app.command(cls=PlainHelp)(bench.bench)
 app.command(cls=PlainHelp)(load.load)
 app.command(cls=PlainHelp)(audit.audit)
+app.command(cls=PlainHelp)(advise.advise)
 app.command(cls=PlainHelp)(tree.tree)
 app.command(cls=PlainHelp)(doctor.doctor)
 app.command(cls=PlainHelp)(export.export)

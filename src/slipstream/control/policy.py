@@ -23,6 +23,7 @@ import numpy as np
 from slipstream.bounded import BoundedDict
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
 from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
+from slipstream.control.fixed import FixedPlan
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
 from slipstream.control.traffic import TaskUse, Traffic
 from slipstream.control.types import (
@@ -103,9 +104,10 @@ class Policy:
         probe_share: float,
         pass_s: Callable[[float], float],
         clock: Callable[[], float] = time.perf_counter,
+        fixed: FixedPlan | None = None,
     ) -> None:
-        """`pass_s` is what a target pass should take by rows. Without `adaptive`, the first drafter drafts for everyone
-        as deep as it may, and probes are all that is done."""
+        """`pass_s` is what a target pass should take by rows. Without `adaptive` nothing is chosen by what is learned:
+        by the `fixed` plan, or the first drafter drafts for everyone as deep as it may. Probes are made as well."""
         self.drafters = tuple(drafters)
         self.adaptive = adaptive
         self.traffic = Traffic(drafters)
@@ -121,8 +123,10 @@ class Policy:
         self._stand_back = StandBack()
         self._plans: dict[tuple[int, bool], Plan] = {}
         """By load bucket, and whether the step computes prompts too: then each draft token costs more."""
-        fixed = Choice(0, self.drafters[0].max_depth)
-        self._plan = Plan() if adaptive else Plan(usual=fixed, drafts=True)
+        self._fixed = fixed
+        self._num_requests = 1
+        """Of the last step."""
+        self._plan = Plan() if adaptive else self._given()
         self._alone = self._plan
         """The last one for steps without prompts."""
         self._prompt_rows = Mean()
@@ -154,10 +158,11 @@ class Policy:
         if not requests:
             self._probes.give_up()  # nothing to compare with
             return []
+        self._num_requests = len(requests)
         plan = self._plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self._plan
         if not num_prompt_rows:
             self._alone = plan
-        choices = [bounded(plan.choice(request), request) for request in requests]
+        choices = [bounded(self._planned(plan, request), request) for request in requests]
         plan.drafts = any(choice.drafts for choice in choices)
         if not plan.drafts:
             self.budget.withdraw("probe")  # there is nothing to compare
@@ -196,6 +201,8 @@ class Policy:
         ]
 
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
+        if self._fixed is not None:
+            return self._fixed.choice(task, self._num_requests).drafter
         if not self.adaptive:
             return 0
         plan = self._alone
@@ -210,6 +217,20 @@ class Policy:
         return drafter
 
     # --- plans ------------------------------------------------------------------------------------------------
+
+    def _given(self) -> Plan:
+        """What is done for a single request where nothing is learned; the reports show it."""
+        if self._fixed is None:
+            return Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
+        plan = Plan(usual=self._fixed.choice("", 1), drafts=True)
+        for task in self._fixed.tasks:
+            plan.by_task[task] = self._fixed.choice(task, 1)
+        return plan
+
+    def _planned(self, plan: Plan, request: StepRequest) -> Choice:
+        if self._fixed is not None:
+            return self._fixed.choice(request.task, self._num_requests)
+        return plan.choice(request)
 
     def _plan_for(self, requests: Seq[StepRequest], num_prompt_rows: int) -> Plan:
         """The cached plan, or a new one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config import SpeculativeConfig
+from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
 from slipstream.control.types import DrafterTraits
 from slipstream.core import ProposalKind
@@ -29,6 +30,9 @@ def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: Causa
         members = zip(drafter.names, drafter.members, strict=True)
         traits = [_traits(name, guard.drafter) for name, guard in members]
         share = AUTO_PROBE_SHARE if share is None else share
+        if rules := drafter.options.rules():
+            fixed = FixedPlan(rules, traits)
+            return Policy(traits, adaptive=False, probe_share=share, pass_s=_unmeasured_s, fixed=fixed)
         return Policy(traits, adaptive=True, probe_share=share, pass_s=_pass_s(model))
     if not share or drafter.max_nodes() == 0:
         return None

@@ -59,11 +59,12 @@ class BenchRun:
 
 
 def closed_loop(
-    engine: Engine, jobs: Seq[BenchJob], concurrency: int
+    engine: Engine, jobs: Seq[BenchJob], concurrency: int, max_draft_tokens: int | None = None
 ) -> tuple[list[TimedAnswer], StepTally, float]:
     """Answer the jobs from empty caches, `concurrency` at a time: when one ends, the next is added.
 
-    Returns answers in the order of the jobs, the steps and the seconds.
+    `max_draft_tokens` bounds each request's drafts. Returns answers in the order of the jobs, the steps and the
+    seconds.
     """
     engine.reset_caches()
     steps = StepTally()
@@ -77,7 +78,8 @@ def closed_loop(
         while waiting or running:
             while waiting and len(running) < concurrency:
                 number, job = waiting.popleft()
-                engine.add_request(str(number), job.token_ids, job.params, RequestOptions(task=job.task))
+                options = RequestOptions(task=job.task, max_draft_tokens=max_draft_tokens)
+                engine.add_request(str(number), job.token_ids, job.params, options)
                 running.add(str(number))
             for update in engine.step():
                 num_first_tokens.setdefault(update.request_id, len(update.token_ids))

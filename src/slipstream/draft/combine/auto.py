@@ -14,6 +14,7 @@ from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup
 from slipstream.draft.model.self_model import DRAFT_FORMAT, is_smaller
 from slipstream.draft.registry import validate
+from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import weight_format
 
@@ -26,6 +27,11 @@ class AutoOptions:
     """What may be chosen from, each a `speculative_config` of its own; the verifier is theirs together. Chains are
     chosen in depth too, trees and lookups are taken or left. None is `suffix` and, on a CPU with a target that is not
     quantised, `layer_skip` in int8."""
+    plan: list[Any] | None = None
+    """What to do, instead of choosing: rules such as `{"drafter": 0, "num_speculative_tokens": 4, "max_requests": 8,
+    "task": "code"}`, of which all keys may be left out. The rule with the smallest `max_requests` that a step's
+    requests do not exceed holds; `drafter` counts from 0, and without it the rule does not speculate. A task with rules
+    of its own takes no others. `slipstream advise` writes such plans."""
 
     def __post_init__(self) -> None:
         check_types(self, "auto")
@@ -37,6 +43,15 @@ class AutoOptions:
                     f"auto drafters has {config.method!r}; not drafting is always a choice of its own"
                 )
             validate(config)
+        self.rules()
+
+    def rules(self) -> tuple[PlanRule, ...]:
+        """The rules of `plan`, none without one; raises `ConfigError` where one is none."""
+        if self.plan is None:
+            return ()
+        if self.drafters is None:
+            raise ConfigError("auto plan names drafters by their place; list them as drafters")
+        return read_rules(self.plan, len(self.drafters))
 
     def configs(self) -> list[SpeculativeConfig]:
         """The drafters' configurations; raises `ConfigError` where one is none."""

@@ -1,0 +1,190 @@
+"""What may be recommended: drafters, and for those that draft chains the depths that are considered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.config import SpeculativeConfig
+from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.self_model import DRAFT_FORMAT
+from slipstream.errors import ConfigError
+
+LOOKUPS = ("ngram", "suffix")
+"""Drafters that read texts only: asking them again costs next to nothing, and needs no model."""
+OWN_LAYERS = ("self", "layer_skip")
+"""The target drafts for itself: a step of each level costs too much for more than its best token."""
+FEEDBACK = {
+    "auto": "it chooses by itself while it runs",
+    "ensemble": "its tree depends on what was accepted before",
+    "cascade": "its inner drafts depend on what was accepted before",
+    "lookahead": "it learns from what the target says of its own draft tokens",
+    "jacobi": "it learns from what the target says of its own draft tokens",
+    "token_recycling": "it learns from what the target says of its own draft tokens",
+}
+"""Drafters whose drafts a recorded text does not determine."""
+DEPTHS = (1, 2, 3, 4, 6, 8)
+"""Considered, as far as the drafter goes."""
+CHAIN_DEPTH = 6
+"""The deepest chain that is considered where the caller names none."""
+HEAD_DEPTH = 4
+"""Of heads and of the target's own layers: as `CHAIN_DEPTH`."""
+NGRAM_DEPTHS = (2, 4, 8)
+TREE = {"tree_top_k": 3, "num_speculative_tokens": 4, "num_draft_nodes": 8}
+"""The tree that is considered beside the chain of each drafter that can draft one."""
+OFF_NAME = "off"
+
+
+class Setting(NamedTuple):
+    """What is done for a request: a candidate by its place, and the levels that it drafts."""
+
+    candidate: int = -1
+    """-1 is speculation off."""
+    depth: int = 0
+    """0 is as deep as the candidate is configured."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.candidate < 0
+
+
+OFF = Setting()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter with its options."""
+
+    name: str
+    speculative: SpeculativeConfig
+    depths: tuple[int, ...] = (0,)
+
+    @property
+    def is_lookup(self) -> bool:
+        """True where it is asked again instead of recorded."""
+        return self.speculative.method in LOOKUPS
+
+    def at(self, depth: int) -> SpeculativeConfig:
+        """Its configuration with this depth; 0 leaves it as it is."""
+        if not depth:
+            return self.speculative
+        options = {**self.speculative.options, "num_speculative_tokens": depth}
+        return replace(self.speculative, options=options)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "method": self.speculative.method,
+            "options": dict(self.speculative.options),
+            "depths": list(self.depths),
+        }
+
+
+def settings(candidates: Seq[Candidate]) -> list[Setting]:
+    """Every setting but off."""
+    return [Setting(place, depth) for place, candidate in enumerate(candidates) for depth in candidate.depths]
+
+
+def setting_name(setting: Setting, candidates: Seq[Candidate]) -> str:
+    """'off', 'suffix', 'draft γ=4'."""
+    if setting.is_off:
+        return OFF_NAME
+    name = candidates[setting.candidate].name
+    return f"{name} γ={setting.depth}" if setting.depth else name
+
+
+def make_candidates(chosen: Seq[SpeculativeConfig], with_trees: bool) -> list[Candidate]:
+    """The lookups, then each drafter in `chosen` with its chain depths, and its tree where it can draft one.
+
+    Raises `ConfigError` for a drafter that cannot be scored on a recorded text, or whose verifier is not `coupled`.
+    """
+    found = [
+        Candidate("ngram", SpeculativeConfig("ngram", options={"num_speculative_tokens": 8}), NGRAM_DEPTHS),
+        Candidate("suffix", SpeculativeConfig("suffix")),
+    ]
+    for config in chosen:
+        if config.method == "off":
+            continue
+        _check(config)
+        for one in _variants(config, with_trees):
+            if all(one.speculative != other.speculative for other in found):
+                found.append(_renamed(one, found))
+    return found
+
+
+def own_draft(quantization: str | None, device: str) -> SpeculativeConfig | None:
+    """The target's own layers in int8 as its draft, which needs no other model; None where it cannot save bytes."""
+    if quantization is not None or device not in ("auto", "cpu"):
+        return None
+    return SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT, "skip_layers": []})
+
+
+def _check(config: SpeculativeConfig) -> None:
+    why = FEEDBACK.get(config.method)
+    if config.method == "layer_skip" and not {"skip_layers", "exit_layer"} & config.options.keys():
+        why = "it searches its layers while it runs; give skip_layers or exit_layer"
+    if why is not None:
+        raise ConfigError(
+            f"{config.method!r} cannot be scored on a recorded text: {why}. `slipstream bench` measures it"
+        )
+    if config.verifier != SpeculativeConfig.verifier:
+        raise ConfigError(
+            f"advice scores drafts for the coupled verifier, which decides alike whatever was drafted; "
+            f"omit verifier {config.verifier!r}"
+        )
+
+
+def _variants(config: SpeculativeConfig, with_trees: bool) -> list[Candidate]:
+    from slipstream.engine.speculation import validate
+
+    _, options = validate(config)
+    name = _name(config)
+    if not isinstance(options, GrowthOptions):
+        return [Candidate(name, config)]
+    shaped = {"tree_top_k", "tree_choices", "num_draft_nodes"} & config.options.keys()
+    is_tree = options.tree_top_k > 1 or options.tree_choices is not None
+    tree = Candidate(f"{name} tree", config)
+    if is_tree and shaped:
+        return [tree]
+    given = config.options.get("num_speculative_tokens")
+    deepest = given or (CHAIN_DEPTH if config.method == "draft_model" else HEAD_DEPTH)
+    depths = (*(depth for depth in DEPTHS if depth < deepest), deepest)
+    as_chain = {"tree_top_k": 1, "num_draft_nodes": None} if is_tree else {}
+    chain = replace(config, options={**config.options, **as_chain, "num_speculative_tokens": deepest})
+    found = [Candidate(name, chain, depths)]
+    if with_trees and not options.confidence_threshold and config.method not in OWN_LAYERS:
+        found.append(tree if is_tree else replace(tree, speculative=_as_tree(config)))
+    return found
+
+
+def _as_tree(config: SpeculativeConfig) -> SpeculativeConfig:
+    return replace(config, options={**config.options, **TREE})
+
+
+def _name(config: SpeculativeConfig) -> str:
+    if config.method == "draft_model":
+        return "draft"
+    if config.method == "layer_skip" and config.options.get("skip_layers") == []:
+        return f"self {config.options.get('quantization')}"
+    return config.method
+
+
+def _renamed(candidate: Candidate, others: Seq[Candidate]) -> Candidate:
+    """With the model's name, then a number, where another one has its name."""
+    taken = {other.name for other in others}
+    name = candidate.name
+    if name in taken and "model" in candidate.speculative.options:
+        name = f"{name} {Path(str(candidate.speculative.options['model'])).name}"
+    base, number = name, 2
+    while name in taken:
+        name, number = f"{base} #{number}", number + 1
+    return replace(candidate, name=name)
+
+
+def key_of(candidates: Seq[Candidate]) -> str:
+    """Equal for equal candidates; what was recorded for others is of no use."""
+    return json.dumps([candidate.as_json() for candidate in candidates], sort_keys=True, default=str)

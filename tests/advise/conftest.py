@@ -1,0 +1,66 @@
+"""One recording of the embedded target beside which everything drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from slipstream.advise.candidates import Candidate, make_candidates, own_draft
+from slipstream.advise.engines import make_shadow
+from slipstream.advise.job import AdviceJob, make_jobs
+from slipstream.advise.recording import Recorded, record
+from slipstream.advise.traffic import read_traffic
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.bench.engine.measure import BenchJob
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.engine import Engine
+from slipstream.sampling.params import SamplingParams
+
+ENGINE = {"num_threads": 1, "kv_cache_bytes": 32 * 2**20, "max_num_seqs": 8, "max_model_len": 512}
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A recording and all that it was made with."""
+
+    job: AdviceJob
+    engine: Engine
+    jobs: list[BenchJob]
+    recorded: Recorded
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return list(self.job.candidates)
+
+
+def drafters(every: bool) -> list[SpeculativeConfig]:
+    """The embedded target's own draft, and with `every` its head and the target itself in int8."""
+    draft = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, "num_speculative_tokens": 4})
+    own = own_draft(None, "cpu")
+    if not every or own is None:
+        return [draft]
+    return [
+        draft,
+        SpeculativeConfig("eagle3", options={"model": EMBEDDED_EAGLE3, "num_speculative_tokens": 3}),
+        own,
+    ]
+
+
+@pytest.fixture(scope="session", params=[0.0, 0.8], ids=["greedy", "sampled"])
+def tape(request: pytest.FixtureRequest) -> Tape:
+    """Answers to three prompts at once."""
+    job = AdviceJob(
+        read_traffic(None, None, None),
+        make_candidates(drafters(request.param == 0), with_trees=True),
+        SamplingParams(temperature=request.param, seed=7),
+        engine_options=ENGINE,
+        loads=(1, 2),
+        prompts_per_task=1,
+        max_tokens=12,
+    )
+    engine = make_shadow(job)
+    jobs = make_jobs(job, engine)[:3]
+    recorded = record(engine, job.candidates, jobs, 3, 60.0, lambda done, total: None)
+    assert engine.integrity() == []
+    return Tape(job, engine, jobs, recorded)

@@ -1,0 +1,172 @@
+"""From counted steps and costs to a plan; 'do not enable' where nothing pays."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from advise_cases import CANDIDATE, chain, hand_made, linear, recorded, request
+
+from slipstream.advise.candidates import OFF, Setting
+from slipstream.advise.check import CheckedSetting
+from slipstream.advise.contest import Contest
+from slipstream.advise.costs import StepCosts
+from slipstream.advise.findings import AdviceFindings, find
+from slipstream.advise.predict import AdvisedPlan, Rates, make_plan, predict
+from slipstream.advise.recording import Recorded
+from slipstream.advise.served import serve_file, speculative_of
+from slipstream.config import SpeculativeConfig
+from slipstream.draft.combine.auto import AutoOptions
+from slipstream.profiling.break_even import acceptance_length
+
+LOADS = (1, 4, 16)
+
+
+def traffic(alpha: float, tasks: tuple[str, ...] = ("a",), num_tokens: int = 200) -> Recorded:
+    """Answers of which each token is predicted with probability α, independently."""
+    draw = random.Random(3)
+    requests = []
+    for task in tasks:
+        for _ in range(4):
+            hits = [draw.random() < (alpha if task != "hopeless" else 0.0) for _ in range(num_tokens)]
+            right = [
+                next((n for n in range(4) if place + n >= num_tokens or not hits[place + n]), 4)
+                for place in range(num_tokens)
+            ]
+            requests.append(request(num_tokens, chain(4, right), task))
+    return recorded(requests)
+
+
+def rates(of: Recorded, costs: StepCosts) -> Rates:
+    return Rates(hand_made(of.requests, costs), of, [CANDIDATE], costs)
+
+
+def findings(of: Recorded, costs: StepCosts, plan: AdvisedPlan) -> AdviceFindings:
+    return find(rates(of, costs), [CANDIDATE], costs, of, plan, LOADS)
+
+
+CHEAP = linear(1.0, 0.001, 0.001, {"draft": 0.05})
+BOUND = linear(1.0, 0.5, 0.5, {"draft": 0.05})
+"""Rows cost more and more: at many requests nothing pays."""
+DEAR = linear(1.0, 0.0, 0.9, {"draft": 0.9})
+
+
+def test_counted_steps_are_the_right_formulas() -> None:
+    """τ of independent tokens is (1 - α^(γ+1))/(1 - α): at 0.8 and 4 draft tokens 3.36, not 1 + αγ."""
+    tau = rates(traffic(0.8, num_tokens=2000), CHEAP).counts(Setting(0, 4), None).tokens_per_step
+    assert tau == pytest.approx(acceptance_length(0.8, 4), rel=0.03)
+    assert abs(tau - (1 + 0.8 * 4)) > 0.5
+    assert abs(tau - 1 / (1 - 0.8 * 4 / 5)) > 0.5
+
+
+def test_the_predicted_speedup_is_tau_over_the_measured_cost() -> None:
+    """At α 0.8, γ 4, c 0.05 and v 1.004: 2.79. Formulas in circulation say 5 = 1/(1 - α) or less than 1."""
+    gain = rates(traffic(0.8, num_tokens=2000), CHEAP).gain(Setting(0, 4), None, 1)
+    assert gain == pytest.approx(acceptance_length(0.8, 4) / (4 * 0.05 + 1.004), rel=0.03)
+
+
+def test_the_plan_drafts_where_it_pays_and_stops_where_it_does_not() -> None:
+    known = rates(traffic(0.6), BOUND)
+    plan = make_plan(known, ["a"], LOADS)
+    first = plan.choose("a", 1)
+    assert not first.is_off
+    assert plan.choose("a", 16).is_off
+    for number in range(1, 17):
+        best = known.ranked(None, number)[0]
+        assert known.rate(plan.choose("a", number), None, number) >= 0.97 * known.rate(best, None, number)
+    found = findings(traffic(0.6), BOUND, plan)
+    assert found.break_even_batch is not None
+    assert plan.choose("a", found.break_even_batch - 1) != OFF
+    assert plan.choose("a", found.break_even_batch) == OFF
+
+
+def test_nothing_pays_is_do_not_enable() -> None:
+    plan = make_plan(rates(traffic(0.7), DEAR), ["a"], LOADS)
+    assert plan.is_off
+    config = speculative_of(plan, [CANDIDATE])
+    assert config.method == "off"
+    assert 'spec = "off"' in serve_file(None, config, {}, [])
+    found = findings(traffic(0.7), DEAR, plan)
+    assert found.shortest_answer is None
+    assert "cheaper drafter" in found.remedy
+
+
+def test_a_little_too_little_acceptance_names_what_is_needed() -> None:
+    costs = linear(1.0, 0.0, 0.05, {"draft": 0.25})
+    of = traffic(0.2)
+    plan = make_plan(rates(of, costs), ["a"], LOADS)
+    assert plan.is_off
+    remedy = findings(of, costs, plan).remedy
+    assert "τ is at least" in remedy
+    needed = float(remedy.split("at least ")[1].split(" ")[0])
+    assert 1.2 < needed < 3
+
+
+def test_a_task_that_gains_nothing_has_rules_of_its_own() -> None:
+    costs = linear(1.0, 0.0, 0.12, {"draft": 0.05})
+    of = traffic(0.8, ("good", "hopeless"))
+    plan = make_plan(rates(of, costs), of.tasks, LOADS)
+    assert not plan.choose("good", 1).is_off
+    assert plan.choose("hopeless", 1).is_off
+    config = speculative_of(plan, [CANDIDATE])
+    assert config.method == "auto"
+    assert AutoOptions(**config.options).rules(), "the engine can read it"
+
+
+def test_what_was_measured_decides_for_the_nearest_loads() -> None:
+    plan = make_plan(rates(traffic(0.8), CHEAP), ["a"], LOADS, {1: OFF, 4: Setting(0, 2), 16: Setting(0, 1)})
+    assert plan.choose("a", 1).is_off
+    assert plan.choose("a", 4) == Setting(0, 2)
+    assert plan.choose("a", 16) == Setting(0, 1)
+
+
+def test_a_uniform_plan_needs_no_plan() -> None:
+    plan = make_plan(rates(traffic(0.9), CHEAP), ["a"], LOADS, dict.fromkeys(LOADS, Setting(0, 2)))
+    config = speculative_of(plan, [CANDIDATE])
+    assert (config.method, config.options["num_speculative_tokens"]) == ("draft_model", 2)
+
+
+def test_the_serve_file_is_what_serve_reads(tmp_path: object) -> None:
+    import tomllib
+
+    plan = make_plan(rates(traffic(0.6), BOUND), ["a"], LOADS)
+    config = speculative_of(plan, [CANDIDATE])
+    text = serve_file("a 'model'", config, {"quantization": "int8", "num_threads": 2}, ["two\nlines"])
+    written = tomllib.loads(text)
+    assert (written["model"], written["quantization"], written["num_threads"]) == ("a 'model'", "int8", 2)
+    assert SpeculativeConfig.from_mapping(json.loads(written["speculative_config"])) == config
+
+
+def test_every_setting_is_predicted_for_every_task() -> None:
+    of = traffic(0.8, ("good", "hopeless"))
+    known = rates(of, CHEAP)
+    cells = predict(hand_made(of.requests, CHEAP), of, [CANDIDATE], known, 4)
+    assert {cell.setting for cell in cells} == {"off", "draft γ=1", "draft γ=2", "draft γ=4"}
+    assert {cell.task for cell in cells} == {None, "good", "hopeless"}
+    hopeless = {cell.setting: cell.speedup for cell in cells if cell.task == "hopeless"}
+    assert max(hopeless, key=lambda name: hopeless[name]) == "off"
+
+
+def checked(name: str, speedup: float | None) -> CheckedSetting:
+    return CheckedSetting(name, 1, 1.0, 1.0, speedup, speedup, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("of_best", "of_rival", "expected"),
+    [(1.5, 1.2, "draft γ=4"), (1.3, 1.4, "draft γ=2"), (1.01, 0.9, "off"), (0.8, 0.7, "off")],
+)
+def test_the_measurement_decides(of_best: float, of_rival: float, expected: str) -> None:
+    of = traffic(0.9)
+    known = rates(of, CHEAP)
+    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
+    best, rival = contest.settings_at(1)
+    names = {best: "draft γ=4", rival: "draft γ=2"}
+    assert best == Setting(0, 4)
+    measured = [
+        checked("off", None),
+        checked("draft γ=4", of_best),
+        checked(f"draft γ={rival.depth}", of_rival),
+    ]
+    advised = contest.decide(1, measured).setting
+    assert advised == expected.replace(names[rival], f"draft γ={rival.depth}")

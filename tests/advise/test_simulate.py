@@ -1,0 +1,88 @@
+"""The simulated scheduler, with costs and drafts made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from advise_cases import FREE, chain, hand_made, linear, request
+
+from slipstream.advise.candidates import OFF, Setting
+from slipstream.advise.costs import along, between
+from slipstream.advise.simulate import always
+
+DRAFT = Setting(0, 4)
+
+
+def test_off_takes_a_step_a_token() -> None:
+    done = hand_made([request(10), request(4)], FREE).closed_loop([0, 1], 1, always(OFF), [])
+    assert (done.num_tokens, done.num_request_steps, done.num_drafted) == (14, 14, 0)
+    assert done.wall_s == 14
+    assert done.acceptance_rate is None
+
+
+def test_two_at_once_share_steps() -> None:
+    done = hand_made([request(10), request(4)], FREE).closed_loop([0, 1], 2, always(OFF), [])
+    assert done.wall_s == 10
+    assert done.in_flight_s == 14
+
+
+def test_a_chain_that_is_all_right_takes_one_step_for_each_five_tokens() -> None:
+    known = request(11, chain(4, [4] * 11))
+    done = hand_made([known], FREE).closed_loop([0], 1, always(DRAFT), [0])
+    assert done.num_request_steps == 3  # 5 + 5 + 1
+    assert done.num_accepted == 8
+    assert done.tau == pytest.approx(11 / 3)
+
+
+def test_a_shorter_depth_takes_the_first_levels_of_a_chain() -> None:
+    known = request(6, chain(4, [2, 0, 0, 4, 0, 0]))
+    simulator = hand_made([known], FREE)
+    assert (
+        simulator.closed_loop([0], 1, always(Setting(0, 4)), [0]).num_request_steps == 2
+    )  # 3 tokens, 3 tokens
+    one = simulator.closed_loop([0], 1, always(Setting(0, 1)), [0])
+    assert one.num_request_steps == 4  # places 0 (2 tokens), 2 (1), 3 (2), 5 (1, nothing may be drafted)
+    assert one.num_drafted == 3
+
+
+def test_drafts_are_paid_for() -> None:
+    known = request(11, chain(4, [0] * 11))
+    costs = linear(1.0, 0.0, 0.1, {"draft": 0.05})
+    done = hand_made([known], costs).closed_loop([0], 1, always(DRAFT), [0])
+    # Ten steps draft: min(4, tokens left before the last) tokens each; the last one does not.
+    drafted = 7 * 4 + 3 + 2 + 1
+    assert done.num_drafted == drafted
+    assert done.draft_s == pytest.approx(0.05 * drafted)
+    assert done.wall_s == pytest.approx(11 + 0.1 * drafted + 0.05 * drafted)
+
+
+def test_a_trace_waits_for_arrivals_and_for_room() -> None:
+    simulator = hand_made([request(3), request(3)], FREE, max_requests=1)
+    done = simulator.arrivals([(0, 5.0), (1, 6.0)], always(OFF), [])
+    assert done.wall_s == 11
+    assert done.busy_s == 6
+    first, second = done.requests
+    assert first.total_s == 3
+    assert second.total_s == 5, "two seconds in the queue"
+
+
+def test_prompts_share_the_rows_that_are_left() -> None:
+    simulator = hand_made([request(2, num_prompt=30), request(2, num_prompt=10)], FREE, max_rows=20)
+    done = simulator.closed_loop([0, 1], 2, always(OFF), [])
+    # Rows 10 and 10; then 1 and 19; then the longer prompt's last row, which decodes; then its last token.
+    assert done.num_steps == 4
+
+
+def test_between_measured_points_times_are_linear() -> None:
+    points = ((1.0, 1.0), (3.0, 2.0))
+    assert [along(points, at) for at in (0, 1, 2, 3, 5)] == [1, 1, 1.5, 2, 3]
+    assert between([1, 4], [1.0, 2.5], 2) == pytest.approx(1.5)
+    costs = linear(1.0, 0.5, 0.25, {})
+    assert costs.step_s(2, 4) == pytest.approx(1 + 1 + 1)
+    assert costs.step_s(16, 32) == pytest.approx(1 + 8 + 8)
+
+
+def test_longer_contexts_cost_more() -> None:
+    from dataclasses import replace
+
+    costs = replace(linear(1.0, 0.0, 0.0, {}), context_s=0.01)
+    assert costs.step_s(2, context=50) == pytest.approx(2.0)
