@@ -141,7 +141,7 @@ def _config(options: EagleTrainOptions, target: FrozenTarget, version: int) -> E
         num_key_value_heads=getattr(model, "num_key_value_heads", None) or heads,
         head_dim=getattr(model, "head_dim", None) or target.hidden_size // heads,
         feature_layers=layers,
-        fc_bias=version == 1,
+        fc_bias=False,  # vLLM's EAGLE-1 has no place for one
         rms_norm_eps=getattr(model, "rms_norm_eps", 1e-6),
         max_position_embeddings=model.max_position_embeddings,
         rope_parameters=_rope(model),
