@@ -61,6 +61,9 @@ def eagle_config(
                 f"{path!r} is a {raw['speculators_model_type']!r} speculator; only 'eagle3' is supported"
             )
         layer = raw.get("transformer_layer_config") or {}
+    for name in ("norm_before_fc", "fc_norm", "norm_output"):
+        if raw.get(name) or (raw.get("eagle_config") or {}).get(name):
+            raise ModelError(f"{path!r} has {name}, which EAGLE heads here have not; train one without")
     three = "lm_head.weight" in tensors or any(name.startswith("midlayer.") for name in tensors)
     hidden = _number(layer, "hidden_size", path)
     heads = _number(layer, "num_attention_heads", path)
@@ -111,11 +114,13 @@ def save_eagle(
     }
     if head.embedding is not None:
         tensors["embed_tokens.weight"] = head.embedding
-    if config.draft_vocab_size < config.vocab_size:  # other engines refuse an identity map
-        ids = head.draft_token_ids.cpu()
+    ids = head.draft_token_ids.cpu()
+    if config.draft_vocab_size < config.vocab_size:
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
         known[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    elif config.version == 3:  # other engines refuse a map of the whole vocabulary
+        tensors["lm_head.weight"] = head.lm_head.weight[ids.argsort()]
     write_checkpoint(folder, _written(config, target, layout, num_speculative_tokens), tensors)
     if notes is not None:
         (Path(folder) / "training.json").write_text(json.dumps(notes, indent=1) + "\n")

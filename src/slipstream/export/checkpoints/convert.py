@@ -35,8 +35,8 @@ def convert(
 ) -> ConvertedCheckpoint:
     """Write into `folder` what `engine` must load to run `record`.
 
-    `version` is the engine's, such as 0.33; None: the newest that is known. `layout="speculators"` writes an EAGLE-3 head
-    for vLLM in that library's form instead of EAGLE's own. Raises `ExportError` where the engine would not run the
+    `version` is the engine's, such as 0.33; None: the newest that is known. `layout="speculators"` writes an EAGLE-3
+    head for vLLM in that library's form instead of EAGLE's own. Raises `ExportError` where the engine would not run the
     checkpoint as it was trained, with what can be done instead; `ModelError` where it cannot be read.
     """
     reject_unknown([engine], ENGINES, "engine")
@@ -55,13 +55,13 @@ def convert(
         return _medusa(record, engine, folder, version)
     if record.method == "hydra":
         raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
-    notes = ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
+    notes = (
+        ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
+    )
     return ConvertedCheckpoint(notes=notes)
 
 
-def _eagle(
-    record: SpeculativeRecord, engine: str, folder: Path, layout: str | None
-) -> ConvertedCheckpoint:
+def _eagle(record: SpeculativeRecord, engine: str, folder: Path, layout: str | None) -> ConvertedCheckpoint:
     if engine not in DIALECTS:
         raise ExportError(f"Transformers runs no EAGLE heads; {NEAREST_TO_HEADS.split(',')[0]}")
     target, model = target_of(record), model_of(record)
@@ -76,15 +76,11 @@ def _eagle(
     )
 
 
-def _medusa(
-    record: SpeculativeRecord, engine: str, folder: Path, version: str | None
-) -> ConvertedCheckpoint:
+def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str | None) -> ConvertedCheckpoint:
     if engine != "vllm":
         raise ExportError(f"{engine} runs no Medusa heads (vLLM up to 0.32 does); {NEAREST_TO_HEADS}")
     if version is None or _number(version) >= (0, 33):
-        raise ExportError(
-            f"vLLM removed Medusa in 0.33; export for version 0.32, or {NEAREST_TO_HEADS}"
-        )
+        raise ExportError(f"vLLM removed Medusa in 0.33; export for version 0.32, or {NEAREST_TO_HEADS}")
     target = target_of(record)
     return write_medusa(read_medusa(model_of(record), target, record.revision), target, folder)
 
@@ -104,7 +100,9 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
         head = read_head(model, files, record.revision)
         write_eagle3(head, files, load_tokenizer(files.path), draft, model)
         if head.config.draft_vocab_size < head.config.vocab_size:
-            notes.append("the draft vocabulary is a map of absolute ids (d2t); folders of other engines hold offsets")
+            notes.append(
+                "the draft vocabulary is a map of absolute ids (d2t); folders of other engines hold offsets"
+            )
     elif draft is not None:
         write_model(model_of(record), draft)
     write_model(target_of(record).path, target)

@@ -21,9 +21,6 @@ from slipstream.export.checkpoints.target_files import TargetFiles
 from slipstream.export.contract import ExportError
 from slipstream.export.record import SpeculativeRecord
 
-NOT_READ = ("norm_before_fc", "fc_norm", "norm_output", "use_aux_norm")
-"""Settings of EAGLE-3 heads that Slipstream's head has not."""
-
 
 def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> ConvertedCheckpoint:
     """Write into `folder` what Slipstream must load to run `record`, whose checkpoints were made for `engine`.
@@ -79,7 +76,10 @@ def _folder_head_back(
     record: SpeculativeRecord, engine: str, target: TargetFiles, model: str, place: Path
 ) -> None:
     raw, tensors = read_checkpoint(model, revision=record.revision)
-    _check_supported(raw, model)
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ModelError(
+            f"{model!r} reads the target's last hidden state only (use_aux_hidden_state false), which is not supported"
+        )
     head = read_head(model, target, record.revision)
     version = EAGLE[record.method]
     if head.config.version != version:
@@ -94,9 +94,7 @@ def _folder_head_back(
         read_head(str(place), target)  # the layers exist
 
 
-def _layers(
-    record: SpeculativeRecord, engine: str, raw: Mapping[str, Any], target: TargetFiles
-) -> list[int]:
+def _layers(record: SpeculativeRecord, engine: str, raw: Mapping[str, Any], target: TargetFiles) -> list[int]:
     """Which hidden states the head reads, in our numbers: as the engine finds them in the head or in its settings.
 
     Where neither says, they are the engines' own defaults.
@@ -111,21 +109,10 @@ def _layers(
         return [layer - dialect.layer_shift for layer in listed]
     if target.num_layers < 10:
         raise ExportError(
-            "neither the settings nor the head say which hidden states it reads (eagle_aux_hidden_state_layer_ids), and a "
-            f"target of {target.num_layers} layers has no usual ones"
+            "neither the settings nor the head say which hidden states it reads "
+            f"(eagle_aux_hidden_state_layer_ids), and a target of {target.num_layers} layers has no usual ones"
         )
     return list(default_feature_layers(target.num_layers))
-
-
-def _check_supported(raw: Mapping[str, Any], path: str) -> None:
-    inner = raw.get("eagle_config") or {}
-    for name in NOT_READ:
-        if raw.get(name) or inner.get(name):
-            raise ModelError(f"{path!r} has {name}, which Slipstream's EAGLE heads have not")
-    if inner.get("use_aux_hidden_state") is False:
-        raise ModelError(
-            f"{path!r} reads the target's last hidden state only (use_aux_hidden_state false), which is not supported"
-        )
 
 
 def _kept(written: Any) -> tuple[str, ...]:

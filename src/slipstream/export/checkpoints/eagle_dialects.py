@@ -37,7 +37,7 @@ class EagleDialect:
     fc_bias: Mapping[int, str] = field(default_factory=lambda: {1: "never", 3: "never"})
     """By EAGLE version: `never` (the layer has none), `optional`, or `always` (missing ones are not initialised)."""
     all_tensors: bool = False
-    """True: what is missing in the file is filled at random, so the embedding and the vocabulary map are written too."""
+    """True: what is missing in the file is filled at random, so the embedding and the map are always written."""
     without_version_1: str = "train an EAGLE-3 head with `slipstream train eagle3`, or use a draft model"
 
 
@@ -90,9 +90,7 @@ def check_head(dialect: EagleDialect, head: EagleHead, target: TargetShape, path
     config = head.config
     what = f"{dialect.name} cannot run {path!r}"
     if config.version not in dialect.architectures:
-        raise ExportError(
-            f"{what}: it loads no EAGLE-{config.version} heads; {dialect.without_version_1}"
-        )
+        raise ExportError(f"{what}: it loads no EAGLE-{config.version} heads; {dialect.without_version_1}")
     if config.norm_before_residual and not dialect.norm_before_residual:
         raise ExportError(
             f"{what}: the head adds its residual after the norm (norm_before_residual), which {dialect.name} does not; "
@@ -126,8 +124,8 @@ def _check_layers(dialect: EagleDialect, layers: tuple[int, ...], target: Target
         )
     if target.num_layers in layers:
         raise ExportError(
-            f"{what}: the head reads the target's last hidden state, after the final norm, which {dialect.name} does not "
-            "give; train it with --feature-layers below the number of layers"
+            f"{what}: the head reads the target's last hidden state, after the final norm, which {dialect.name} "
+            "does not give; train it with --feature-layers below the number of layers"
         )
     if 0 in layers and dialect.layer_shift < 0:
         raise ExportError(

@@ -35,9 +35,7 @@ def write_eagle(
     """
     check_head(dialect, head, target, path)
     layout = layout or {1: "eagle", 3: "eagle3"}[head.config.version]
-    save_eagle(
-        head, folder, target=target.path, layout=layout, num_speculative_tokens=num_speculative_tokens
-    )
+    save_eagle(head, folder, target=target.path, layout=layout, num_speculative_tokens=num_speculative_tokens)
     config, tensors = read_checkpoint(str(folder))
     tensors = _tensors(tensors, head, dialect)
     if dialect.all_tensors:
@@ -51,16 +49,21 @@ def _config(
     written: Mapping[str, Any], head: EagleHead, dialect: EagleDialect, target: TargetFiles
 ) -> dict[str, Any]:
     config, ours = dict(written), head.config
-    inner = config["transformer_layer_config"] if "transformer_layer_config" in config else config
+    inner = config.get("transformer_layer_config", config)
     inner |= {
         # Two names of one thing: which one is read depends on the Transformers that an engine comes with.
         "dtype": _name_of(head.fc.weight.dtype),
         "torch_dtype": _name_of(head.fc.weight.dtype),
-        **{name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{
+            name: getattr(target.config, name, None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
     }
     if ours.rope_parameters.get("rope_type", "default") != "default":
         inner["rope_scaling"] = dict(ours.rope_parameters)
-    if "speculators_model_type" in config:  # its own names of architectures and layers hold for all its readers
+    if (
+        "speculators_model_type" in config
+    ):  # its own names of architectures and layers hold for all its readers
         return config
     config["architectures"] = [dialect.architectures[ours.version]]
     config["bias"] = ours.fc_bias or dialect.fc_bias[ours.version] == "always"
@@ -102,9 +105,7 @@ def _notes(head: EagleHead, dialect: EagleDialect) -> list[str]:
         layers = [layer + dialect.layer_shift for layer in head.config.feature_layers]
         where = "in the head's config.json" if dialect.layers_in_head else "in the settings"
         counted = SHIFTS[dialect.layer_shift]
-        notes.append(
-            f"hidden states {layers}, {where}: {dialect.name} numbers a hidden state by {counted}"
-        )
+        notes.append(f"hidden states {layers}, {where}: {dialect.name} numbers a hidden state by {counted}")
     if head.config.draft_vocab_size < head.config.vocab_size:
         notes.append(f"the draft vocabulary of {head.config.draft_vocab_size} tokens is an offset map (d2t)")
     return notes

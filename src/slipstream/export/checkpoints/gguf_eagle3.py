@@ -75,7 +75,9 @@ def write_eagle3(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Pat
 def read_eagle3(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> EagleHead:
     """The head of a GGUF file; raises `ModelError` or `ExportError` where it is none that can be run here."""
     if fields.get(f"{ARCH}.norm_before_fc"):
-        raise ModelError(f"{path!r} norms the target's hidden states before its layer fc, which is not supported")
+        raise ModelError(
+            f"{path!r} norms the target's hidden states before its layer fc, which is not supported"
+        )
     layers = next((fields[f"{ARCH}.{key}"] for key in LAYER_KEYS if f"{ARCH}.{key}" in fields), None)
     missing = [theirs for theirs in NAMES.values() if theirs not in tensors]
     if layers is None or missing:
@@ -123,7 +125,7 @@ def _draft_token_ids(ids: Tensor | None, config: EagleConfig, path: str) -> Tens
                 f"{path!r} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no tensor d2t"
             )
         return torch.arange(config.vocab_size)
-    good = len(ids) == config.draft_vocab_size and len(ids.unique()) == len(ids)
+    good = len(ids) == config.draft_vocab_size and len(set(ids.tolist())) == len(ids)
     if not good or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ModelError(
             f"{path!r}: d2t is not a one-to-one map of the head's {config.draft_vocab_size} tokens into the target's "

@@ -67,7 +67,9 @@ def write_model(path: str, file: Path) -> None:
         for theirs, values in _renamed(name, tensor, settings, family, path):
             add_tensor(writer, theirs, values)
         if tensor.ndim > 1:
-            kinds.add({"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)])
+            kinds.add(
+                {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
+            )
     writer.add_file_type(getattr(gguf_package().LlamaFileType, FILE_TYPES[min(kinds)]))
     finish(writer)
 

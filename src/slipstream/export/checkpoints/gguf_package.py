@@ -12,7 +12,5 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ConfigError(
-            'GGUF files need the package gguf: pip install "slipstream-llm[export]"'
-        ) from None
+        raise ConfigError('GGUF files need the package gguf: pip install "slipstream-llm[export]"') from None
     return gguf

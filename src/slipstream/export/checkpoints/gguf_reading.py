@@ -52,8 +52,8 @@ def write_folder(file: GgufFile, folder: Path) -> None:
     model_type = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}.get(file.arch)
     if model_type is None:
         raise ExportError(
-            f"{file.path!r} holds a {file.arch} model; read are {', '.join(sorted({f.arch for f in FAMILIES.values()}))} and "
-            "eagle3: import the checkpoint that it was made from"
+            f"{file.path!r} holds a {file.arch} model; read are llama, qwen2, qwen3 and eagle3: import the "
+            "checkpoint that it was made from"
         )
     tokenizer = read_tokenizer(file.fields, file.path)
     rope = read_rope(file.fields, file.arch, file.tensors.get("rope_freqs.weight"), file.path)

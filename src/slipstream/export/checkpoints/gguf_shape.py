@@ -39,7 +39,9 @@ def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 def read_sizes(fields: Mapping[str, Any], arch: str) -> dict[str, Any]:
     """Transformers' keys of a file's sizes; its float32 numbers as they are usually written."""
     found = {name: fields[f"{arch}.{key}"] for key, name in SIZES.items() if f"{arch}.{key}" in fields}
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()
+    }
 
 
 def add_rope(writer: Any, rope: Mapping[str, Any], head_dim: int, name: str) -> Tensor | None:
@@ -58,8 +60,8 @@ def add_rope(writer: Any, rope: Mapping[str, Any], head_dim: int, name: str) -> 
     if kind == "llama3":
         return llama3_factors(rope, head_dim)
     raise ExportError(
-        f"{name!r} has rotary positions of kind {kind!r}; only default, linear and llama3 are written: use llama.cpp's own "
-        "convert_hf_to_gguf.py for this model"
+        f"{name!r} has rotary positions of kind {kind!r}; only default, linear and llama3 are written: use "
+        "llama.cpp's own convert_hf_to_gguf.py for this model"
     )
 
 
@@ -70,8 +72,8 @@ def read_rope(fields: Mapping[str, Any], arch: str, factors: Tensor | None, name
     if factors is not None or kind not in ("none", "linear"):
         what = "frequency factors" if factors is not None else f"scaling {kind!r}"
         raise ExportError(
-            f"{name!r} has rotary positions with {what}, which a GGUF file does not tell in Transformers' terms; import the "
-            "checkpoint that it was made from"
+            f"{name!r} has rotary positions with {what}, which a GGUF file does not tell in Transformers' terms; "
+            "import the checkpoint that it was made from"
         )
     if kind == "linear":
         factor = float(fields[f"{arch}.rope.scaling.factor"])
@@ -81,7 +83,9 @@ def read_rope(fields: Mapping[str, Any], arch: str, factors: Tensor | None, name
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """float32 [head_dim / 2]: by how much each frequency of Llama 3.1's rotary positions is divided."""
-    inverse = 1.0 / float(rope.get("rope_theta", 10000.0)) ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    inverse = 1.0 / float(rope.get("rope_theta", 10000.0)) ** (
+        torch.arange(0, head_dim, 2).double() / head_dim
+    )
     wavelengths = 2 * math.pi / inverse
     original = float(rope["original_max_position_embeddings"])
     low, high, factor = (float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))

@@ -39,8 +39,8 @@ def read_tensors(reader: Any, path: str) -> dict[str, Tensor]:
             tensor = torch.from_numpy(np.array(entry.data))
         else:
             raise ModelError(
-                f"{path!r} holds {entry.tensor_type.name} weights, which were rounded; import the checkpoint that it was "
-                "made from, or a GGUF file in F32, F16 or BF16"
+                f"{path!r} holds {entry.tensor_type.name} weights, which were rounded; import the checkpoint that it "
+                "was made from, or a GGUF file in F32, F16 or BF16"
             )
         tensors[str(entry.name)] = tensor
     return tensors

@@ -17,7 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.contract import ExportError
 
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -66,31 +69,37 @@ def words_of(described: Mapping[str, Any], name: str) -> str:
     model = described["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         kind = "BPE with bytes as a fallback" if model["type"] == "BPE" else model["type"]
-        raise ExportError(f"{name!r} has a tokenizer of kind {kind}; only byte-level BPE is written: {CONVERTER}")
+        raise ExportError(
+            f"{name!r} has a tokenizer of kind {kind}; only byte-level BPE is written: {CONVERTER}"
+        )
     normalizer = described.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
-        raise ExportError(f"{name!r} has a tokenizer that changes the text first ({normalizer['type']}): {CONVERTER}")
+        raise ExportError(
+            f"{name!r} has a tokenizer that changes the text first ({normalizer['type']}): {CONVERTER}"
+        )
     given = described.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     found = [words for words, known in WORDS.items() if _plain(known) == _plain(steps)]
     if not found:
-        raise ExportError(f"{name!r} has a tokenizer whose rule for words is none that is known here: {CONVERTER}")
+        raise ExportError(
+            f"{name!r} has a tokenizer whose rule for words is none that is known here: {CONVERTER}"
+        )
     return found[0]
 
 
-def read_tokenizer(fields: Mapping[str, Any], path: str) -> PreTrainedTokenizerFast:
+def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
     """The tokenizer of a GGUF file's `fields`; raises `ExportError` where it is of another kind than is written."""
     kinds = gguf_package().TokenType
-    words = fields.get("tokenizer.ggml.pre")
+    words = str(fields.get("tokenizer.ggml.pre"))
     if fields.get("tokenizer.ggml.model") != "gpt2" or words not in WORDS:
         raise ExportError(
-            f"{path!r} has a tokenizer of kind {fields.get('tokenizer.ggml.model')!r}, {words!r}, which cannot be restored "
-            f"here; known are gpt2 with {', '.join(WORDS)}. Pass --tokenizer with the model's folder or hub id"
+            f"{path!r} has a tokenizer of kind {fields.get('tokenizer.ggml.model')!r}, {words!r}, which cannot be "
+            f"restored here; known are gpt2 with {', '.join(WORDS)}. Pass --tokenizer with the model's folder or hub id"
         )
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added = {int(kinds.CONTROL): True, int(kinds.USER_DEFINED): False}
     kept = {token: index for index, token in enumerate(tokens) if types[index] != int(kinds.UNUSED)}
-    described = {
+    described: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -110,7 +119,8 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> PreTrainedTokenizerF
     for token, index in kept.items():
         if types[index] in added:
             backend.add_tokens([AddedToken(token, special=added[types[index]], normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **_roles(fields, tokens))
+    made: Any = PreTrainedTokenizerFast
+    return made(tokenizer_object=backend, **_roles(fields, tokens))
 
 
 def _add_roles(writer: Any, tokenizer: Any, name: str) -> None:

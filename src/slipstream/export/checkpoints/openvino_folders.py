@@ -41,13 +41,18 @@ def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoi
         written = write_eagle(head, DIALECTS["openvino"], target, folder / "head", path=record.model)
         files, draft = written.files, folder / "draft"
         commands += [_command("head", "draft") + " --trust-remote-code", _name_layers(head)]
-        notes += [*written.notes, "optimum-cli also needs the packages diffusers and einops for an EAGLE-3 head"]
+        notes += [
+            *written.notes,
+            "optimum-cli also needs the packages diffusers and einops for an EAGLE-3 head",
+        ]
     elif record.model is not None:
         commands.append(_command(record.model, "draft"))
         draft = folder / "draft"
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / SCRIPT
-    script.write_text('#!/bin/sh\nset -e\ncd "$(dirname "$0")"\n' + "\n".join(commands) + "\n", encoding="utf-8")
+    script.write_text(
+        '#!/bin/sh\nset -e\ncd "$(dirname "$0")"\n' + "\n".join(commands) + "\n", encoding="utf-8"
+    )
     return ConvertedCheckpoint(
         target=folder / "target", draft=draft, files=(*files, script), notes=tuple(notes)
     )

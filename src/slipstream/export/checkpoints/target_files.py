@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from slipstream.errors import ModelError
 from slipstream.models import load_config
