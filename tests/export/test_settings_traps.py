@@ -294,6 +294,11 @@ def test_llama_cpp_drafts_three_tokens_unless_told() -> None:
     assert any("--spec-draft-n-max" in note for note in old.notes)
 
 
+def test_flags_that_only_look_like_ours_are_none() -> None:
+    assert imported("llama-cpp", "llama-server -m t.gguf --special").method == "off"
+    assert imported("sglang", "x --model-path t --spec-trace-dir d").method == "off"
+
+
 def test_transformers_reads_the_depth_from_the_drafts_configuration() -> None:
     setting = ENGINES["transformers"].to_engine(draft_record())
     program = next(file.text for file in setting.files if file.name.endswith(".py"))

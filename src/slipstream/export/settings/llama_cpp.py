@@ -70,9 +70,15 @@ FLAGS = dict.fromkeys(
             "--spec-draft-backend-sampling",
             "--spec-draft-cpu-moe",
         ),
-        *("--spec-draft-override-tensor", "--spec-draft-n-cpu-moe", "--spec-draft-ctx-size", *SYNTHETIC),
+        *(
+            "--spec-draft-override-tensor",
+            "--spec-draft-n-cpu-moe",
+            "--no-spec-draft-backend-sampling",
+            *SYNTHETIC,
+        ),
         *("--spec-draft-cpu-mask", "--spec-draft-cpu-range", "--spec-draft-cpu-strict", "--spec-draft-prio"),
         *("--spec-draft-poll", "--spec-draft-ncmoe", "--draft-max", "--draft-min"),
+        *(f"--spec-draft-{name}-batch" for name in ("cpu-mask", "cpu-range", "cpu-strict", "prio", "poll")),
     )
 )
 DEFAULT_DEPTH = 3
@@ -118,7 +124,7 @@ class LlamaCppSettings(SettingsFormat):
         flags = {
             SYNONYMS.get(flag, flag): value for flag, value in command_flags(source.words).values.items()
         }
-        given = {flag: value for flag, value in flags.items() if flag.startswith(("--spec", "--draft"))}
+        given = {flag: value for flag, value in flags.items() if flag.startswith(("--spec-", "--draft"))}
         check_keys(given, FLAGS, "llama.cpp")
         for flag in SYNTHETIC:
             if flag in given:

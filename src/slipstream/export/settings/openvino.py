@@ -45,7 +45,7 @@ class OpenvinoSettings(SettingsFormat):
     default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
 
     def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """A chain, or for EAGLE-3 a dynamic tree that its `validate` accepts."""
+        """A chain, or for EAGLE-3 a dynamic tree within the bounds that it documents."""
         if record.method not in ("off", *METHODS):
             raise refuse_method(record, "OpenVINO GenAI", METHODS)
         _check_tree(record)
@@ -72,7 +72,10 @@ class OpenvinoSettings(SettingsFormat):
 
 
 def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
-    """Whether `GenerationConfig.validate` accepts a tree: b²(d - 1) + b >= n >= d."""
+    """Whether a tree can be drafted: b²(d - 1) + b >= n >= d, by its documentation.
+
+    `GenerationConfig.validate` of 2026.4 checks the second of them only.
+    """
     return top_k * top_k * (depth - 1) + top_k >= num_nodes >= depth
 
 
@@ -144,7 +147,7 @@ def _values(record: SpeculativeRecord) -> dict[str, Any]:
     }
 
 
-_OPTIONS = (
+OPTIONS = (
     *("num_assistant_tokens", "assistant_confidence_threshold", "max_ngram_size"),
     *("branching_factor", "tree_depth"),
 )
@@ -165,7 +168,7 @@ def _program(values: Mapping[str, Any]) -> str:
         extra = ", prompt_lookup=True"
     lines.append(f"pipe = openvino_genai.LLMPipeline({values['model']!r}, {values['device']!r}{extra})")
     lines += ["", "config = openvino_genai.GenerationConfig()", "config.max_new_tokens = 256"]
-    lines += [f"config.{name} = {values[name]!r}" for name in _OPTIONS if name in values]
+    lines += [f"config.{name} = {values[name]!r}" for name in OPTIONS if name in values]
     lines += ["", 'print(pipe.generate("The river is", config))', ""]
     return "\n".join(lines)
 
@@ -196,7 +199,7 @@ def _from_calls(source: SettingSource) -> dict[str, Any]:
             found = True
             given |= _pipeline(call)
         elif call.name in ("=", "GenerationConfig", "generate"):
-            given |= {name: value for name, value in call.kwargs.items() if name in _OPTIONS}
+            given |= {name: value for name, value in call.kwargs.items() if name in OPTIONS}
     if not found:
         raise ConfigError(f"{source.where} makes no LLMPipeline of OpenVINO GenAI")
     return given
@@ -244,10 +247,9 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
         )
     top_k = whole_number(given.get("branching_factor", 1), "branching_factor")
     depth = whole_number(depth, "tree_depth")
-    if not tree_fits(top_k, depth, total):
+    if total < depth:
         raise ConfigError(
-            f"OpenVINO GenAI refuses a tree of {total} tokens with branching_factor {top_k} and tree_depth {depth}: it "
-            f"takes from {depth} to {top_k * top_k * (depth - 1) + top_k}"
+            f"OpenVINO GenAI refuses a tree of {total} tokens with tree_depth {depth}: it takes one for each level"
         )
     tree = None if top_k == 1 else TreeShape(top_k=top_k, num_nodes=total)
     return replace(record, method="eagle3", model=draft, depth=depth, tree=tree)

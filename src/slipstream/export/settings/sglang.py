@@ -264,7 +264,7 @@ def _found(source: SettingSource) -> tuple[dict[str, Any], str | None]:
     given = {
         flag: value
         for flag, value in named.items()
-        if flag.startswith("--spec") and value is not None and value is not False
+        if flag.startswith(_PREFIX) and value is not None and value is not False
     }
     return given, target if isinstance(target, str) else None
 
