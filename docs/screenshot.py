@@ -22,7 +22,8 @@ from slipstream import AsyncEngine
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.lifecycle import DrainingServer, bind
+from slipstream.serve.lifecycle import DrainingServer
+from slipstream.serve.network.listening import bind
 
 PICTURE = Path(__file__).parent / "images/dashboard.png"
 

@@ -17,7 +17,7 @@ from typing import Self
 
 import psutil
 
-from slipstream.serve.lifecycle import bind
+from slipstream.serve.network.listening import bind
 
 START_S = 180.0
 _LOOK_EVERY_S = 0.1

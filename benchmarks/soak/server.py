@@ -20,7 +20,8 @@ from slipstream.engine.factory import make_engine
 from slipstream.serve import logs
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.lifecycle import DrainingServer, bind
+from slipstream.serve.lifecycle import DrainingServer
+from slipstream.serve.network.listening import bind
 
 SMALL_CACHE = {"suffix_decoding_max_cached_requests": 500}
 

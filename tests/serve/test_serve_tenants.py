@@ -118,8 +118,8 @@ def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogC
     observer = app.state.service.observer
     name = f"{digest('key-a')}/merger"
     with TestClient(app) as client:
-        observer.alarms._set(AlarmKind.TRUNCATION, name, None, "many were cut off", 0.9, "")
-        observer.alarms._set(AlarmKind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
+        observer.alarms.update(AlarmKind.TRUNCATION, name, None, "many were cut off", 0.9, "")
+        observer.alarms.update(AlarmKind.TOKEN_MISMATCH, None, None, "counts differ", 1.0, "")
         which = {"kind": "truncation", "task": "merger", "drafter": None}
 
         def alarms(name: str, of: str = "alarms") -> list[tuple[str, str | None]]:

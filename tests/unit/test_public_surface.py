@@ -13,7 +13,7 @@ LIMITS = {
     "bench": 4,
     "control": 3,
     "exact": 1,
-    "serve": 23,
+    "serve": 21,
     "train": 1,
     "unit": 17,
 }

@@ -21,6 +21,7 @@ from slipstream.cli import (
     doctor,
     export,
     generate,
+    handoff,
     importing,
     info,
     load,
@@ -101,6 +102,7 @@ app.command(cls=PlainHelp)(doctor.doctor)
 app.command(cls=PlainHelp)(export.export)
 app.command(cls=PlainHelp, name="import")(importing.import_)
 app.add_typer(train.app, name="train")
+app.add_typer(handoff.app, name="handoff")
 
 
 @app.callback(invoke_without_command=True)

@@ -55,7 +55,7 @@ def serve(
     server_config = ServeConfig(**settings["server"])
     speculative = chosen_speculation(settings["speculation"], model)
 
-    from slipstream.serve.lifecycle import bind
+    from slipstream.serve.network.listening import bind
 
     bound = bind(server_config.host, server_config.port)  # before loading the model: the port may be in use
 

@@ -35,6 +35,8 @@ class AlarmKind(StrEnum):
     TRUNCATION = "truncation"
     TOKEN_MISMATCH = "token_mismatch"
     DRAFTER_FAILED = "drafter_failed"
+    SERVER_UNREACHABLE = "server_unreachable"
+    """Of a server that is watched from outside."""
 
 
 TASK_KINDS = (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.UNDER_BREAK_EVEN, AlarmKind.TRUNCATION)
@@ -80,8 +82,8 @@ class FinishedRequest:
     """Output tokens by the engine's counters."""
     share_truncated: float
     """Share of answers that ended by length."""
-    share_out_of_context: float
-    """Share of answers that ended at the model's context length."""
+    share_out_of_context: float | None
+    """Share of answers that ended at the model's context length; None where that is not known."""
 
 
 class Alarms:
@@ -96,9 +98,10 @@ class Alarms:
         on_clear: Callable[[Alarm, str], None] = lambda alarm, why: None,
         clock: Callable[[], float] = time.time,
         task_name: Callable[[str], str] = str,
+        unit: str = "requests",
     ) -> None:
-        """`task_name` maps a task to its name in messages."""
-        self._task_name = task_name
+        """`task_name` maps a task to its name in messages; `unit` is what they call what `on_request` counts."""
+        self._task_name, self._unit = task_name, unit
         self._on_raise, self._on_clear, self._clock = on_raise, on_clear, clock
         self._raised: dict[tuple[AlarmKind, str | None, str | None], Alarm] = {}
         self._tasks: BoundedDict[str, _Task] = BoundedDict(MAX_TASKS, on_drop=self._forget)
@@ -128,13 +131,13 @@ class Alarms:
             AlarmKind.ACCEPTANCE_DRIFT,
             facts.task,
             watched.acceptance.shift,
-            lambda shift: _drift_message(self._task_name(facts.task), shift, watched),
+            lambda shift: _drift_message(self._task_name(facts.task), shift, watched, self._unit),
         )
         self._sync(
             AlarmKind.TRUNCATION,
             facts.task,
             watched.truncation.shift,
-            lambda shift: _truncation_message(self._task_name(facts.task), shift, watched),
+            lambda shift: _truncation_message(self._task_name(facts.task), shift, watched, self._unit),
         )
         self._check_pay(facts.task, watched.pay)
         self._check_count(facts)
@@ -148,7 +151,7 @@ class Alarms:
                 self._check_pay(task.task, watched.pay)
         for method in report.methods:
             message = self._failures.judge(method, self._clock())
-            self._set(
+            self.update(
                 AlarmKind.DRAFTER_FAILED, None, method.name, message, method.num_failures, "no more failures"
             )
 
@@ -172,6 +175,27 @@ class Alarms:
         self._clear(alarm, "acknowledged")
         return True
 
+    def update(
+        self,
+        kind: AlarmKind,
+        task: str | None,
+        method: str | None,
+        message: str | None,
+        value: float,
+        why: str,
+    ) -> None:
+        """Raise the alarm where there is a message and it is not raised yet; clear it where there is none.
+
+        `value` is the watched figure, `why` the reason of a clearing.
+        """
+        alarm = self._raised.get((kind, task, method))
+        if message is not None and alarm is None:
+            alarm = Alarm(kind, task, method, self._clock(), message, value)
+            self._raised[alarm.key] = alarm
+            self._on_raise(alarm)
+        elif message is None and alarm is not None:
+            self._clear(alarm, why)
+
     # --- rules --------------------------------------------------------------------------------------------------
 
     def _task(self, task: str) -> _Task:
@@ -185,14 +209,14 @@ class Alarms:
     def _sync(self, kind: AlarmKind, task: str, shift: Shift | None, message: Callable[[Shift], str]) -> None:
         key = (kind, task, None)
         if shift is None:
-            self._set(
+            self.update(
                 *key,
                 None,
                 0.0,
                 "back at the reference level, or the new level has lasted and is the new reference",
             )
         elif key not in self._raised:
-            self._set(*key, message(shift), shift.after, "")
+            self.update(*key, message(shift), shift.after, "")
 
     def _check_pay(self, task: str, pay: _Pay) -> None:
         message, level = None, 0.0
@@ -202,7 +226,7 @@ class Alarms:
                 f"α of the first draft token of {_named(self._task_name(task))} is {level:.2f}, "
                 f"below its break-even of {pay.break_even:.2f}"
             )
-        self._set(AlarmKind.UNDER_BREAK_EVEN, task, None, message, level, "above break-even again, or off")
+        self.update(AlarmKind.UNDER_BREAK_EVEN, task, None, message, level, "above break-even again, or off")
 
     def _check_count(self, facts: FinishedRequest) -> None:
         if facts.num_streamed != facts.num_counted:
@@ -211,25 +235,7 @@ class Alarms:
                 f"a request's streams sent {facts.num_streamed} tokens, but the engine counted "
                 f"{facts.num_counted}"
             )
-            self._set(AlarmKind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
-
-    def _set(
-        self,
-        kind: AlarmKind,
-        task: str | None,
-        method: str | None,
-        message: str | None,
-        value: float,
-        why: str,
-    ) -> None:
-        """Raise the alarm where there is a message and it is not raised yet; clear it where there is none."""
-        alarm = self._raised.get((kind, task, method))
-        if message is not None and alarm is None:
-            alarm = Alarm(kind, task, method, self._clock(), message, value)
-            self._raised[alarm.key] = alarm
-            self._on_raise(alarm)
-        elif message is None and alarm is not None:
-            self._clear(alarm, why)
+            self.update(AlarmKind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
 
     def _clear(self, alarm: Alarm, why: str) -> None:
         del self._raised[alarm.key]
@@ -247,7 +253,7 @@ class _Task:
         """Traits of the requests behind the acceptance's reference."""
         self.recent: deque[Traits] = deque(maxlen=REFERENCE_SIZES[-1])
         """Traits of the recent requests with drafts."""
-        self.out_of_context: deque[tuple[float, float]] = deque(maxlen=REFERENCE_SIZES[-1])
+        self.out_of_context: deque[tuple[float, float | None]] = deque(maxlen=REFERENCE_SIZES[-1])
         """(share of answers ended by length, share ended at the context length) of recent requests."""
 
     def add(self, facts: FinishedRequest) -> None:
@@ -343,7 +349,7 @@ def _named(task: str) -> str:
     return f"task {task!r}" if task else "requests without a task"
 
 
-def _drift_message(task: str, shift: Shift, watched: _Task) -> str:
+def _drift_message(task: str, shift: Shift, watched: _Task, unit: str) -> str:
     verb = "fell" if shift.after < shift.before else "rose"
     causes = suspected_causes(watched.usual, list(watched.recent)[-shift.num_requests :])
     also = (
@@ -353,15 +359,19 @@ def _drift_message(task: str, shift: Shift, watched: _Task) -> str:
     )
     return (
         f"acceptance of {_named(task)} {verb} from {shift.before:.2f} to {shift.after:.2f} over its last "
-        f"{shift.num_requests} requests. At the same time: {also}"
+        f"{shift.num_requests} {unit}. At the same time: {also}"
     )
 
 
-def _truncation_message(task: str, shift: Shift, watched: _Task) -> str:
+def _truncation_message(task: str, shift: Shift, watched: _Task, unit: str) -> str:
     recent = list(watched.out_of_context)[-shift.num_requests :]
-    truncated = sum(share for share, _ in recent)
-    context = sum(share for _, share in recent) / truncated if truncated else 0.0
-    return (
-        f"{shift.after:.0%} of the last {shift.num_requests} requests of {_named(task)} were cut off by length, "
-        f"{shift.before:.0%} before; {context:.0%} of them by the model's context, the rest by max_tokens"
+    message = (
+        f"{shift.after:.0%} of the last {shift.num_requests} {unit} of {_named(task)} were cut off by length, "
+        f"{shift.before:.0%} before"
     )
+    known = [(cut, context) for cut, context in recent if context is not None]
+    if not known:
+        return message
+    truncated = sum(cut for cut, _ in known)
+    context = sum(share for _, share in known) / truncated if truncated else 0.0
+    return f"{message}; {context:.0%} of them by the model's context, the rest by max_tokens"

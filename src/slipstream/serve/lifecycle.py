@@ -13,7 +13,6 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from slipstream.errors import ConfigError
 from slipstream.serve.network.connection import Connection
 from slipstream.serve.network.connections import Connections
 from slipstream.serve.service import Service
@@ -22,22 +21,6 @@ logger = logging.getLogger(__name__)
 
 _LAST_WRITES_S = 5
 """Time for the last bytes of aborted responses to reach their clients."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not yet listen; raises `ConfigError` where the address is not available."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return bound
 
 
 class DrainingServer(uvicorn.Server):

@@ -10,15 +10,17 @@ import sys
 import time
 import uuid
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.api.errors import CLIENT_LEFT, LOG_FIELDS, clipped
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.routes import RouteTable
+
+if TYPE_CHECKING:
+    from slipstream.serve.metrics.metrics import Metrics
 
 logger = logging.getLogger("slipstream.serve.access")
 

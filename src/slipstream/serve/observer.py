@@ -22,6 +22,7 @@ from slipstream.monitor.alarms import TASK_KINDS, Alarm, AlarmKind, Alarms, Fini
 from slipstream.monitor.causes import Traits
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.dashboard.history import History, Snapshot
+from slipstream.serve.dashboard.latency import LatencyWindow
 from slipstream.serve.dashboard.recent import Pieces, Recent
 from slipstream.serve.job import Job
 from slipstream.serve.metrics.control_metrics import ControlMetrics
@@ -51,6 +52,7 @@ class EngineObserver:
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
         self._read_s = time.monotonic()
+        self.latency = LatencyWindow()
         self.recent = Recent(with_texts)
         self.alarms = Alarms(self._on_raise, self._on_clear, task_name=accounts.task)
         self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
@@ -86,10 +88,11 @@ class EngineObserver:
         """Bring gauges, alarms and the snapshot up to date. Raises `EngineStoppedError`."""
         report, self.snapshot = await engine.ask(self._read)
         self._read_s = time.monotonic()
+        self.latency.add(self.metrics.latencies())
         self._control.report = report
         self._control.batches = self.snapshot.batches()
         for method in report.methods:
-            self.metrics.expect_alarm(AlarmKind.DRAFTER_FAILED, None, method.name)
+            self.metrics.alarms.expect(AlarmKind.DRAFTER_FAILED, None, method.name)
         self.alarms.on_report(report)
 
     def follow(self, job: Job) -> Follower:
@@ -100,7 +103,7 @@ class EngineObserver:
         """Record that a prompt's last answer has ended."""
         self.recent.add(self.accounts.account(job.options), job, output, pieces.by_answer)
         for kind in TASK_KINDS:
-            self.metrics.expect_alarm(kind, job.options.task, None)
+            self.metrics.alarms.expect(kind, job.options.task, None)
         self.alarms.on_request(self._facts(job, output, num_streamed))
 
     def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> FinishedRequest:
@@ -156,11 +159,11 @@ class EngineObserver:
     # --- alarms -------------------------------------------------------------------------------------------------
 
     def _on_raise(self, alarm: Alarm) -> None:
-        self.metrics.on_alarm(self._named(alarm), raised=True)
+        self.metrics.alarms.on_alarm(self._named(alarm), raised=True)
         logger.warning("alarm raised: %s", alarm.message, extra={"fields": self._alarm_fields(alarm)})
 
     def _on_clear(self, alarm: Alarm, why: str) -> None:
-        self.metrics.on_alarm(self._named(alarm), raised=False)
+        self.metrics.alarms.on_alarm(self._named(alarm), raised=False)
         self.cleared.appendleft((alarm, time.time(), why))
         logger.warning("alarm cleared: %s", why, extra={"fields": self._alarm_fields(alarm)})
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.serve.api.task_labels import OTHER
-from slipstream.serve.dashboard.history import MAX_POSITIONS, History
+from slipstream.serve.dashboard.history import MAX_POSITIONS
+
+
+class PositionCounts(Protocol):
+    """Who counts how often each position of a draft was reached, and its token accepted."""
+
+    @property
+    def positions(self) -> Mapping[str, tuple[list[int], list[int]]]:
+        """Since the start, by drafter: reached and accepted, by position."""
+        ...
 
 
 class ControlMetrics(Collector):
     """Metrics of the last report, and of the acceptance by position. Tasks and drafters that the report no longer
     has have no metrics."""
 
-    def __init__(self, history: History, task_label: Callable[[str], str]) -> None:
+    def __init__(self, history: PositionCounts, task_label: Callable[[str], str]) -> None:
         """`task_label` makes a label of a task's name; of several tasks with one label the latest is shown."""
         self._history = history
         self._task_label = task_label

@@ -24,12 +24,12 @@ from slipstream.engine.outputs import Update
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import Alarm, AlarmKind
+from slipstream.monitor.alarms import AlarmKind
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.task_labels import TaskLabels
-
-PREFIX = "slipstream_"
-VLLM_PREFIX = "vllm:"
+from slipstream.serve.dashboard.latency import LATENCIES, BucketCounts
+from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
+from slipstream.serve.metrics.vllm_metrics import AS_VLLM, ONCE_AT_VLLM, PREFIX, VLLM_PREFIX
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -41,28 +41,6 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 """Statuses whose counters exist from the start: PromQL's `increase` and `rate` miss the first event of a series that
 begins with it."""
-
-_AS_VLLM = frozenset(
-    {
-        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-        *("spec_decode_num_accepted_tokens_per_pos", "num_requests_running", "num_requests_waiting"),
-        *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-        *("prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds"),
-        *("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
-        *("request_time_per_output_token_seconds", "iteration_tokens_total", "request_prompt_tokens"),
-        *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
-        *("request_params_max_tokens", "request_prefill_time_seconds", "request_decode_time_seconds"),
-        *("request_inference_time_seconds", "cache_config_info"),
-    }
-)
-"""Metrics with the meaning of vLLM's metrics of the same name."""
-_ONCE_AT_VLLM = {
-    "inter_token_latency_seconds": "time_per_output_token_seconds",
-    "kv_cache_usage_perc": "gpu_cache_usage_perc",
-    "prefix_cache_queries": "gpu_prefix_cache_queries",
-    "prefix_cache_hits": "gpu_prefix_cache_hits",
-}
-"""Former names of vLLM's metrics, which older boards query."""
 
 
 class Metrics:
@@ -172,10 +150,8 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all of it."
         )
 
-        on_what = ("kind", "task", "method")
-        self._alarms = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
-        self._raises = counter("alarm_raises", "Alarms that were raised.", *on_what)
-        self.expect_alarm(AlarmKind.TOKEN_MISMATCH, None, None)
+        self.alarms = AlarmMetrics(registry, task_label)
+        self.alarms.expect(AlarmKind.TOKEN_MISMATCH, None, None)
 
     def register(self, collector: Collector) -> None:
         """Add the metrics of `collector`; their names have no prefix."""
@@ -316,19 +292,20 @@ class Metrics:
         """Count connections that the server closed; 0 makes the reason's series exist."""
         self._closed.labels(reason).inc(num)
 
-    def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
-        """Count an alarm that was raised or cleared."""
-        labels = self._alarm_labels(alarm.kind, alarm.task, alarm.method)
-        self._alarms.labels(*labels).inc(1 if raised else -1)
-        if raised:
-            self._raises.labels(*labels).inc()
-
-    def expect_alarm(self, kind: AlarmKind, task: str | None, method: str | None) -> None:
-        """Make the series of a possible alarm exist at 0."""
-        self._raises.labels(*self._alarm_labels(kind, task, method))
-
-    def _alarm_labels(self, kind: AlarmKind, task: str | None, method: str | None) -> tuple[str, str, str]:
-        return str(kind), "" if task is None else self.task_label(task), method or ""
+    def latencies(self) -> dict[str, BucketCounts]:
+        """The histograms of `LATENCIES` at this moment, by what the dashboard calls them."""
+        histograms = (self._ttft, self._itl, self._e2e, self._queue)
+        return {
+            name: BucketCounts.of(
+                {
+                    float(sample.labels["le"]): sample.value
+                    for family in histogram.collect()
+                    for sample in family.samples
+                    if sample.name.endswith("_bucket")
+                }
+            )
+            for name, histogram in zip(LATENCIES, histograms, strict=True)
+        }
 
     def on_stats(self, stats: EngineStats) -> None:
         """Set the gauges of the queue and the cache."""
@@ -384,10 +361,10 @@ class _Labelled(Collector):
         for metric in self._registry.collect():
             yield self._renamed(metric, PREFIX)
             name = metric.name.removeprefix(PREFIX)
-            if self._with_vllm and name in _AS_VLLM:
+            if self._with_vllm and name in AS_VLLM:
                 yield self._renamed(metric, VLLM_PREFIX)
-                if name in _ONCE_AT_VLLM:
-                    yield self._renamed(metric, VLLM_PREFIX, _ONCE_AT_VLLM[name])
+                if name in ONCE_AT_VLLM:
+                    yield self._renamed(metric, VLLM_PREFIX, ONCE_AT_VLLM[name])
 
     def _renamed(self, metric: Metric, prefix: str, once: str | None = None) -> Metric:
         """The metric with another prefix, and under a former name `once` where one is given."""

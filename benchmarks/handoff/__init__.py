@@ -1,0 +1,1 @@
+"""A recorded hand-off to vLLM: start, bench, load, dashboard, alarm, audit, stop."""

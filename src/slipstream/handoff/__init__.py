@@ -1,0 +1,1 @@
+"""A model handed to vLLM, started or attached to, and watched by its metrics."""
