@@ -92,7 +92,7 @@ def use(ready: dict[str, Any], folder: Path, quick: bool, answers: int) -> dict[
     url, watch_url, off_url = ready["url"], ready["watch_url"], ready["off_url"]
     found: dict[str, Any] = {}
     for name, at in (("bench_on", url), ("bench_off", off_url)):
-        found[name] = bench(at, 1 if quick else 4)
+        found[name] = bench(at, 1 if quick else 2)
         say(f"{name}: {[figures['tokens_per_s'] for figures in found[name]['figures']]} tokens/s")
     found["load"] = load(url, 8 if quick else 60)
     time.sleep(5)  # the watch reads every two seconds

@@ -173,7 +173,8 @@ def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list
 
     words = list(extra or [])
     if model is not None and model.startswith("-"):
-        model, words = None, [model, *words]
+        words.insert(0, model)
+        model = None
     check_extra(words)
     if words and not words[0].startswith("-"):
         raise ConfigError(
