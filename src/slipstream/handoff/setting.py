@@ -1,13 +1,12 @@
-"""The flags of `vllm serve` for a speculative configuration of ours."""
+"""The flags of `vllm serve` for a speculative configuration of ours, as `slipstream export vllm` writes them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.config import SpeculativeConfig
-from slipstream.errors import ConfigError
+
+SETTING_FLAG = "--speculative-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +21,20 @@ class VllmSetting:
     """What differs there, for the user."""
 
 
-Exporter = Callable[[SpeculativeConfig, str, str | None], VllmSetting]
-"""(configuration, target, vLLM's version) to the setting; raises `ConfigError` for what vLLM cannot run."""
-
-
 def exported(speculation: SpeculativeConfig, target: str, version: str | None) -> VllmSetting:
-    """The setting that `slipstream export vllm` writes for this version.
+    """The setting for this version of vLLM; None is the newest that is known.
 
-    Raises `ConfigError`, with the reason and the nearest thing that it can run, for what vLLM cannot run.
+    Raises `ConfigError`, with the reason and the nearest setting that it can run, for what vLLM cannot run, and for a
+    version that is not known.
     """
-    if speculation.method == "off":
-        return VllmSetting((), "off")
-    written = {"method": speculation.method, **speculation.options}
-    if speculation.method not in ("draft_model", "ngram", "suffix", "eagle", "eagle3"):
-        raise ConfigError(
-            f"vLLM cannot run {speculation.method}; use a draft model, ngram, suffix or an EAGLE head"
-        )
-    written.setdefault("num_speculative_tokens", 4)
-    return VllmSetting(("--speculative-config", json.dumps(written)), speculation.method)
+    from slipstream.export import from_own, settings_format
+
+    form = settings_format("vllm")
+    record, remarks = from_own(speculation, target)
+    setting = form.to_engine(record, form.check_version(version))
+    words = list(setting.argv)
+    flags = tuple(words[words.index(SETTING_FLAG) :]) if SETTING_FLAG in words else ()
+    if not flags:
+        return VllmSetting((), setting.record.method)
+    lost = (f"{name}: {why}" for name, why in setting.lost.items())
+    return VllmSetting(flags, setting.record.method, (*remarks, *lost, *setting.notes))
