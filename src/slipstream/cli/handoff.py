@@ -15,7 +15,7 @@ from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.flags.options import SPECULATION, Json, ModelArgument, chosen_speculation, with_model
 from slipstream.cli.flags.remote import api_key_of
 from slipstream.cli.output.console import notes
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RemoteError
 from slipstream.provenance import without_folders
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ app = typer.Typer(help="Hand a model to another engine with our speculative sett
 
 _START, _OFF, _WATCH = "Start", "Off side of paired probes", "Watch"
 EMBEDDED_NAME = "embedded-pair"
+NUM_SHOWN_LINES = 20
+"""Of what a server printed that did not start, or ended."""
 
 
 @app.command(name="vllm", cls=PlainHelp)
@@ -289,6 +291,10 @@ def _run(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bo
         handoff.start()
         _announce(handoff, f"http://{host}:{bound.getsockname()[1]}", json)
         handoff.serve(bound)
+    except RemoteError:
+        for line in handoff.last_lines[-NUM_SHOWN_LINES:]:
+            console.print(f"  {line}", markup=False)
+        raise
     finally:
         handoff.stop()
         bound.close()

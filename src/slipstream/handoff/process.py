@@ -24,8 +24,6 @@ from slipstream.errors import ConfigError, RemoteError
 
 NUM_LAST_LINES = 200
 """Lines of vLLM's output that are kept."""
-NUM_SHOWN_LINES = 15
-"""Of them, in an error."""
 GRACE_S = 20.0
 """For vLLM to end after SIGTERM; then it is killed."""
 _LOOK_EVERY_S = 0.2
@@ -137,7 +135,7 @@ class VllmProcess:
         """Wait until `/health` answers 200; returns the seconds that it took.
 
         `tell` is called every now and then with the seconds so far and the latest line. Raises `RemoteError`, with
-        the last lines, where the process ends first or takes longer than `timeout_s`.
+        the last line, where the process ends first or takes longer than `timeout_s`.
         """
         started_s = time.monotonic()
         while True:
@@ -150,7 +148,7 @@ class VllmProcess:
                 return passed_s
             if passed_s > timeout_s:
                 raise RemoteError(
-                    f"vLLM was not ready after {timeout_s:g} s (--start-timeout-s); its last lines:\n{self._tail()}"
+                    f"vLLM was not ready after {timeout_s:g} s (--start-timeout-s){self._last()}"
                 )
             tell(passed_s, self._lines[-1] if self._lines else "")
             time.sleep(_LOOK_EVERY_S)
@@ -160,12 +158,12 @@ class VllmProcess:
         self._abandoned.set()
 
     def obituary(self, when: str) -> str:
-        """Says that it ended, with its last lines."""
+        """Says in one line that it ended, and what it printed last."""
         if self._reader is not None:
             self._reader.join(timeout=2.0)
         code = self.exit_code
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
-        return f"vLLM ended with {how} {when}; its last lines:\n{self._tail()}"
+        return f"vLLM ended with {how} {when}{self._last()}"
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it and all processes of its session; returns when they are gone. May be called repeatedly."""
@@ -182,9 +180,9 @@ class VllmProcess:
         if self._reader is not None:
             self._reader.join(timeout=2.0)
 
-    def _tail(self) -> str:
-        shown = list(self._lines)[-NUM_SHOWN_LINES:]
-        return "\n".join(f"  {line}" for line in shown) if shown else "  (it printed nothing)"
+    def _last(self) -> str:
+        last = next((line for line in reversed(self._lines) if line.strip()), None)
+        return ", and printed nothing" if last is None else f"; its last line: {last}"
 
     def _read(self, output: IO[str], log: IO[str] | None) -> None:
         """In a thread of its own: keep the last lines, and write all of them to the log."""

@@ -44,6 +44,7 @@ class Handoff:
         self._current = self._on
         self._server: WatchServer | None = None
         self._failure: str | None = None
+        self._troubled: VllmProcess | None = None
         self._canary: AlternatingCanary | None = None
         self._instance: InstanceProbes | None = None
         self.watch: Watch | None = None
@@ -53,6 +54,11 @@ class Handoff:
         """Of the servers that were started and run."""
         processes = (self._on, self._off)
         return [each.pid for each in processes if each and each.pid is not None and each.exit_code is None]
+
+    @property
+    def last_lines(self) -> list[str]:
+        """What the server printed last that did not start, or ended by itself; empty without one."""
+        return [] if self._troubled is None else self._troubled.last_lines
 
     def start(self) -> None:
         """Start what is to be started, wait until it is healthy, and check what was attached to.
@@ -120,11 +126,13 @@ class Handoff:
         if process is None:
             return
         process.start()
+        self._troubled = process
         meter = StartMeter(what)
         try:
             seconds = process.wait_until_healthy(self.plan.start_timeout_s, meter)
         finally:
             meter.close()
+        self._troubled = None
         logger.info("healthy after %.1f s: %s", seconds, process.url)
 
     def _check_attached(self, url: str) -> None:
@@ -177,6 +185,7 @@ class Handoff:
         self._current = process = self._on if with_speculation else self._off
         assert process is not None
         process.start()  # in this thread, which lives as long as the process
+        self._troubled = process
         meter = StartMeter(f"vLLM restarts {'with' if with_speculation else 'without'} speculation")
         try:
             await asyncio.to_thread(process.wait_until_healthy, self.plan.start_timeout_s, meter)
@@ -185,7 +194,7 @@ class Handoff:
             raise
         finally:
             meter.close()
-        self.watch.pause = None
+        self.watch.pause, self._troubled = None, None
 
     async def _supervise(self) -> None:
         """End the watch where a process that was started ends by itself."""
@@ -195,6 +204,7 @@ class Handoff:
             for process in watched:
                 is_paused = self.watch is not None and self.watch.pause is not None
                 if process is not None and process.exit_code is not None and not is_paused:
+                    self._troubled = process
                     self._fail(process.obituary("while it served"))
                     return
 
