@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.handoff.environment import write_command
+from benchmarks.handoff.page import page
 from benchmarks.handoff.steps import SLIPSTREAM, alarm, audit, bench, dashboard, load, wait_for
 from slipstream.provenance import provenance, without_folders
 
@@ -39,16 +40,19 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few requests a step, written to standard output only"
     )
+    parser.add_argument("--remark", default="", help="what a reader must know of the run, for the page")
     parser.add_argument("--answers", type=int, default=300, help="that the audit compares at most")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = write_command(options.environment.resolve(), Path(folder))
         result = {"provenance": provenance(), **run(command, Path(folder), options.quick, options.answers)}
+    result["remark"] = f"{options.remark} ".lstrip()
     text = without_folders(json.dumps(result, indent=1, ensure_ascii=False)) + "\n"
     if options.quick:
         print(text)
     else:
         RESULT.write_text(text, encoding="utf-8")
+        RESULT.with_suffix(".md").write_text(page(json.loads(text)), encoding="utf-8")
 
 
 def run(command: Path, folder: Path, quick: bool, answers: int) -> dict[str, Any]:
