@@ -13,7 +13,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"`{origin['command']}` on {origin['date']} at commit {str(origin['commit'])[:7]}: the embedded pair, handed to",
         f"vLLM {result['vllm']} on {origin['num_cores']} cores ({origin['cpu']}) by",
-        "[`slipstream handoff vllm`](../guides/handoff.md), with a second instance without speculation as the off side.",
+        "[`slipstream handoff vllm`](../guides/handoff.md). A second instance without speculation is the off side.",
         f"{result.get('remark', '')}Raw result: [handoff.json](handoff.json).".strip(),
         "",
         "| step | what came of it |",
