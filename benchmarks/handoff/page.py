@@ -11,8 +11,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# A recorded hand-off to vLLM",
         "",
-        f"`{origin['command']}` on {origin['date']} at commit {str(origin['commit'])[:7]}: the embedded pair, handed to",
-        f"vLLM {result['vllm']} on {origin['num_cores']} cores ({origin['cpu']}) by",
+        f"`{origin['command']}` on {origin['date']} at commit {str(origin['commit'])[:7]}: the embedded pair,",
+        f"handed to vLLM {result['vllm']} on {origin['num_cores']} cores ({origin['cpu']}) by",
         "[`slipstream handoff vllm`](../guides/handoff.md). A second instance without speculation is the off side.",
         f"{result.get('remark', '')}Raw result: [handoff.json](handoff.json).".strip(),
         "",
