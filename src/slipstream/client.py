@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -57,9 +59,16 @@ class Exchange:
     error: str | None = None
 
 
+@cache
+def trusted() -> ssl.SSLContext:
+    """The certificates that are trusted. They are read once: that takes longer than many a request."""
+    return httpx2.create_ssl_context()
+
+
 def connect(server: ServerAddress) -> httpx2.AsyncClient:
     """A client without a limit on connections."""
     return httpx2.AsyncClient(
+        verify=trusted(),
         headers=server.headers,
         timeout=server.timeout_s,
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -221,7 +230,7 @@ def find_model(url: str, api_key: str | None, timeout_s: float) -> str:
 def _models(url: str, api_key: str | None, timeout_s: float) -> httpx2.Response:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        return httpx2.get(f"{url}/models", headers=headers, timeout=timeout_s)
+        return httpx2.get(f"{url}/models", headers=headers, timeout=timeout_s, verify=trusted())
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise RemoteError(f"cannot reach {url}: {error or type(error).__name__}") from None
 
@@ -229,7 +238,8 @@ def _models(url: str, api_key: str | None, timeout_s: float) -> httpx2.Response:
 def scrape(server: ServerAddress) -> str | None:
     """The server's Prometheus metrics as text; None where it has none."""
     try:
-        response = httpx2.get(server.metrics_url, headers=server.headers, timeout=min(server.timeout_s, 30))
+        timeout_s = min(server.timeout_s, 30)
+        response = httpx2.get(server.metrics_url, headers=server.headers, timeout=timeout_s, verify=trusted())
     except (httpx2.HTTPError, httpx2.InvalidURL):
         return None
     return response.text if response.status_code == 200 else None

@@ -50,9 +50,9 @@ def with_speculation(off: Engine) -> Callable[[SpeculativeConfig], Engine]:
 DRAFTERS = {
     "draft model": DRAFT,
     "ngram": SpeculativeConfig("ngram", options={"prompt_lookup_min": 1}),
-    "eagle3": SpeculativeConfig("eagle3", options={"model": EMBEDDED_EAGLE3}),
 }
 MORE_DRAFTERS = {
+    "eagle3": SpeculativeConfig("eagle3", options={"model": EMBEDDED_EAGLE3}),
     "tree": replace(DRAFT, options={**DRAFT.options, "tree_top_k": 3}),
     "suffix": SpeculativeConfig("suffix"),
     "token recycling": SpeculativeConfig("token_recycling"),

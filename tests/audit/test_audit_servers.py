@@ -109,6 +109,7 @@ def test_samples_of_servers_without_a_common_seed() -> None:
     assert min(test.p_value for test in other.tests) < 1e-3
 
 
+@pytest.mark.long
 def test_betting_stops_an_audit_early() -> None:
     found = audit({"keeps_seed": False, "spread": 4.0}, {"keeps_seed": False}, num_answers=600)
     assert found.decision is AuditDecision.NOT_CERTIFIED

@@ -12,7 +12,7 @@ import httpx2
 
 from slipstream.audit.records import AuditReply, AuditRequest, first_difference
 from slipstream.audit.remote.side import ServerSide
-from slipstream.client import connect
+from slipstream.client import connect, trusted
 from slipstream.errors import RemoteError
 
 NUM_SEED_PROBES = 6
@@ -38,7 +38,8 @@ def identify(side: ServerSide) -> None:
     """Fill in owner, version and what the server tells of its speculation; raises `RemoteError` without a server."""
     address, facts = side.address, side.facts
     try:
-        with httpx2.Client(headers=address.headers, timeout=min(address.timeout_s, 30)) as client:
+        timeout_s = min(address.timeout_s, 30)
+        with httpx2.Client(headers=address.headers, timeout=timeout_s, verify=trusted()) as client:
             models = client.get(f"{address.url}/models")
             if models.status_code == 200:
                 cards = _object(models).get("data") or []
