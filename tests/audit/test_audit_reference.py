@@ -69,6 +69,7 @@ def audit(
     return run_remote(RemoteAudit(settings, side, reference=reference, profiles=profiles, has_own_size=True))
 
 
+@pytest.mark.long
 def test_our_server_is_certified_against_itself_with_all_parameters(url: str) -> None:
     found = audit(url, None, len(FULL), FULL)
     assert found.decision is AuditDecision.CERTIFIED, found.reasons
@@ -86,6 +87,7 @@ def test_a_reference_replays_our_noise(url: str, reference: Engine) -> None:
     assert same.num_compared == 10
 
 
+@pytest.mark.long
 def test_a_wrong_temperature_shows_under_our_noise(url: str, reference: Engine) -> None:
     found = audit(url, reference, 24, PLAIN[1:], {"temperature": 0.9})
     assert found.decision is AuditDecision.NOT_CERTIFIED

@@ -16,7 +16,7 @@ from slipstream.audit.progress import audit_meter
 from slipstream.audit.reference import draws_alike
 from slipstream.audit.remote.asking import ask_all
 from slipstream.audit.remote.counting import CounterWatch
-from slipstream.audit.remote.extras import check_stops, check_streams
+from slipstream.audit.remote.extras import ExtraCheck, check_stops, check_streams
 from slipstream.audit.remote.judging import Asked, Judge
 from slipstream.audit.remote.pairs import SampledPairs
 from slipstream.audit.remote.probing import find_abilities, identify, probe_seeds
@@ -131,11 +131,16 @@ class _Run:
                     )
                 )
             if not why:
-                extras = asyncio.run(self._extras(repeats[0]))
+                extras.append(asyncio.run(self._ask_again(repeats[0], check_streams)))
             for watch in watches:
                 check, said = watch.check()
                 extras.append(check)
                 notes += said
+            if not why:
+                stops = CounterWatch(self._sides[:1])
+                extras.append(asyncio.run(self._ask_again(repeats[0], check_stops)))
+                # Engines may count what a stop string cuts off an accepted block: that is told, and decides nothing.
+                notes += [f"with stop strings: {one.text}" for one in stops.check()[0].findings]
         except KeyboardInterrupt:
             why = "the audit was interrupted"
         finally:
@@ -199,16 +204,12 @@ class _Run:
             found.setdefault(side.address.metrics_url, []).append(side)
         return list(found.values())
 
-    async def _extras(self, repeats: Repeats) -> list[AuditCheck]:
-        """Streams and stop strings of the audited side."""
+    async def _ask_again(self, repeats: Repeats, check: ExtraCheck) -> AuditCheck:
+        """A check of the audited side that asks again what it repeats exactly."""
         side, replies = self._sides[0], self._audit.journal.side(self._sides[0].name)
         exact = [request for request in self._requests if request.is_greedy or side.facts.keeps_seed]
-        exact = exact if repeats.is_exact else []
         async with connect(side.address) as client:
-            return [
-                await check_streams(client, side, exact, replies),
-                await check_stops(client, side, exact, replies),
-            ]
+            return await check(client, side, exact if repeats.is_exact else [], replies)
 
     def _shares_noise(self) -> bool:
         """With a reference: whether the server draws with the noise that the reference computes."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import httpx2
 
 from slipstream.audit.findings import AuditCheck
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.remote.side import ServerSide
+
+ExtraCheck = Callable[
+    [httpx2.AsyncClient, ServerSide, Seq[AuditRequest], Mapping[int, AuditReply]],
+    Coroutine[Any, Any, AuditCheck],
+]
+"""Asks a side again and compares with its replies."""
 
 NUM_STREAMS = 8
 NUM_STOPS = 8
