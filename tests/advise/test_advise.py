@@ -29,17 +29,23 @@ def invoke(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.long
 def test_the_whole_advice(tmp_path: Path, drafts_loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped before the check, resumed, and its file is what an engine takes."""
     folder = tmp_path / "advice"
     monkeypatch.setattr("slipstream.advise.rehearse.MIN_ROUNDS", 1)
+    monkeypatch.setattr("slipstream.advise.rehearse.CHECKED", (1, 4))
+    monkeypatch.setattr("slipstream.advise.check.MIN_PAIRS", 1)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "What is {n} + 2?", "task": "{n}"}}\n' for n in (1, 2)))
+    small = [*SMALL, "--workload", str(prompts)]
 
     def stopped(self: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(module.AdviceWork, "checked", stopped)
-        code, _ = invoke(*SMALL, "--output", str(folder))
+        code, _ = invoke(*small, "--output", str(folder))
     assert code == 130
     parts = json.loads((folder / NAME).read_text())["parts"]
     assert set(parts) == {"recording", "costs"}
@@ -49,7 +55,7 @@ def test_the_whole_advice(tmp_path: Path, drafts_loaded_once: None, monkeypatch:
 
     monkeypatch.setattr(module, "record", again)
     monkeypatch.setattr(module, "measure_costs", again)
-    code, output = invoke(*SMALL, "--output", str(folder), "--resume")
+    code, output = invoke(*small, "--output", str(folder), "--resume")
     assert code == 0, output
     assert "Predicted and measured" in output
     assert not (folder / NAME).exists()
