@@ -19,6 +19,8 @@ MAX_TOKENS = 64
 PLAIN = SamplingParams(temperature=0.8, max_tokens=MAX_TOKENS)
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=MAX_TOKENS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+KV_BYTES = 700_000_000
+"""More than 64 answers with their prompts need, for target and draft."""
 CHUNK = 50
 """Answers that are made at once; an audit that has found its fault needs no more."""
 _SEED_STEP = 1_000_003
@@ -32,7 +34,9 @@ class Service:
         self._fault = fault
         options = {} if fault is None else fault.engine
         speculation = None if fault is None else fault.speculation
-        self.llm = LLM(speculative_config=speculation, max_num_seqs=64, seed=1, **options)
+        self.llm = LLM(
+            speculative_config=speculation, max_num_seqs=64, kv_cache_bytes=KV_BYTES, seed=1, **options
+        )
 
     def answers(
         self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], seed: int, numbers: range
