@@ -31,7 +31,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
-from slipstream.provenance import provenance
+from slipstream.provenance import provenance, without_folders
 from slipstream.text.prompts import encode_chat, encode_prompt
 from slipstream.workload.prompts import Prompt
 
@@ -324,10 +324,13 @@ def _described(engine: Engine, model: str | None) -> dict[str, Any]:
     speculative = engine.speculative
     return {
         "kind": "engine",
-        "model": model or "embedded pair",
+        "model": without_folders(model or "embedded pair"),
         "method": speculative.method,
         "verifier": speculative.verifier,
-        "options": asdict(engine.draft_options),
+        "options": {
+            name: without_folders(value) if isinstance(value, str) else value
+            for name, value in asdict(engine.draft_options).items()
+        },
         "runs_as": engine.model.runs_as,
         "prefix_caching": engine.config.enable_prefix_caching,
         "files_sha256": file_hashes(engine.config.model),

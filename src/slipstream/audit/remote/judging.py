@@ -27,7 +27,7 @@ from slipstream.audit.replaying import Floats, Replayer
 from slipstream.audit.sampled import DISTRIBUTION, distribution_test
 from slipstream.audit.settings import AuditSettings
 from slipstream.audit.ties import Rounding, joined
-from slipstream.provenance import provenance
+from slipstream.provenance import provenance, without_folders
 from slipstream.workload.prompts import Prompt
 
 ROUNDING_FLOOR = 1e-3
@@ -236,7 +236,7 @@ class Judge:
         engine = self._replayer.engine
         return {
             "kind": "reference",
-            "model": engine.config.model,
+            "model": without_folders(engine.config.model),
             "runs_as": engine.model.runs_as,
             "files_sha256": file_hashes(engine.config.model),
             "replays_noise": self._shares_noise,
