@@ -11,8 +11,9 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import EngineConfig
-from slipstream.engine.memory import format_bytes, plan_memory
+from slipstream.engine.memory import plan_memory
 from slipstream.errors import CapacityError
+from slipstream.plan.sizes import format_bytes
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 

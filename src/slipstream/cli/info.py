@@ -160,7 +160,7 @@ def _summary(about: str, fit: Fit) -> str:
 
 def _costs(fit: Fit) -> str:
     """'weights 3.5 MiB, 512 B a token'."""
-    from slipstream.engine.memory import format_bytes
+    from slipstream.plan.sizes import format_bytes
 
     a_token = [
         f"{name} {format_bytes(num_bytes)}"

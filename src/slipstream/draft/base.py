@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.core import Proposal, ProposalKind, Sequence, StepItem, VerifierTraits
+from slipstream.draft.outline import DraftOutline
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.config import EngineConfig
     from slipstream.kv.cache import KVCache
     from slipstream.models.causal_lm import CausalLM
+    from slipstream.models.outline import ModelOutline
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class DraftContext:
     """What the verifier that will judge the proposals can do: `accepts_coupled`, `kinds` and so on."""
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
+    target_outline: ModelOutline | None = None
+    """What is known of a target that is not loaded, for `Drafter.outline`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
 
@@ -132,6 +136,20 @@ class Drafter(ABC):
         return Fit(f"needs {' and '.join(required)}", None, None, None) if required else Fit()
 
     @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """What it will hold beside `table_bytes`, for `slipstream plan`. Loads nothing; `context.target_outline` is set.
+
+        Raises `ModelError` where a configuration that it needs cannot be read. By default it holds nothing.
+        """
+        return DraftOutline(cls.configured_depth(options) or 0)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """The most that its tables and caches come to hold, beside keys and values, while `num_seqs` texts run that
+        have `num_tokens` tokens together."""
+        return 0
+
+    @classmethod
     def configured_depth(cls, options: Any) -> int | None:
         """The most draft tokens on a path that `options` ask for: their `num_speculative_tokens`, None without one."""
         depth: int | None = getattr(options, "num_speculative_tokens", None)
@@ -207,6 +225,11 @@ class Drafter(ABC):
     def drafting_model(self) -> CausalLM | None:
         """The language model that drafts; None for lookups, heads and all others without one."""
         return None
+
+    def drafting_models(self) -> Seq[CausalLM]:
+        """Every language model that drafts: of a group, all members'."""
+        model = self.drafting_model()
+        return [] if model is None else [model]
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""

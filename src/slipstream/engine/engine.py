@@ -34,7 +34,7 @@ from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.logprobs import TokenTexts, record_logprobs, record_prompt_logprobs
-from slipstream.engine.memory import plan_memory
+from slipstream.engine.memory import plan_memory, with_passes
 from slipstream.engine.outputs import RequestOutput, Update, completion
 from slipstream.engine.requests import (
     Answer,
@@ -114,13 +114,14 @@ class Engine:
         self._num_operator_threads = self.model.num_threads if self.model.decoder is None else 1
         feature_layers = tuple(self.drafter.feature_layers())
         feature_width = len(feature_layers) * self.model.hidden_size
-        self.memory_plan = plan_memory(
+        planned = plan_memory(
             config,
             self.model,
             self.drafter.memory_bytes(),
             self.drafter.kv_bytes_per_token() + feature_width * self.model.dtype.itemsize,
             self.drafter.max_nodes(),
         )
+        self.memory_plan = with_passes(planned, config, self.model, self.drafter)
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)

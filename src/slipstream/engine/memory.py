@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.draft.base import Drafter
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.models import CausalLM
+from slipstream.models.support import text_config
+from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
+from slipstream.plan.sizes import format_bytes
 from slipstream.profiling.memory import available_bytes, total_bytes
 
 logger = logging.getLogger(__name__)
@@ -20,7 +24,8 @@ logger = logging.getLogger(__name__)
 class MemoryPlan:
     """Bytes by purpose, and how many tokens' keys and values fit.
 
-    Activations and logits of a step come on top; they grow with `max_num_batched_tokens`, not with the requests.
+    `slipstream plan` tells the same before anything is loaded, by the same arithmetic (`slipstream.plan`). What the
+    process itself takes comes on top.
     """
 
     target_bytes: int
@@ -32,6 +37,14 @@ class MemoryPlan:
     """Prompt and answer together; less than the model could when the cache is too small for more."""
     weight_format: str | None = None
     """Of the target; None where its weights are the checkpoint's."""
+    activation_bytes: int = 0
+    """What the largest passes of target and draft model compute with."""
+    logit_bytes: int = 0
+    """Logits of the largest number of checked rows, and what choosing tokens from them takes."""
+    table_bytes: int = 0
+    """The most that the drafter's tables and caches come to hold."""
+    packing_bytes: int = 0
+    """The most that the weights took at once while they were read and packed."""
 
     @property
     def kv_bytes(self) -> int:
@@ -39,9 +52,11 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         weights = "" if self.weight_format is None else f" in {self.weight_format}"
+        passes = f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
+        tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
-            f"keys and values {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens, "
+            f"keys and values {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}{tables}, "
             f"at most {self.max_model_len:,} a request"
         )
 
@@ -116,10 +131,26 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int
     return min(free, share - weight_bytes)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
+def with_passes(plan: MemoryPlan, config: EngineConfig, model: CausalLM, drafter: Drafter) -> MemoryPlan:
+    """The plan with what passes compute with and what the drafter's tables come to hold."""
+    limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, drafter.max_nodes())
+    models = [model, *drafter.drafting_models()]
+    num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
+    return replace(
+        plan,
+        activation_bytes=sum(activation_bytes(_sizes(each), limits) for each in models),
+        logit_bytes=_sizes(model).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
+        table_bytes=drafter.table_bytes(drafter.options, model.vocab_size, config.max_num_seqs, num_tokens),
+        packing_bytes=max(model.num_parameters * model.dtype.itemsize, model.weight_bytes),
+    )
+
+
+def _sizes(model: CausalLM) -> PassSizes:
+    return PassSizes.of(
+        text_config(model.config),
+        model.shapes,
+        model.vocab_size,
+        model.dtype,
+        model.kernels,
+        model.weight_format.bytes_per_weight,
+    )

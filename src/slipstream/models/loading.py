@@ -88,8 +88,14 @@ def _warn_once(reason: str) -> None:
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's Transformers configuration."""
     check_folder(path)
-    with _one_line(f"cannot read the configuration of {_named(path)}"), _quiet():
+    with _one_line(f"cannot read the configuration of {_named(path)}"), silenced():
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def read_config_file(file: str, *, trust_remote_code: bool = False) -> Any:
+    """The Transformers configuration in a file of its own: a `config.json` without a checkpoint."""
+    with _one_line(f"cannot read the configuration {file!r}"), silenced():
+        return AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -97,7 +103,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     if not _is_tokenizer_folder(path):
         check_folder(path)
     check_tokenizer_files(path)
-    with _one_line(f"cannot load the tokenizer of {_named(path)}"), _quiet():
+    with _one_line(f"cannot load the tokenizer of {_named(path)}"), silenced():
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -194,14 +200,14 @@ def adapt(
         backend = choose_backend(AUTO, replace(traits, native=False))
     lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt)
     expected = None
-    with _quiet():
+    with silenced():
         if canary:
             check_masks(lm)
             expected = stock_logits(lm)
         if pack:
             lm.decoder = backend.take_over(model, probed.variants, fmt)
             if lm.decoder is None:
-                pack_linears(model, fmt, native)
+                pack_linears(model, fmt, native, give_back=True)
         if expected is not None:
             check_logits(lm, expected)
     return lm
@@ -222,7 +228,7 @@ class _Source:
 
 def _open(path: str, revision: str | None, trust_remote_code: bool, lora: str | None) -> _Source:
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    with _one_line(f"cannot look for an adapter beside {path!r}"), _quiet():
+    with _one_line(f"cannot look for an adapter beside {path!r}"), silenced():
         adapter = chosen_adapter(path, revision, lora)
     tower = text_tower(config)
     config = config if tower is None else tower.config
@@ -237,7 +243,7 @@ def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
-    with _one_line(f"cannot load the weights of {path!r}"), _quiet(), without_adapter(path) as folder:
+    with _one_line(f"cannot load the weights of {path!r}"), silenced(), without_adapter(path) as folder:
         try:
             model, loaded = from_pretrained(
                 folder,
@@ -261,7 +267,7 @@ def _load_weights(source: _Source, dtype: torch.dtype, attention: str) -> Any:
         log.info("%s reads images; its language model alone was loaded", tower.family)
     _check_complete(path, loaded)
     if source.adapter is not None:
-        with _one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {path!r}"), _quiet():
+        with _one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {path!r}"), silenced():
             return merge_adapter(model, source.adapter)
     return model
 
@@ -315,7 +321,7 @@ def _one_line(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Silence Transformers' progress bars and warnings within the body."""
     quiet: Any = transformers_logging
     bars, verbosity, hub_verbosity = (

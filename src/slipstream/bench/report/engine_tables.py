@@ -17,7 +17,7 @@ from slipstream.bench.report.grid import (
     share,
 )
 from slipstream.bench.result import BenchResult, EngineFigures
-from slipstream.engine.memory import format_bytes
+from slipstream.plan.sizes import format_bytes
 
 
 def tables(result: BenchResult) -> list[Grid]:

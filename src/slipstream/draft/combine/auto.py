@@ -11,8 +11,9 @@ from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.choice import Choice
-from slipstream.draft.combine.group import DrafterGroup
+from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.model.self_model import DRAFT_FORMAT, is_smaller
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
@@ -80,6 +81,16 @@ class AutoDrafter(DrafterGroup):
             else sum(weight_format(name).num_bytes(target.num_parameters) for name in formats if target),
             grows_with="; ".join(part.grows_with for part in parts if part.grows_with),
         )
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return outline_members(options.configs() or _usual(context), context)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """All members'."""
+        configs = options.configs() or [SpeculativeConfig("suffix")]  # of the usual ones, that one has tables
+        return member_table_bytes(configs, vocab_size, num_seqs, num_tokens)
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs() or _usual(context))

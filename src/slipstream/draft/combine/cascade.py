@@ -20,9 +20,10 @@ from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.model.cached import Feed
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.model.growth import Growth, GrowthOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import check_quantization
@@ -74,6 +75,23 @@ class CascadeDrafter(DraftModelDrafter):
     summary = "a draft model that itself drafts with a cheaper drafter"
 
     Options = CascadeOptions  # type: ignore[assignment]
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """The draft model and, loaded after it, the inner drafter, whose target it is."""
+        own = outline_of(_draft_model(options, context), context)
+        inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
+        inner = inner_class.outline(
+            inner_options, dataclasses.replace(context, target_outline=own.models[0], target=None)
+        )
+        joined = DraftOutline.joined([own, inner], own.max_nodes)
+        return dataclasses.replace(joined, logit_rows=own.logit_rows + 1 + inner.max_nodes)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """The inner drafter's."""
+        inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
+        return inner_class.table_bytes(inner_options, vocab_size, num_seqs, num_tokens)
 
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
         super().__init__(_draft_model(options, context), context)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.combine.group import DrafterGroup
+from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.combine.merging import AcceptanceRecord, merge, share_of
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 
@@ -95,6 +96,17 @@ class EnsembleDrafter(DrafterGroup):
     summary = "several drafters whose drafts are united, voted on or tried in turn"
 
     Options = EnsembleOptions
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """The members' together. `num_draft_nodes` bounds what they unite."""
+        joined = outline_members(options.configs(), context)
+        return joined if options.num_draft_nodes is None else replace(joined, max_nodes=options.num_draft_nodes)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """All members'."""
+        return member_table_bytes(options.configs(), vocab_size, num_seqs, num_tokens)
 
     def __init__(self, options: EnsembleOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs())

@@ -10,8 +10,25 @@ from slipstream.core import ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.drafters import Drafters
 from slipstream.draft.guard import Guard
-from slipstream.draft.registry import create_drafter
+from slipstream.draft.outline import DraftOutline
+from slipstream.draft.registry import create_drafter, validate
 from slipstream.kv.cache import KVCache
+from slipstream.models.causal_lm import CausalLM
+
+
+def outline_members(configs: Seq[SpeculativeConfig], context: DraftContext) -> DraftOutline:
+    """What all members hold together; a proposal has as many nodes as the largest member's."""
+    made = [validate(config) for config in configs]
+    parts = [cls.outline(options, context) for cls, options in made]
+    return DraftOutline.joined(parts, max((part.max_nodes for part in parts), default=0))
+
+
+def member_table_bytes(
+    configs: Seq[SpeculativeConfig], vocab_size: int, num_seqs: int, num_tokens: int
+) -> int:
+    """What all members' tables come to hold; see `Drafter.table_bytes`."""
+    made = [validate(config) for config in configs]
+    return sum(cls.table_bytes(options, vocab_size, num_seqs, num_tokens) for cls, options in made)
 
 
 class DrafterGroup(Drafter):
@@ -57,6 +74,9 @@ class DrafterGroup(Drafter):
     def reset(self) -> None:
         for member in self.members:
             member.drafter.reset()
+
+    def drafting_models(self) -> Seq[CausalLM]:
+        return [model for member in self.members for model in member.drafter.drafting_models()]
 
     def kv_bytes_per_token(self) -> int:
         return sum(member.drafter.kv_bytes_per_token() for member in self.members)

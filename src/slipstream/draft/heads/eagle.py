@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.eagle_files import load_eagle
+from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
+from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter, Feed
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import LayerShape
+from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
@@ -83,6 +85,33 @@ class EagleDrafter(CachedDrafter):
         )
         self._variant = Variant(config.head_dim**-0.5)
         self.target_cache: KVCache | None = None
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """Its own weights as the header of the file has them, and entries of its one layer.
+
+        An embedding table in the file is counted where it cannot be a copy of the target's.
+        """
+        target = context.target_outline
+        if target is None:
+            raise ConfigError("eagle drafts from a target's features; give the target with it")
+        raw, tensors = outline_checkpoint(options.model, revision=options.revision)
+        config = eagle_config(raw, tensors, target, options.model)
+        check_head(config, target, options.model)
+        table = tensors.pop("embed_tokens.weight", None)
+        own_table = 0 if table is None or table.shape[1] == target.hidden_size else table.numel()
+        shape = ProposalShape.of(options, context.verifier)
+        entry = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        width = max(2 * config.intermediate_size, len(config.feature_layers) * config.target_hidden_size)
+        return DraftOutline(
+            max_nodes=shape.num_nodes,
+            head_bytes=held_bytes(tensors, target, options.quantization) + own_table * target.dtype.itemsize,
+            head_stored_bytes=stored_bytes(tensors),
+            head_bytes_per_row=(2 * width + 6 * config.hidden_size) * target.dtype.itemsize,
+            kv_bytes_per_token=bytes_per_token([entry], target.dtype),
+            feature_layers=config.feature_layers,
+            logit_rows=2 * shape.logit_rows,  # its own vocabulary's, then the target's
+        )
 
     def feature_layers(self) -> Seq[int]:
         return self.head.config.feature_layers

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from slipstream.draft.heads.target_shape import TargetShape
+from slipstream.draft.heads.target_shape import TargetShape, TargetSizes
 from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
 
@@ -42,14 +42,14 @@ def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -
     raw, tensors = read_checkpoint(path, revision=revision)
     config = eagle_config(raw, tensors, target, path)
     head = EagleHead(config)
-    _check_fit(config, target, path)
+    check_head(config, target, path)
     head.embedding = _own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
     head.load_state_dict(_renamed(tensors, head, path))
     return head
 
 
 def eagle_config(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape, path: str
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetSizes, path: str
 ) -> EagleConfig:
     """The configuration of a checkpoint of any layout; raises `ModelError` where it is not an EAGLE head's."""
     if "fc.weight" not in tensors:
@@ -229,7 +229,7 @@ def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: Eagle
     return ids
 
 
-def _check_fit(config: EagleConfig, target: TargetShape, path: str) -> None:
+def check_head(config: EagleConfig, target: TargetSizes, path: str) -> None:
     """Raise `ModelError` where the head was trained for another target."""
     for what, mine, its in (
         ("hidden size", target.hidden_size, config.target_hidden_size),

@@ -9,6 +9,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.heads.checkpoints import WEIGHT_FILES
+from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.draft.heads.target_shape import check_fits
 from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, ProposalShape
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
@@ -50,6 +54,8 @@ class HeadDrafter(Drafter):
     """Grows a chain or a tree for all sequences at once; a subclass computes the logits."""
 
     kinds = frozenset(ProposalKind)
+    weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
+    """Names that the heads' file may have."""
 
     def __init__(
         self,
@@ -77,6 +83,28 @@ class HeadDrafter(Drafter):
         self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
         self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
         self.target_cache: KVCache | None = None
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """Their weights, as the header of the file has them, and the hidden state that they read."""
+        target = context.target_outline
+        if target is None:
+            raise ConfigError("heads read the target's hidden states; give the target with them")
+        raw, tensors = outline_checkpoint(
+            options.model, revision=options.revision, weight_files=cls.weight_files
+        )
+        if raw.get("original_lm_head"):  # a copy of the target's output layer is not kept
+            tensors = {name: weight for name, weight in tensors.items() if len(weight) != target.vocab_size}
+        shape = ProposalShape.of(options, context.verifier)
+        widest = max((weight.shape[-1] for weight in tensors.values()), default=0)
+        return DraftOutline(
+            max_nodes=shape.num_nodes,
+            head_bytes=held_bytes(tensors, target, options.quantization),
+            head_stored_bytes=stored_bytes(tensors),
+            head_bytes_per_row=2 * widest * target.dtype.itemsize,
+            feature_layers=(target.num_layers,),
+            logit_rows=shape.depth * shape.logit_rows,  # Medusa computes all levels at once
+        )
 
     @abstractmethod
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:

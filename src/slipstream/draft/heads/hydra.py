@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
-from slipstream.draft.heads.hydra_head import load_hydra
+from slipstream.draft.heads.hydra_head import WEIGHT_FILES, load_hydra
 from slipstream.draft.model.growth import Growth
 
 
@@ -28,6 +28,7 @@ class HydraDrafter(HeadDrafter):
     summary = "small heads on the target, each of which reads the tokens before its own (Hydra)"
 
     Options = HydraOptions
+    weight_files = WEIGHT_FILES
 
     def __init__(self, options: HydraOptions, context: DraftContext) -> None:
         target = target_of(context, "hydra")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
-from slipstream.draft.heads.medusa_head import load_medusa
+from slipstream.draft.heads.medusa_head import WEIGHT_FILES, load_medusa
 from slipstream.draft.model.growth import Growth
 
 
@@ -30,6 +30,7 @@ class MedusaDrafter(HeadDrafter):
     summary = "small heads on the target, one for each position ahead (Medusa)"
 
     Options = MedusaOptions
+    weight_files = WEIGHT_FILES
 
     def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
         target = target_of(context, "medusa")

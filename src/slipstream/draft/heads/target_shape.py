@@ -9,8 +9,8 @@ from torch import Tensor
 from slipstream.errors import ModelError
 
 
-class TargetShape(Protocol):
-    """A target's sizes and embedding; the engine's target and the trainer's both implement it."""
+class TargetSizes(Protocol):
+    """A target's sizes; a target that is only planned has them too."""
 
     @property
     def hidden_size(self) -> int:
@@ -28,11 +28,15 @@ class TargetShape(Protocol):
     def context_length(self) -> int:
         """The most positions that it supports."""
 
+
+class TargetShape(TargetSizes, Protocol):
+    """A target's sizes and embedding; the engine's target and the trainer's both implement it."""
+
     def embed(self, token_ids: Tensor, /) -> Tensor:
         """int64 [...] -> [..., hidden]"""
 
 
-def check_fits(path: str, hidden_size: int, vocab_size: int, target: TargetShape) -> None:
+def check_fits(path: str, hidden_size: int, vocab_size: int, target: TargetSizes) -> None:
     """Raise `ModelError` unless heads of these sizes match `target`."""
     if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
         raise ModelError(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.config import check_at_least
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError
+
+BYTES_PER_TOKEN = 135
+"""What a token of a running text takes in an index, for each length of n-grams: a tuple and its place in a table."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class NgramDrafter(Drafter):
     def fit(cls, context: DraftContext) -> Fit:
         """An index a running request."""
         return Fit(grows_with="an index of each running text")
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """An index of every running text."""
+        return num_tokens * BYTES_PER_TOKEN * (options.prompt_lookup_max - options.prompt_lookup_min + 1)
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
         super().__init__(options, context)

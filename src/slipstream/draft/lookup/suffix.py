@@ -7,16 +7,22 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import check_at_least
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.draft.lookup.suffix_cache import SuffixCache, check_cache_file
 from slipstream.draft.lookup.suffix_index import SuffixIndex
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 
 MAX_OCCURRENCES = 64
 """Links followed in each chain of an index: what bounds the time of a proposal."""
+LIVE_TOKEN_BYTES = 170
+"""A token of a running text in its own index."""
+CACHED_TOKEN_BYTES = 80
+"""A token of a past answer in the tenant's index."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,16 @@ class SuffixDrafter(Drafter):
     def fit(cls, context: DraftContext) -> Fit:
         """Indexes of running texts and of past answers."""
         return Fit(grows_with=f"past answers, at most {cls.Options.suffix_decoding_max_cached_requests:,}")
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return DraftOutline(options.num_draft_nodes if options.tree else options.num_speculative_tokens)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """Indexes of the running texts, and past answers up to their bound."""
+        cached = options.suffix_decoding_max_cached_tokens if options.suffix_decoding_max_cached_requests else 0
+        return num_tokens * LIVE_TOKEN_BYTES + cached * CACHED_TOKEN_BYTES
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
         super().__init__(options, context)

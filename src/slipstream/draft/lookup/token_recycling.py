@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
 
 RANK_PROBS = (0.5, 0.1, 0.055, 0.035, 0.03, 0.02, 0.015, 0.012)
@@ -106,6 +108,15 @@ class TokenRecyclingDrafter(Drafter):
         """The bytes of one tenant's table."""
         table_bytes = 4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size)
         return Fit(weight_bytes=table_bytes, grows_with="a table of that size for each further user")
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return DraftOutline(options.num_draft_nodes)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """A table for each tenant."""
+        return int(4 * vocab_size * min(options.num_successors, vocab_size) * options.max_tenants)
 
     def remembers(self) -> bool:
         """True: past answers of the tenant."""

@@ -11,10 +11,12 @@ from torch import Tensor
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter, Feed
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.linear.formats import check_quantization
+from slipstream.models.outline import outline_model
 from slipstream.text.vocabulary import check_same_vocabulary
 
 
@@ -49,6 +51,10 @@ class DraftModelDrafter(CachedDrafter):
     summary = "a smaller model with the same vocabulary drafts"
 
     Options = DraftModelOptions
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return outline_of(options, context)
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         trust = context.engine_config.trust_remote_code
@@ -108,3 +114,26 @@ class DraftModelDrafter(CachedDrafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
         return logits[:, : self._growths.vocab_size]
+
+
+def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutline:
+    """What a drafter with this draft model holds: its weights, and keys and values of its own."""
+    engine = context.engine_config
+    model = outline_model(
+        options.model,
+        dtype=options.dtype,
+        device=str(context.device) if options.device == "auto" else options.device,
+        revision=options.revision,
+        trust_remote_code=engine.trust_remote_code,
+        quantization=options.quantization or engine.quantization,
+        cpu_kernels=engine.cpu_kernels,
+        max_model_len=engine.max_model_len,
+        attention_backend=engine.attention_backend,
+    )
+    shape = ProposalShape.of(options, context.verifier)
+    return DraftOutline(
+        max_nodes=shape.num_nodes,
+        models=(model,),
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        logit_rows=shape.logit_rows,
+    )

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
+from slipstream.draft.outline import DraftOutline
 from slipstream.text.retokenize import Translation, Translator
+
+UNKNOWN_TOKENS = (
+    "the draft's keys and values are counted as if its tokens were as long as the target's: the tokenizers, which tell, "
+    "are not loaded"
+)
 
 
 class ForeignModelDrafter(DraftModelDrafter):
     """A causal language model that reads the committed text in tokens of its own."""
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """As with the target's tokenizer: how many of its own tokens the draft reads for one is told by the
+        tokenizers, which are not loaded."""
+        return replace(outline_of(options, context), note=UNKNOWN_TOKENS)
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         super().__init__(options, context)

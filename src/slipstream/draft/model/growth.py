@@ -157,6 +157,12 @@ class ProposalShape:
         return METHOD_KINDS[self.method]
 
     @property
+    def logit_rows(self) -> int:
+        """Rows of the drafter's logits and distributions that exist at once for one sequence."""
+        level = 1 if self.is_chain else self.top_k
+        return level + (self.num_nodes if self.method == "probabilistic" else 0)
+
+    @property
     def max_stored(self) -> int:
         """The most nodes that are fed back to the drafter: all but those of the deepest level."""
         if self.widths is not None:

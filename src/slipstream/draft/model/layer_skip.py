@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Peaks
+from slipstream.draft.model.growth import Growth, GrowthOptions, Peaks, ProposalShape
 from slipstream.draft.model.layer_search import Layers, LayerSearch
-from slipstream.draft.model.self_model import is_smaller
+from slipstream.draft.model.self_model import is_smaller, target_copy
 from slipstream.draft.model.shaped import ShapedDrafter
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
@@ -73,6 +75,14 @@ class LayerSkipDrafter(ShapedDrafter):
     summary = "the target itself with some layers left out, in the target's own cache"
 
     Options = LayerSkipOptions
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """A copy of the target's weights in another format, or nothing."""
+        shape = ProposalShape.of(options, context.verifier)
+        engine = context.engine_config
+        copies = [] if options.quantization is None else [target_copy(options.quantization, engine)]
+        return DraftOutline(shape.num_nodes, tuple(copies), logit_rows=shape.logit_rows)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
         super().__init__(options, context, vocab_size=context.vocab_size)

@@ -9,13 +9,16 @@ Quantized KV Cache", ICML 2025.)
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
-from slipstream.config import check_types
+from slipstream.config import EngineConfig, check_types
 from slipstream.draft.base import DraftContext, Fit
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format
+from slipstream.models.outline import ModelOutline, outline_model
 
 DRAFT_FORMAT = "int8"
 """Weight format of the target's own copies where none is named."""
@@ -57,6 +60,21 @@ def is_smaller(quantization: str, target: str | None) -> bool:
     return weight_format(quantization).bytes_per_weight < weight_format(target).bytes_per_weight
 
 
+def target_copy(quantization: str, config: EngineConfig) -> ModelOutline:
+    """The outline of the target of `config` in another weight format."""
+    return outline_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=quantization,
+        cpu_kernels=config.cpu_kernels,
+        max_model_len=config.max_model_len,
+        attention_backend=config.attention_backend,
+    )
+
+
 class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
@@ -75,6 +93,10 @@ class SelfDrafter(DraftModelDrafter):
         if target is None:
             return Fit("", None, None, 0)
         return Fit("", fmt.num_bytes(target.num_parameters), target.kv_bytes_per_token, 0)
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return outline_of(self_model(options.quantization, options, context), context)
 
     def __init__(self, options: SelfOptions, context: DraftContext) -> None:
         super().__init__(self_model(options.quantization, options, context), context)

@@ -12,12 +12,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slipstream.config import DTYPES, check_at_least, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.draft_model import DraftModelOptions
-from slipstream.draft.model.foreign_model import ForeignModelDrafter
+from slipstream.draft.model.draft_model import DraftModelOptions, outline_of
+from slipstream.draft.model.foreign_model import UNKNOWN_TOKENS, ForeignModelDrafter
+from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM
 from slipstream.models.linear.formats import check_quantization
@@ -65,20 +67,18 @@ class SlemDrafter(Drafter):
 
     Options = SlemOptions
 
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """As of its draft model; see `ForeignModelDrafter.outline`."""
+        return replace(
+            outline_of(_writers_options(options), context),
+            max_nodes=2 * options.num_speculative_tokens,
+            note=UNKNOWN_TOKENS,
+        )
+
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self.writer = _Writer(
-            DraftModelOptions(
-                model=options.model,
-                num_speculative_tokens=options.num_speculative_tokens,
-                draft_sample_method="probabilistic" if options.draft_temperature else "greedy",
-                dtype=options.dtype,
-                quantization=options.quantization,
-                device=options.device,
-                revision=options.revision,
-            ),
-            context,
-        )
+        self.writer = _Writer(_writers_options(options), context)
         self.model = self.writer.model
         self._params = SamplingParams(temperature=options.draft_temperature)
         self._target, self._draft = self.writer.translator.target, self.writer.translator.draft
@@ -185,3 +185,16 @@ class SlemDrafter(Drafter):
             if longer < len(self._said) and self._said[longer].startswith(rest):
                 return first
         return len(pieces)
+
+
+def _writers_options(options: SlemOptions) -> DraftModelOptions:
+    """The options of the draft model alone."""
+    return DraftModelOptions(
+        model=options.model,
+        num_speculative_tokens=options.num_speculative_tokens,
+        draft_sample_method="probabilistic" if options.draft_temperature else "greedy",
+        dtype=options.dtype,
+        quantization=options.quantization,
+        device=options.device,
+        revision=options.revision,
+    )

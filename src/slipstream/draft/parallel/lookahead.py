@@ -16,16 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.combine.merging import node_along
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
 
 MAX_KEYS = 1024
 """First tokens whose n-grams are kept for one sequence; the least recently seen one is dropped."""
+
+_KEY_BYTES, _TUPLE_BYTES, _TOKEN_BYTES = 240, 56, 36
+"""A key of a pool with its list, a tuple, and a token in it, as CPython lays them out."""
 
 
 def initial_token(token_ids: Seq[int], position: int) -> int:
@@ -149,8 +154,9 @@ class NgramPool:
 
     def memory_bytes(self) -> int:
         """Bytes held: a list and an entry a key, a tuple and its integers an n-gram."""
-        bytes_per_ngram = 56 + 36 * max((len(tails[0]) for tails in self._tails.values()), default=0)
-        return 240 * len(self._tails) + bytes_per_ngram * len(self)
+        longest = max((len(tails[0]) for tails in self._tails.values()), default=0)
+        bytes_per_ngram = _TUPLE_BYTES + _TOKEN_BYTES * longest
+        return _KEY_BYTES * len(self._tails) + bytes_per_ngram * len(self)
 
 
 class TreeBuilder:
@@ -211,6 +217,17 @@ class LookaheadDrafter(Drafter):
     def fit(cls, context: DraftContext) -> Fit:
         """A window and a pool for each running request."""
         return Fit(grows_with="a window and n-grams a running request")
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        return DraftOutline((options.window_size + options.max_guesses) * (options.ngram_size - 1))
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """A window and a full pool for each running text."""
+        bytes_per_ngram = _TUPLE_BYTES + _TOKEN_BYTES * (options.ngram_size - 1)
+        num_ngrams = min(MAX_KEYS * options.max_guesses * num_seqs, num_tokens)
+        return int(num_ngrams * (_KEY_BYTES + bytes_per_ngram))
 
     def __init__(self, options: LookaheadOptions, context: DraftContext) -> None:
         super().__init__(options, context)

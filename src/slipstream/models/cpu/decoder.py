@@ -165,6 +165,7 @@ class Decoder:
             sliding_window=variant.sliding_window or 0,
         )
         layer.to_empty(device="meta")
+        native.trim_heap()
         return struct
 
     def _pack(self, linears: Sequence[nn.Linear], kernel: Kernel, interleaved: bool = False) -> PackedWeight:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
+from slipstream.models.cpu.native import release, trim_heap
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 
 
-def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True) -> int:
+def pack_linears(
+    module: nn.Module, fmt: WeightFormat, native: bool = True, give_back: bool = False
+) -> int:
     """Replace the float32 linear layers of `module` that are on a device with this format, in place; returns how many.
 
     Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,
-    except where an embedding shares them. Without `native` PyTorch's own operators are used; where they do not have the
+    except where an embedding shares them. With `give_back` they are given back to the system at once, and nobody may
+    read them any more: else weights that are mapped from a file stay in memory as long as any of the file's does.
+    Without `native` PyTorch's own operators are used; where they do not have the
     format, `ConfigError` is raised, or, if the format keeps the checkpoint's numbers, the layers stay as they are.
     """
     plain = [
@@ -32,8 +39,12 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True) -> i
         if reason is not None:
             cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"
             raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
+    users = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     for parent, name, child in plain:
         setattr(parent, name, fmt.pack(child, native))
+        if give_back and users[id(child.weight)] == 1:
+            release(child.weight)
+            trim_heap()
     return len(plain)
 
 

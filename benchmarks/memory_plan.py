@@ -1,0 +1,237 @@
+"""Whether `slipstream plan` tells the truth: planned peaks beside measured ones, each of a process of its own.
+
+    python -m benchmarks.memory_plan [--only NAME ...]
+
+Every case loads an engine with exactly the batch and context that were planned, answers requests that fill both, twice,
+and reads the highest resident memory that the process ever had. The weights' files are mapped while they are read, so
+their pages count. Two models are made for it: the embedded target enlarged to 0.3 G, in float32 and in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import Kept, say
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import ProcessMemory, process_memory
+from slipstream.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "docs/benchmarks/memory_plan.json"
+PAGE = ROOT / "docs/benchmarks/memory_plan.md"
+LIMITS = (-0.02, 0.05)
+"""A planned peak may be this much under and over the measured one."""
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_000}
+CASES: dict[str, dict[str, Any]] = {
+    "embedded, off": {"model": "embedded", "batch": 1, "context": 128},
+    "embedded, draft tree": {
+        "model": "embedded",
+        "batch": 8,
+        "context": 2048,
+        "spec": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12},
+    },
+    "embedded, eagle3": {
+        "model": "embedded",
+        "batch": 32,
+        "context": 512,
+        "spec": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+    },
+    "embedded, suffix": {"model": "embedded", "batch": 32, "context": 1024, "spec": SUFFIX},
+    "0.3 G float32, off": {"model": "float32", "batch": 1, "context": 256},
+    "0.3 G float32, draft": {"model": "float32", "batch": 8, "context": 512, "spec": DRAFT},
+    "0.3 G int8, suffix": {
+        "model": "float32",
+        "quantization": "int8",
+        "batch": 1,
+        "context": 2048,
+        "spec": SUFFIX,
+    },
+    "0.3 G int8, long batch": {"model": "float32", "quantization": "int8", "batch": 8, "context": 1024},
+    "0.3 G from bfloat16, self in int8": {
+        "model": "bfloat16",
+        "batch": 1,
+        "context": 512,
+        "spec": {"method": "self", "quantization": "int8"},
+    },
+    "0.3 G from bfloat16, PyTorch's kernels": {
+        "model": "bfloat16",
+        "batch": 4,
+        "context": 256,
+        "cpu_kernels": "torch",
+    },
+}
+
+WORKER = """
+import json, random, resource, sys
+from slipstream import LLM, SamplingParams
+
+case = json.loads(sys.argv[1])
+llm = LLM(case["model"], speculative_config=case["spec"], **case["engine"])
+batch, context, answer = case["batch"], case["context"], case["answer"]
+numbers = random.Random(0)
+vocabulary = llm.engine.model.vocab_size
+params = SamplingParams(temperature=0.8, max_tokens=answer, ignore_eos=True, seed=1)
+for _ in range(2):
+    prompts = [[numbers.randrange(5, vocabulary) for _ in range(context - answer)] for _ in range(batch)]
+    llm.generate(prompts, params)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+plan = llm.engine.memory_plan
+print(json.dumps({"peak_bytes": peak, "num_slots": plan.num_slots, "engine_plan": str(plan)}))
+"""
+
+
+def main() -> None:
+    """Measure every case, write the result and its table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=list(CASES), help="some of the cases; nothing is written")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the 0.3 G models are kept for the next run")
+    options = parser.parse_args()
+    settings = {"answer": options.answer, "threads": options.threads}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        process = process_memory()
+        if options.only:
+            for name in options.only:
+                print(_line(name, measured(name, folder, settings, process)))
+            return
+        kept = Kept(RESULT, {**settings, "cases": CASES})
+        rows = [
+            {"name": name, **kept.cell(name, lambda name=name: measured(name, folder, settings, process))}
+            for name in CASES
+        ]
+    found = {
+        "provenance": provenance(num_threads=options.threads),
+        "settings": settings,
+        "limits": LIMITS,
+        "process": {"loading_bytes": process.loading_bytes, "running_bytes": process.running_bytes},
+        "cases": rows,
+    }
+    kept.finish(found)
+    PAGE.write_text(page(found), encoding="utf-8")
+    for row in rows:
+        print(_line(row["name"], row))
+
+
+def measured(
+    name: str, folder: Path, settings: Mapping[str, Any], process: ProcessMemory
+) -> dict[str, Any]:
+    """One case: what was planned, and what a process of its own came to hold."""
+    case = CASES[name]
+    model = _model(case["model"], folder)
+    engine = {key: case[key] for key in ("quantization", "cpu_kernels") if key in case}
+    engine["num_threads"] = settings["threads"]
+    spec = case.get("spec") or {"method": "off"}
+    planner = Planner(EngineConfig(model, **engine), SpeculativeConfig.from_mapping(spec), process)
+    plan = planner.at(case["batch"], case["context"])
+    engine |= {"max_num_seqs": plan.batch, "max_model_len": plan.context, "kv_cache_bytes": plan.kv_cache_bytes}
+    work = {
+        "model": model,
+        "spec": spec,
+        "engine": engine,
+        "batch": plan.batch,
+        "context": plan.context,
+        "answer": settings["answer"],
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, json.dumps(work)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr.strip()}")
+    ran = json.loads(done.stdout.strip().splitlines()[-1])
+    return {
+        "model": case["model"],
+        "spec": spec["method"],
+        "quantization": case.get("quantization", "float32"),
+        "batch": plan.batch,
+        "context": plan.context,
+        "planned_bytes": plan.peak_bytes,
+        "planned_running_bytes": plan.running_bytes,
+        "planned_loading_bytes": plan.loading_bytes,
+        "measured_bytes": ran["peak_bytes"],
+        "error": plan.peak_bytes / ran["peak_bytes"] - 1,
+        "slots_as_planned": ran["num_slots"] == plan.num_slots,
+        "parts": {part.name: part.num_bytes for part in plan.parts if part.num_bytes},
+        "stages": {stage.name: stage.num_bytes for stage in plan.stages},
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The table of the documentation."""
+    origin = found["provenance"]
+    low, high = found["limits"]
+    within = sum(low <= row["error"] <= high for row in found["cases"])
+    lines = [
+        "# Planned and measured memory",
+        "",
+        "Written by `python -m benchmarks.memory_plan`; do not edit.",
+        "",
+        f"`slipstream plan` before anything is loaded, and the peak resident memory of a process of its own that loads the",
+        "engine and answers requests which fill batch and context. A peak is that of running or that of loading,",
+        f"whichever is larger. {within} of {len(found['cases'])} plans are between {100 * -low:.0f} % under and "
+        f"{100 * high:.0f} % over the measured peak.",
+        "",
+        "| case | weights | drafter | requests | context | planned, MiB | measured, MiB | planned over measured | peak of |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["cases"]:
+        loading = row["planned_loading_bytes"] > row["planned_running_bytes"]
+        lines.append(
+            f"| {row['name']} | {row['quantization']} | {row['spec']} | {row['batch']} | {row['context']} | "
+            f"{row['planned_bytes'] / 2**20:,.0f} | {row['measured_bytes'] / 2**20:,.0f} | {row['error']:+.1%} | "
+            f"{'loading' if loading else 'running'} |"
+        )
+    lines += [
+        "",
+        f"Measured {origin['date']} on {origin['cpu']}, {found['settings']['threads']} threads, commit "
+        f"{str(origin['commit'])[:7]}, PyTorch {origin['versions']['torch']}, Transformers "
+        f"{origin['versions']['transformers']}. The process itself took "
+        f"{found['process']['running_bytes'] / 2**20:,.0f} MiB, as `slipstream plan` measures it once on a machine. "
+        "[Samples](memory_plan.json).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(name: str, row: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{part} {size / 2**20:.0f}" for part, size in row["parts"].items())
+    return (
+        f"{name}: planned {row['planned_bytes'] / 2**20:,.1f} MiB (running {row['planned_running_bytes'] / 2**20:,.1f}, "
+        f"loading {row['planned_loading_bytes'] / 2**20:,.1f}), measured {row['measured_bytes'] / 2**20:,.1f}, "
+        f"{row['error']:+.2%}{'' if row['slots_as_planned'] else ', OTHER NUMBER OF SLOTS'} [{parts}]"
+    )
+
+
+def _model(name: str, folder: Path) -> str:
+    if name == "embedded":
+        return EMBEDDED_TARGET
+    target = folder / f"0.3G-{name}"
+    if not target.is_dir():
+        say(f"making the 0.3 G target in {name} …")
+        command = [sys.executable, "-m", "slipstream.testing.expand", EMBEDDED_TARGET, str(target)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        subprocess.run([*command, "--parameters", "300M", "--dtype", name], check=True, env=environment)
+    return str(target)
+
+
+if __name__ == "__main__":
+    main()

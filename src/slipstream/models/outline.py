@@ -1,0 +1,294 @@
+"""What a model will hold in memory, from its configuration alone: nothing is loaded and no weights are downloaded.
+
+The model is made on PyTorch's meta device, whose tensors have shapes and no memory. So every family that can be loaded
+can be planned, by the same classes, and nothing about a family is written down twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
+from slipstream.models.attention.registry import AUTO, choose_backend
+from slipstream.models.canary import probe_layers
+from slipstream.models.cpu.families import find_family
+from slipstream.models.cpu.native import packed_bytes
+from slipstream.models.files.quantized import settle_quantized
+from slipstream.models.linear.formats import WeightFormat, check_quantization, checked_format
+from slipstream.models.loading import (
+    load_config,
+    read_config_file,
+    resolve_device,
+    resolve_dtype,
+    resolve_kernels,
+    silenced,
+)
+from slipstream.models.support import check_config, context_length, unsupported
+from slipstream.models.text_tower import text_tower
+
+STORED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "mxfp4": 0.5}
+"""Bytes a weight in checkpoints whose weights are widened while they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Bytes of a model's weights as they are held."""
+
+    linear_bytes: int
+    """Of the linear layers, in their weight format."""
+    scale_bytes: int
+    """Scales and sums of that format."""
+    embedding_bytes: int
+    """Of an embedding table that is held beside the output layer."""
+    other_bytes: int
+    """Norms, biases, and weights that no format packs."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return self.linear_bytes + self.scale_bytes + self.embedding_bytes + self.other_bytes
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model that is not loaded: its sizes, and what it will hold and compute with."""
+
+    path: str
+    config: Any
+    """Transformers' configuration of the language model."""
+    model: Any
+    """The Transformers model on the meta device."""
+    shapes: tuple[LayerShape, ...]
+    """What each layer stores for a token."""
+    vocab_size: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+    weight_format: WeightFormat
+    kernels: str
+    """As `CausalLM.kernels`: `decoder`, `native` or `torch`."""
+    kv_unit: int
+    """Slots of its caches are given out in multiples of this many."""
+    stored_bytes_per_weight: float
+    """In the checkpoint's files."""
+
+    @property
+    def family(self) -> str:
+        return str(self.config.model_type)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self.shapes, self.dtype)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the linear layers are packed: float32 on a CPU."""
+        return self.device.type in self.weight_format.devices and self.dtype == torch.float32
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights in the checkpoint's files."""
+        return round(self.num_parameters * self.stored_bytes_per_weight)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of all weights once they are read, before any of them is packed."""
+        return self.num_parameters * self.dtype.itemsize
+
+    @cached_property
+    def held(self) -> HeldWeights:
+        """The weights as the engine holds them."""
+        groups = self._groups
+        parameters = {id(weight): weight for weight in self.model.parameters()}
+        table = getattr(self.model.get_input_embeddings(), "weight", None)
+        packed = {id(linear.weight) for group in groups for linear in group}
+        if self.kernels != "torch":
+            packed |= {id(linear.bias) for group in groups for linear in group if linear.bias is not None}
+        # The decoder reads a tied embedding out of the packed output layer; in other models the table stays.
+        read_out = self.kernels == "decoder" and id(table) in packed
+        sizes = [self._group_bytes(group) for group in groups]
+        others = [weight for key, weight in parameters.items() if key not in packed and weight is not table]
+        return HeldWeights(
+            linear_bytes=sum(weights for weights, _, _ in sizes),
+            scale_bytes=sum(scales for _, scales, _ in sizes),
+            embedding_bytes=0 if table is None or read_out else table.numel() * self.dtype.itemsize,
+            other_bytes=sum(biases for _, _, biases in sizes)
+            + sum(weight.numel() for weight in others) * self.dtype.itemsize,
+        )
+
+    def packing_extra_bytes(self) -> int:
+        """The most that packing takes beside the unpacked weights: one group of layers, stacked and packed, and what
+        the decoder keeps a copy of."""
+        extra = 0
+        for group in self._groups:
+            weights, scales, _ = self._group_bytes(group)
+            stacked = sum(linear.weight.numel() for linear in group) * 4 if len(group) > 1 else 0
+            extra = max(extra, weights + scales + stacked)
+        return extra + (self.held.embedding_bytes if self.kernels == "decoder" else 0)
+
+    @cached_property
+    def _groups(self) -> list[list[nn.Linear]]:
+        """The layers that are packed (see `models.linear.packing`), together where the decoder stacks them."""
+        if not self.packs:
+            return []
+        if self.kernels != "decoder":
+            return [[module] for module in self.model.modules() if type(module) is nn.Linear]
+        family = find_family(self.model)
+        assert family is not None
+        layers = [family.layer_parts(layer) for layer in family.part(self.model, family.layers)]
+        groups = [[family.part(self.model, family.head)]]
+        for parts in layers:
+            groups += [list(parts.qkv), [parts.output], list(parts.gate_up), [parts.down]]
+        return groups
+
+    def _group_bytes(self, group: list[nn.Linear]) -> tuple[int, int, int]:
+        """Bytes of (weights, scales, biases) of layers that are packed as one."""
+        fmt, inputs = self.weight_format, group[0].in_features
+        outputs = sum(linear.out_features for linear in group)
+        biased = any(linear.bias is not None for linear in group)
+        if self.kernels == "torch" or fmt.kernel is None:
+            weights = round(inputs * outputs * fmt.bytes_per_weight)
+            return weights, round(outputs * fmt.bytes_per_output), 0
+        if (inputs, outputs) not in self._sizes:
+            self._sizes[inputs, outputs] = packed_bytes(fmt.kernel, inputs, outputs)
+        weights, scales, biases = self._sizes[inputs, outputs]
+        return weights, scales, biases if biased else 0
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """What the kernels have said of weights of a shape."""
+        return {}
+
+
+def outline_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+    cpu_kernels: str = "auto",
+    max_model_len: int | None = None,
+    attention_backend: str = AUTO,
+) -> ModelOutline:
+    """The outline of a checkpoint folder, a hub id (its configuration alone is downloaded) or a `config.json`.
+
+    The options are those of `load_model`; a GPU need not be there. Raises as `load_model` does, as far as a
+    configuration tells.
+    """
+    check_quantization(quantization)
+    config = _config(path, revision, trust_remote_code)
+    where = _device(device)
+    kind = resolve_dtype(dtype, where, config)
+    fmt = checked_format(quantization, where, kind)
+    stored = _stored_bytes_per_weight(config)
+    native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
+    backend = choose_backend(attention_backend, ModelTraits(config, where, kind, native))
+    model = _meta_model(config, backend, trust_remote_code)
+    shapes, variants, vocab_size = _probed(model, backend)
+    packs = kind == torch.float32 and where.type in fmt.devices
+    kernels = "native" if native and packs and fmt.kernel is not None else "torch"
+    if kernels == "native" and _fuses(model, variants):
+        kernels = "decoder"
+    return ModelOutline(
+        path=path,
+        config=config,
+        model=model,
+        shapes=tuple(shapes),
+        vocab_size=vocab_size,
+        context_length=context_length(config, max_model_len),
+        dtype=kind,
+        device=where,
+        weight_format=fmt,
+        kernels=kernels,
+        kv_unit=backend.layout.unit,
+        stored_bytes_per_weight=stored,
+    )
+
+
+def _config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The language model's configuration; raises for one that the engine would refuse."""
+    if Path(path).is_file() and path.endswith(".json"):
+        config = read_config_file(path, trust_remote_code=trust_remote_code)
+    else:
+        config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    tower = text_tower(config)
+    config = config if tower is None else tower.config
+    check_config(config)
+    settle_quantized(path, config)
+    return config
+
+
+def _device(name: str) -> torch.device:
+    """As `resolve_device`, but a device need not be there to be planned for."""
+    if name == "auto":
+        return resolve_device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
+
+
+def _stored_bytes_per_weight(config: Any) -> float:
+    """Bytes a weight in the checkpoint; the configuration is left without its quantisation, which a plan widens."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None:
+        method = str(settings["quant_method"])
+        del config.quantization_config
+        return STORED_BYTES.get(method, 2.0)
+    stored: torch.dtype | None = getattr(config, "dtype", None)
+    return float(torch.float32.itemsize if stored is None else stored.itemsize)
+
+
+def _meta_model(config: Any, backend: AttentionBackend, trust_remote_code: bool) -> Any:
+    """The model without numbers. Its type is none that counts: the outline says what it will be loaded as."""
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        with silenced(), torch.device("meta"):
+            model = make(
+                config,
+                dtype=torch.bfloat16,  # experts' products have no other type on this device
+                attn_implementation=backend.attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelError(f"no {config.model_type} model can be made of this configuration: {reason}") from None
+    return model.eval()
+
+
+def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
+    """What each layer stores and how it attends, and the width of the logits."""
+    with silenced():
+        probed = probe_layers(model, backend)
+    return probed.shapes, probed.variants, probed.vocab_size
+
+
+def _fuses(model: Any, variants: list[Variant]) -> bool:
+    """Whether the kernels' decoder computes whole passes of it."""
+    family = find_family(model)
+    return family is not None and next(family.misfits(model, variants), None) is None

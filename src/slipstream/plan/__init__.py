@@ -1,0 +1,1 @@
+"""Whether a model fits: every byte that it will hold, planned before anything is loaded."""

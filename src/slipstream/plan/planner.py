@@ -1,0 +1,195 @@
+"""Plans deployments of one model with one drafter, at any batch and context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
+from slipstream.draft.base import DraftContext
+from slipstream.draft.outline import DraftOutline
+from slipstream.draft.registry import validate
+from slipstream.errors import ConfigError
+from slipstream.models.outline import ModelOutline, outline_model
+from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
+from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
+from slipstream.plan.process import ProcessMemory
+from slipstream.verify.registry import VERIFIERS
+
+TEXT_TOKEN_BYTES = 100
+"""What the engine keeps of a token of a running text on the host: its id in a few lists, and the index of prefixes."""
+
+
+class Planner:
+    """Reads the configurations once; `at` is then a sum."""
+
+    def __init__(
+        self, config: EngineConfig, speculative: SpeculativeConfig | None, process: ProcessMemory
+    ) -> None:
+        """Raises `ConfigError`, `ModelError` or `UnsupportedModelError` where the engine would not start either."""
+        self.config = config
+        self.speculative = speculative or SpeculativeConfig()
+        self.process = process
+        verifier = VERIFIERS.load(self.speculative.verifier).traits()
+        self._drafter, self._options = validate(self.speculative, verifier)
+        self.target = outline_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            quantization=config.quantization,
+            cpu_kernels=config.cpu_kernels,
+            max_model_len=config.max_model_len,
+            attention_backend=config.attention_backend,
+        )
+        self.draft = self._drafter.outline(
+            self._options,
+            DraftContext(
+                engine_config=config,
+                tokenizer=None,
+                vocab_size=self.target.vocab_size,
+                max_model_len=config.max_model_len or self.target.context_length,
+                device=self.target.device,
+                dtype=self.target.dtype,
+                verifier=verifier,
+                target_outline=self.target,
+            ),
+        )
+
+    @property
+    def max_context(self) -> int:
+        """The longest text that the model can read."""
+        return self.target.context_length
+
+    @cached_property
+    def feature_bytes_per_token(self) -> int:
+        """Hidden states of the target that are kept for the drafter."""
+        return len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of target and drafter together, features included."""
+        draft = self.draft.kv_bytes_per_token + self.feature_bytes_per_token
+        return self.target.kv_bytes_per_token + draft
+
+    def at(self, batch: int, context: int) -> DeploymentPlan:
+        """The plan for `batch` requests at once of `context` tokens each, prompt and answer together.
+
+        Raises `ConfigError` for a batch or context that is not positive, or beyond the model's context.
+        """
+        check_at_least("plan", 1, batch=batch, context=context)
+        if context > self.max_context:
+            raise ConfigError(
+                f"a context of {context} is beyond the model's {self.max_context}; plan for {self.max_context} or less"
+            )
+        num_slots = batch * (context + self.draft.max_nodes + self.target.kv_unit)
+        return DeploymentPlan(
+            batch=batch,
+            context=context,
+            num_slots=num_slots,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            parts=tuple(self._parts(batch, context, num_slots)),
+            stages=tuple(self._stages()),
+            notes=(self.draft.note,) if self.draft.note else (),
+        )
+
+    # --- while requests run -----------------------------------------------------------------------------------
+
+    def _parts(self, batch: int, context: int, num_slots: int) -> Iterator[PlannedPart]:
+        yield from self._weights()
+        yield from self._cache(num_slots)
+        yield from self._passes(batch, context)
+        yield PlannedPart(
+            "texts",
+            PartKind.PROCESS,
+            TEXT_TOKEN_BYTES * batch * context,
+            "token ids of the running requests and the index of prefixes",
+        )
+        yield PlannedPart(
+            "process", PartKind.PROCESS, self.process.running_bytes, "Python, PyTorch, libraries, kernels, threads"
+        )
+
+    def _weights(self) -> Iterator[PlannedPart]:
+        held, fmt = self.target.held, self.target.weight_format.name
+        kind = fmt if self.target.packs else str(self.target.dtype).removeprefix("torch.")
+        count = f"{self.target.num_parameters / 1e6:,.1f} M parameters"
+        yield PlannedPart(f"weights, {kind}", PartKind.TARGET, held.linear_bytes, count)
+        yield PlannedPart("scales", PartKind.TARGET, held.scale_bytes, f"of {fmt}, for each output")
+        plain = str(self.target.dtype).removeprefix("torch.")
+        yield PlannedPart("embedding", PartKind.TARGET, held.embedding_bytes, f"a table in {plain}")
+        yield PlannedPart("other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed")
+        for model in self.draft.models:
+            own = model.weight_format.name if model.packs else str(model.dtype).removeprefix("torch.")
+            count = f"{model.num_parameters / 1e6:,.1f} M parameters"
+            yield PlannedPart(f"draft weights, {own}", PartKind.DRAFTER, model.held.total_bytes, count)
+        yield PlannedPart("heads", PartKind.DRAFTER, self.draft.head_bytes, "of the drafter")
+
+    def _cache(self, num_slots: int) -> Iterator[PlannedPart]:
+        for name, per_token in (
+            ("keys and values", self.target.kv_bytes_per_token),
+            ("draft keys and values", self.draft.kv_bytes_per_token),
+            ("features", self.feature_bytes_per_token),
+        ):
+            detail = f"{num_slots:,} tokens of {per_token:,} bytes"
+            yield PlannedPart(name, PartKind.CACHE, num_slots * per_token, detail)
+
+    def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
+        limits = PassLimits.of(self.config, batch, context, self.draft.max_nodes)
+        sizes = pass_sizes(self.target)
+        features = 2 * len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
+        yield PlannedPart(
+            "activations",
+            PartKind.PASS,
+            activation_bytes(sizes, limits) + limits.num_rows * features,
+            f"passes of {limits.num_rows:,} rows",
+        )
+        yield PlannedPart(
+            "logits",
+            PartKind.PASS,
+            sizes.logit_bytes(limits.num_logit_rows, batch),
+            f"{limits.num_logit_rows:,} checked rows of {sizes.vocab:,} tokens",
+        )
+        own = sum(activation_bytes(pass_sizes(model), limits) for model in self.draft.models)
+        own += limits.num_rows * self.draft.head_bytes_per_row
+        rows = batch * self.draft.logit_rows
+        own += sizes.logit_bytes(rows, batch) if rows else 0
+        yield PlannedPart("draft activations", PartKind.PASS, own, f"passes and {rows:,} rows of logits")
+        tables = self._drafter.table_bytes(self._options, self.target.vocab_size, batch, batch * context)
+        yield PlannedPart("drafter's tables", PartKind.DRAFTER, tables, "at their bounds")
+
+    # --- while it starts --------------------------------------------------------------------------------------
+
+    def _stages(self) -> Iterator[LoadingStage]:
+        """Models are loaded one after another, each beside those that are held already."""
+        held = self.process.loading_bytes
+        for number, model in enumerate((self.target, *self.draft.models)):
+            what = "target" if number == 0 else "draft"
+            yield LoadingStage(f"{what} read", held + read_bytes(model))
+            yield LoadingStage(f"{what} packed", held + packing_bytes(model))
+            held += model.held.total_bytes
+        if self.draft.head_bytes:
+            yield LoadingStage("heads read", held + 2 * self.draft.head_stored_bytes + self.draft.head_bytes)
+
+
+def read_bytes(model: ModelOutline) -> int:
+    """When all weights have been read: the mapped file, and copies where they are of another type."""
+    same = model.stored_bytes_per_weight == model.dtype.itemsize
+    return model.unpacked_bytes + (0 if same else model.stored_bytes)
+
+
+def packing_bytes(model: ModelOutline) -> int:
+    """The most while layers are packed, one after another."""
+    return max(model.unpacked_bytes, model.held.total_bytes) + model.packing_extra_bytes()
+
+
+def pass_sizes(model: ModelOutline) -> PassSizes:
+    """The widths of a planned model's passes."""
+    return PassSizes.of(
+        model.config,
+        model.shapes,
+        model.vocab_size,
+        model.dtype,
+        model.kernels,
+        model.weight_format.bytes_per_weight,
+    )
