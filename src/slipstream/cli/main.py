@@ -25,6 +25,7 @@ from slipstream.cli import (
     importing,
     info,
     load,
+    plan,
     serve,
     train,
     tree,
@@ -93,6 +94,7 @@ app.command(cls=PlainHelp)(generate.generate)
 app.command(cls=PlainHelp)(chat.chat)
 app.command(cls=PlainHelp)(serve.serve)
 app.command(cls=PlainHelp)(info.info)
+app.command(cls=PlainHelp)(plan.plan)
 app.command(cls=PlainHelp)(bench.bench)
 app.command(cls=PlainHelp)(load.load)
 app.command(cls=PlainHelp)(audit.audit)

@@ -137,7 +137,7 @@ class Drafter(ABC):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """What it will hold beside `table_bytes`, for `slipstream plan`. Loads nothing; `context.target_outline` is set.
+        """What it will hold beside `table_bytes`, for `slipstream plan`. Loads nothing; the context has the outline.
 
         Raises `ModelError` where a configuration that it needs cannot be read. By default it holds nothing.
         """

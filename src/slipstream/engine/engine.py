@@ -82,7 +82,7 @@ class Engine:
     ) -> None:
         """`like` is an engine of the same target: its weights and tokenizer are shared instead of loaded again."""
         speculative = speculative or SpeculativeConfig()
-        validate(speculative)
+        _, drafter_options = validate(speculative)
         self.config = config
         self.speculative = speculative
         if config.num_threads is not None and config.num_threads > threads.num_cores():
@@ -121,7 +121,7 @@ class Engine:
             self.drafter.kv_bytes_per_token() + feature_width * self.model.dtype.itemsize,
             self.drafter.max_nodes(),
         )
-        self.memory_plan = with_passes(planned, config, self.model, self.drafter)
+        self.memory_plan = with_passes(planned, config, self.model, self.drafter, drafter_options)
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -52,7 +53,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         weights = "" if self.weight_format is None else f" in {self.weight_format}"
-        passes = f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
+        passes = (
+            f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
+        )
         tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
@@ -131,8 +134,10 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int
     return min(free, share - weight_bytes)
 
 
-def with_passes(plan: MemoryPlan, config: EngineConfig, model: CausalLM, drafter: Drafter) -> MemoryPlan:
-    """The plan with what passes compute with and what the drafter's tables come to hold."""
+def with_passes(
+    plan: MemoryPlan, config: EngineConfig, model: CausalLM, drafter: Drafter, options: Any
+) -> MemoryPlan:
+    """The plan with what passes compute with and what the tables of a drafter with these `options` come to hold."""
     limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, drafter.max_nodes())
     models = [model, *drafter.drafting_models()]
     num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
@@ -140,7 +145,7 @@ def with_passes(plan: MemoryPlan, config: EngineConfig, model: CausalLM, drafter
         plan,
         activation_bytes=sum(activation_bytes(_sizes(each), limits) for each in models),
         logit_bytes=_sizes(model).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
-        table_bytes=drafter.table_bytes(drafter.options, model.vocab_size, config.max_num_seqs, num_tokens),
+        table_bytes=drafter.table_bytes(options, model.vocab_size, config.max_num_seqs, num_tokens),
         packing_bytes=max(model.num_parameters * model.dtype.itemsize, model.weight_bytes),
     )
 

@@ -6,6 +6,9 @@ can be planned, by the same classes, and nothing about a family is written down 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +35,7 @@ from slipstream.models.loading import (
     resolve_kernels,
     silenced,
 )
-from slipstream.models.support import check_config, context_length, unsupported
+from slipstream.models.support import check_config, context_length
 from slipstream.models.text_tower import text_tower
 
 STORED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "mxfp4": 0.5}
@@ -200,33 +203,94 @@ def outline_model(
     configuration tells.
     """
     check_quantization(quantization)
+    seen = _described(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
+    fmt = checked_format(quantization, seen.device, seen.dtype)
+    packs = seen.dtype == torch.float32 and seen.device.type in fmt.devices
+    kernels = "native" if seen.native and packs and fmt.kernel is not None else "torch"
+    if kernels == "native" and seen.fuses:
+        kernels = "decoder"
+    return ModelOutline(
+        path=path,
+        config=seen.config,
+        model=seen.model,
+        shapes=seen.shapes,
+        vocab_size=seen.vocab_size,
+        context_length=context_length(seen.config, max_model_len),
+        dtype=seen.dtype,
+        device=seen.device,
+        weight_format=fmt,
+        kernels=kernels,
+        kv_unit=seen.kv_unit,
+        stored_bytes_per_weight=seen.stored_bytes_per_weight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What is known of a model whatever format its weights get."""
+
+    config: Any
+    model: Any
+    shapes: tuple[LayerShape, ...]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    native: bool
+    fuses: bool
+    kv_unit: int
+    stored_bytes_per_weight: float
+
+
+_shared: ContextVar[dict[tuple[Any, ...], _Described] | None] = ContextVar("_shared", default=None)
+"""What `shared_outlines` has seen."""
+
+
+@contextlib.contextmanager
+def shared_outlines() -> Iterator[None]:
+    """Read every configuration once within the body, however many plans are made of it."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _described(
+    path: str,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    cpu_kernels: str,
+    attention_backend: str,
+) -> _Described:
+    key = (path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
+    known = _shared.get()
+    if known is not None and key in known:
+        return known[key]
     config = _config(path, revision, trust_remote_code)
     where = _device(device)
     kind = resolve_dtype(dtype, where, config)
-    fmt = checked_format(quantization, where, kind)
     stored = _stored_bytes_per_weight(config)
     native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
     backend = choose_backend(attention_backend, ModelTraits(config, where, kind, native))
     model = _meta_model(config, backend, trust_remote_code)
     shapes, variants, vocab_size = _probed(model, backend)
-    packs = kind == torch.float32 and where.type in fmt.devices
-    kernels = "native" if native and packs and fmt.kernel is not None else "torch"
-    if kernels == "native" and _fuses(model, variants):
-        kernels = "decoder"
-    return ModelOutline(
-        path=path,
+    found = _Described(
         config=config,
         model=model,
         shapes=tuple(shapes),
         vocab_size=vocab_size,
-        context_length=context_length(config, max_model_len),
         dtype=kind,
         device=where,
-        weight_format=fmt,
-        kernels=kernels,
+        native=native,
+        fuses=_fuses(model, variants),
         kv_unit=backend.layout.unit,
         stored_bytes_per_weight=stored,
     )
+    if known is not None:
+        known[key] = found
+    return found
 
 
 def _config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -277,7 +341,9 @@ def _meta_model(config: Any, backend: AttentionBackend, trust_remote_code: bool)
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        raise ModelError(f"no {config.model_type} model can be made of this configuration: {reason}") from None
+        raise ModelError(
+            f"no {config.model_type} model can be made of this configuration: {reason}"
+        ) from None
     return model.eval()
 
 

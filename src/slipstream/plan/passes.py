@@ -44,7 +44,13 @@ class PassSizes:
 
     @classmethod
     def of(
-        cls, config: Any, shapes: Sequence[LayerShape], vocab: int, dtype: torch.dtype, kernels: str, bits: float
+        cls,
+        config: Any,
+        shapes: Sequence[LayerShape],
+        vocab: int,
+        dtype: torch.dtype,
+        kernels: str,
+        bits: float,
     ) -> PassSizes:
         """Of a model with this Transformers configuration, whose layers store `shapes`.
 

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
 from slipstream.draft.base import DraftContext
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models.outline import ModelOutline, outline_model
@@ -16,7 +15,7 @@ from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
 from slipstream.plan.process import ProcessMemory
 from slipstream.verify.registry import VERIFIERS
 
-TEXT_TOKEN_BYTES = 100
+TEXT_TOKEN_BYTES = 250
 """What the engine keeps of a token of a running text on the host: its id in a few lists, and the index of prefixes."""
 
 
@@ -107,7 +106,10 @@ class Planner:
             "token ids of the running requests and the index of prefixes",
         )
         yield PlannedPart(
-            "process", PartKind.PROCESS, self.process.running_bytes, "Python, PyTorch, libraries, kernels, threads"
+            "process",
+            PartKind.PROCESS,
+            self.process.running_bytes,
+            "Python, PyTorch, libraries, kernels, threads",
         )
 
     def _weights(self) -> Iterator[PlannedPart]:
@@ -118,7 +120,9 @@ class Planner:
         yield PlannedPart("scales", PartKind.TARGET, held.scale_bytes, f"of {fmt}, for each output")
         plain = str(self.target.dtype).removeprefix("torch.")
         yield PlannedPart("embedding", PartKind.TARGET, held.embedding_bytes, f"a table in {plain}")
-        yield PlannedPart("other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed")
+        yield PlannedPart(
+            "other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed"
+        )
         for model in self.draft.models:
             own = model.weight_format.name if model.packs else str(model.dtype).removeprefix("torch.")
             count = f"{model.num_parameters / 1e6:,.1f} M parameters"

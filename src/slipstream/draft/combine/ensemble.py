@@ -101,7 +101,9 @@ class EnsembleDrafter(DrafterGroup):
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
         """The members' together. `num_draft_nodes` bounds what they unite."""
         joined = outline_members(options.configs(), context)
-        return joined if options.num_draft_nodes is None else replace(joined, max_nodes=options.num_draft_nodes)
+        return (
+            joined if options.num_draft_nodes is None else replace(joined, max_nodes=options.num_draft_nodes)
+        )
 
     @classmethod
     def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:

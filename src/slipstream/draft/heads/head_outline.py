@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,7 +30,7 @@ from slipstream.models.outline import ModelOutline
 def outline_checkpoint(
     path: str, *, revision: str | None = None, weight_files: tuple[str, ...] = WEIGHT_FILES
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As `read_checkpoint`, but the tensors have shapes and no numbers; of a head on the hub only the header is read."""
+    """As `read_checkpoint`, but the tensors have shapes only; of a head on the hub the header alone is read."""
     folder = Path(path)
     if not folder.is_dir():
         return _of_hub(path, revision)
@@ -63,10 +68,7 @@ def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
 def _header(file: Path) -> dict[str, Tensor]:
     with safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
-        return {
-            name: _shaped(part.get_shape(), part.get_dtype())
-            for name, part in slices.items()
-        }
+        return {name: _shaped(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
 
 
 def _shaped(shape: Seq[int], kind: str) -> Tensor:
@@ -92,7 +94,9 @@ def _of_hub(path: str, revision: str | None) -> tuple[dict[str, Any], dict[str, 
         ValueError,
     ) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{path!r} is neither a folder nor a head on the hub that can be read: {reason}") from None
+        raise ModelError(
+            f"{path!r} is neither a folder nor a head on the hub that can be read: {reason}"
+        ) from None
     return config, {
         name: _shaped(info.shape, info.dtype)
         for file in found.files_metadata.values()

@@ -108,7 +108,8 @@ class NgramDrafter(Drafter):
     @classmethod
     def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
         """An index of every running text."""
-        return num_tokens * BYTES_PER_TOKEN * (options.prompt_lookup_max - options.prompt_lookup_min + 1)
+        num_lengths: int = options.prompt_lookup_max - options.prompt_lookup_min + 1
+        return num_tokens * BYTES_PER_TOKEN * num_lengths
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
         super().__init__(options, context)

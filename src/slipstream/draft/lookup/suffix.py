@@ -165,7 +165,9 @@ class SuffixDrafter(Drafter):
     @classmethod
     def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
         """Indexes of the running texts, and past answers up to their bound."""
-        cached = options.suffix_decoding_max_cached_tokens if options.suffix_decoding_max_cached_requests else 0
+        cached = (
+            options.suffix_decoding_max_cached_tokens if options.suffix_decoding_max_cached_requests else 0
+        )
         return num_tokens * LIVE_TOKEN_BYTES + cached * CACHED_TOKEN_BYTES
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:

@@ -13,8 +13,8 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.text.retokenize import Translation, Translator
 
 UNKNOWN_TOKENS = (
-    "the draft's keys and values are counted as if its tokens were as long as the target's: the tokenizers, which tell, "
-    "are not loaded"
+    "the draft's keys and values are counted as if its tokens were as long as the target's, because the tokenizers are "
+    "not loaded"
 )
 
 

@@ -13,9 +13,7 @@ from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 
 
-def pack_linears(
-    module: nn.Module, fmt: WeightFormat, native: bool = True, give_back: bool = False
-) -> int:
+def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give_back: bool = False) -> int:
     """Replace the float32 linear layers of `module` that are on a device with this format, in place; returns how many.
 
     Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,

@@ -1,0 +1,151 @@
+"""`slipstream plan`: whether a model fits, before it is loaded or downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.flags.flags import FlagSet, Values, parse_bytes, with_flags
+from slipstream.cli.flags.options import (
+    SPECULATION,
+    Json,
+    ModelArgument,
+    chosen_speculation,
+    model_name,
+    print_json,
+    with_model,
+)
+from slipstream.cli.output.console import notes, print_rows, results
+from slipstream.cli.output.profile_plot import check_plot
+from slipstream.cli.output.writing import Overwrite
+from slipstream.config import EngineConfig, check_at_least
+
+if TYPE_CHECKING:
+    from slipstream.plan.process import ProcessMemory
+    from slipstream.plan.report import FitReport
+
+_DECIDED = {"model", "seed", "tokenizer", "lora", "max_num_seqs", "max_model_len"}
+_UNUSED = {"kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "generation_config"}
+ENGINE_TO_PLAN = FlagSet(
+    EngineConfig,
+    "Engine",
+    skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
+)
+"""What a plan depends on beside `--batch` and `--context`."""
+
+
+@with_model
+@with_flags(speculation=SPECULATION, engine=ENGINE_TO_PLAN)
+def plan(
+    model: ModelArgument = None,
+    batch: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a request, prompt and answer together; the model's context by default."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What there is: 24GiB. This machine's memory by default."),
+    ] = None,
+    process_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What the process itself takes: Python, PyTorch, libraries. By default it is measured, once on a "
+            "machine, which takes some seconds.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw where the bytes go into this .png, .svg or .pdf.")
+    ] = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+    *,
+    speculation: Values,
+    engine: Values,
+) -> None:
+    """Tell from the configuration alone whether a model fits with its drafter: the bytes of every part, what else fits,
+    and where it does not fit what to change and what that costs. MODEL is a folder, a hub id, of which the
+    configuration alone is downloaded, or a config.json. Exits with 2 when it does not fit.
+    """
+    check_at_least("plan", 1, batch=batch, **({} if context is None else {"context": context}))
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    own_bytes = None if process_memory is None else parse_bytes(process_memory)
+    if plot is not None:
+        check_plot(plot, overwrite)
+    speculative = chosen_speculation(speculation, model)
+    from slipstream.assets import EMBEDDED_TARGET
+    from slipstream.plan.picture import draw
+    from slipstream.plan.planner import Planner
+    from slipstream.plan.report import FitReport
+    from slipstream.profiling.memory import total_bytes
+
+    config = EngineConfig(model or EMBEDDED_TARGET, max_model_len=context, **engine)
+    planner = Planner(config, speculative, _process(own_bytes))
+    there = total_bytes(planner.target.device) if memory_bytes is None else memory_bytes
+    report = FitReport.make(model_name(model), planner, batch, context or planner.max_context, there)
+    if plot is not None:
+        draw(report, plot)
+    if json:
+        print_json(report.as_json())
+    else:
+        _print(report)
+    if plot is not None:
+        notes().print(f"saved {plot}", markup=False)
+    if not report.fits:
+        raise typer.Exit(2)
+
+
+def _process(own_bytes: int | None) -> ProcessMemory:
+    """What was given, or the measurement of this machine."""
+    from slipstream.plan.process import ProcessMemory, is_kept, process_memory
+
+    if own_bytes is not None:
+        return ProcessMemory(own_bytes, own_bytes, measured=False)
+    if not is_kept():
+        notes().print("measuring what the process itself takes, once on this machine …")
+    return process_memory()
+
+
+def _print(report: FitReport) -> None:
+    console = results()
+    rows = list(report.part_rows())
+    width, size = max(len(name) for name, _, _ in rows), max(len(text) for _, text, _ in rows)
+    for name, num_bytes, detail in rows:
+        console.print(f"{name:<{width}}  {num_bytes:>{size}}  {detail}", markup=False)
+    console.print()
+    console.print(report.verdict(), markup=False)
+    print_rows(
+        console,
+        [
+            (
+                "longest context",
+                ", ".join(f"{each.batch} at once: {_count(each.context)}" for each in report.contexts),
+            ),
+            (
+                "largest batch",
+                ", ".join(f"{each.context:,} tokens: {_count(each.batch)}" for each in report.batches),
+            ),
+            ("to hold just this", report.flags()),
+        ],
+    )
+    for number, change in enumerate(report.changes, start=1):
+        from slipstream.plan.sizes import format_bytes
+
+        console.print(
+            f"change {number}: {change.name} ({change.flags}): peak {format_bytes(change.plan.peak_bytes)}. "
+            f"Costs: {change.cost}.",
+            markup=False,
+        )
+    if not report.fits and not report.changes:
+        console.print(
+            "no change that is known makes it fit: take a smaller model or more memory", markup=False
+        )
+    for note in report.plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _count(number: int | None) -> str:
+    return "none" if number is None else f"{number:,}"

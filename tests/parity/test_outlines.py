@@ -1,0 +1,56 @@
+"""What is planned for a family, from its configuration alone, is what its loaded model holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, save_tiny
+
+from slipstream.models import load_model
+from slipstream.models.outline import outline_model
+
+CASES = [(name, None) for name in FAMILIES] + [(name, "int8") for name in ("llama-gqa", "gemma2", "gpt-neox")]
+
+
+@pytest.mark.parametrize(("name", "quantization"), CASES)
+def test_weights_and_entries_are_planned_to_the_byte(
+    name: str, quantization: str | None, tmp_path: Path
+) -> None:
+    save_tiny(FAMILIES[name](), tmp_path)
+    model = load_model(str(tmp_path), quantization=quantization)
+    for path in (tmp_path, tmp_path / "config.json"):
+        planned = outline_model(str(path), quantization=quantization)
+        assert planned.held.total_bytes == model.weight_bytes
+        assert planned.kernels == model.kernels
+        assert planned.shapes == model.shapes
+        assert planned.kv_unit == model.kv_unit
+        assert (planned.vocab_size, planned.context_length) == (model.vocab_size, model.context_length)
+        assert planned.num_parameters == model.num_parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"cpu_kernels": "torch"}])
+def test_other_types_and_kernels_too(name: str, options: dict[str, str], tmp_path: Path) -> None:
+    save_tiny(FAMILIES[name](), tmp_path, dtype=torch.bfloat16)
+    model = load_model(str(tmp_path), **options)  # type: ignore[arg-type]
+    planned = outline_model(str(tmp_path), **options)  # type: ignore[arg-type]
+    assert planned.held.total_bytes == model.weight_bytes
+    assert planned.kernels == model.kernels
+    assert planned.stored_bytes == 2 * model.num_parameters
+
+
+def test_a_tied_embedding_keeps_its_numbers_where_packed_weights_are_given_back(tmp_path: Path) -> None:
+    """Layer by layer, an output layer that shares its weight with the embedding is packed, and the table stays."""
+    save_tiny(FAMILIES["gemma2"](), tmp_path)
+    model = load_model(str(tmp_path))
+    assert model.kernels == "native"
+    table = model.embed(torch.arange(8))
+    assert bool((table.abs().sum(-1) > 0).all())
+    assert torch.allclose(table / table.norm(dim=-1, keepdim=True), _head(model)[:8], atol=1e-5)
+
+
+def _head(model: object) -> torch.Tensor:
+    weight: torch.Tensor = model.model.get_output_embeddings().unpack(torch.arange(8))  # type: ignore[attr-defined]
+    return weight / weight.norm(dim=-1, keepdim=True)

@@ -1,0 +1,197 @@
+"""What is planned from configurations is what an engine then holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.engine.factory import make_engine
+from slipstream.errors import ConfigError, ModelError
+from slipstream.plan import process
+from slipstream.plan.changes import fitting_changes
+from slipstream.plan.fitting import largest_batch, longest_context
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import ProcessMemory
+
+PROCESS = ProcessMemory(400 * 2**20, 410 * 2**20)
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "off": {"method": "off"},
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix", "tree": True},
+    "token_recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"},
+    "jacobi": {"method": "jacobi"},
+    "draft": DRAFT,
+    "draft tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 12, "quantization": "int8"},
+    "self": {"method": "self"},
+    "layer_skip": {"method": "layer_skip", "exit_layer": 2},
+    "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+    "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
+    "auto": {"method": "auto", "drafters": [DRAFT, {"method": "suffix"}]},
+    "ensemble": {
+        "method": "ensemble",
+        "members": [{"method": "ngram"}, {"method": "eagle3", "model": EMBEDDED_EAGLE3}],
+    },
+}
+
+
+def planner(spec: dict[str, Any] | None = None, model: str = EMBEDDED_TARGET, **engine: Any) -> Planner:
+    """With a process of a known size."""
+    return Planner(
+        EngineConfig(model, **engine), SpeculativeConfig.from_mapping(spec or {"method": "off"}), PROCESS
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM(max_model_len=96, max_num_seqs=3)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
+    spec = DRAFTERS[name]
+    plan = planner(spec).at(3, 96)
+    options = {
+        "max_num_seqs": plan.batch,
+        "max_model_len": plan.context,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+    }
+    engine = make_engine(None, spec, options, like=target.engine)
+    held, draft = engine.memory_plan, planner(spec).draft
+    assert held.num_slots == plan.num_slots
+    assert held.kv_bytes_per_token == plan.kv_bytes_per_token
+    assert draft.max_nodes == engine.drafter.max_nodes()
+    assert len(draft.feature_layers) == len(engine.drafter.feature_layers())
+    own = draft.head_bytes + sum(model.held.total_bytes for model in draft.models)
+    assert own == pytest.approx(held.draft_bytes, rel=0.02, abs=1000)
+    sizes = {part.name: part.num_bytes for part in plan.parts}
+    assert sizes["weights, float32"] + sizes["other weights"] == held.target_bytes
+    assert sizes["logits"] == held.logit_bytes
+    assert sizes["drafter's tables"] == held.table_bytes
+
+
+def test_the_engines_own_plan_counts_the_passes(target: LLM) -> None:
+    plan = target.engine.memory_plan
+    sizes = {part.name: part.num_bytes for part in planner().at(3, 96).parts}
+    assert plan.activation_bytes == sizes["activations"] > 0
+    assert "passes" in str(plan)
+    assert plan.packing_bytes >= plan.target_bytes - 2**16
+
+
+def test_more_never_takes_less() -> None:
+    planned = planner(DRAFT)
+    peaks = [planned.at(batch, 256).peak_bytes for batch in (1, 2, 8, 32)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+    lengths = [planned.at(4, context).peak_bytes for context in (1, 100, 1000, 2048)]
+    assert lengths == sorted(lengths)
+    plan = planned.at(4, 100)
+    assert plan.peak_bytes == max(plan.running_bytes, plan.loading_bytes)
+    assert sum(plan.of_kind(kind) for kind in {part.kind for part in plan.parts}) == plan.running_bytes
+
+
+def test_a_quantised_target_still_needs_its_unpacked_weights_at_the_start() -> None:
+    small, plain = planner(quantization="int8").at(1, 64), planner().at(1, 64)
+    assert small.running_bytes < plain.running_bytes - 20 * 2**20
+    assert small.loading_bytes > small.running_bytes
+    assert small.loading_bytes > plain.running_bytes - 16 * 2**20
+
+
+def test_what_is_said_to_fit_is_the_most_that_fits() -> None:
+    planned, memory = planner(DRAFT), 600 * 2**20
+    context = longest_context(planned, 8, memory)
+    assert context is not None
+    assert planned.at(8, context).peak_bytes <= memory < planned.at(8, context + 1).peak_bytes
+    batch = largest_batch(planned, 512, memory)
+    assert batch is not None
+    assert planned.at(batch, 512).peak_bytes <= memory < planned.at(batch + 1, 512).peak_bytes
+    assert longest_context(planned, 1, 100 * 2**20) is None
+    assert longest_context(planned, 1, 2**40) == 2048
+
+
+def test_every_change_fits_when_it_is_planned_again() -> None:
+    planned, memory = planner(DRAFT), 700 * 2**20
+    changes = fitting_changes(planned, 32, 2048, memory)
+    assert len(changes) == 3
+    assert [change.weight for change in changes] == sorted(change.weight for change in changes)
+    for change in changes:
+        config, spec, batch, context = planned.config, planned.speculative, 32, 2048
+        for one in change.changes:
+            config, spec = replace(config, **one.engine), one.speculative or spec
+            batch, context = one.batch or batch, one.context or context
+        again = Planner(config, spec, PROCESS).at(batch, context)
+        assert again.peak_bytes == change.plan.peak_bytes <= memory
+        assert change.cost
+        assert change.flags.startswith("--")
+    assert fitting_changes(planned, 1, 64, 2**20) == []
+
+
+def test_a_cheap_change_comes_before_one_that_refuses_requests() -> None:
+    spec = {"method": "suffix"}  # a million tokens of past answers
+    planned = planner(spec)
+    memory = planned.at(4, 512).peak_bytes - 30 * 2**20
+    first = fitting_changes(planned, 4, 512, memory)[0]
+    assert "past answers" in first.name
+    assert "the text stays" in first.cost
+
+
+def test_a_bare_configuration_is_enough(tmp_path: Path) -> None:
+    folder = planner().at(2, 128)
+    bare = planner(model=str(Path(EMBEDDED_TARGET) / "config.json")).at(2, 128)
+    assert bare.parts == folder.parts
+
+
+def test_a_device_need_not_be_there() -> None:
+    plan = planner(device="cuda").at(2, 128)
+    sizes = {part.name: part.num_bytes for part in plan.parts}
+    assert sizes["other weights"] + sizes["embedding"] == 2 * 8_749_120  # as in the checkpoint, in 16 bits
+
+
+def test_the_process_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert not process.is_kept()
+    calls = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        return type(
+            "Done", (), {"returncode": 0, "stdout": json.dumps({"loading_bytes": 1, "running_bytes": 2})}
+        )
+
+    monkeypatch.setattr(process.subprocess, "run", run)
+    assert process.process_memory() == process.process_memory() == ProcessMemory(1, 2)
+    assert len(calls) == 1
+    assert process.is_kept()
+
+
+def test_where_the_process_cannot_be_measured_a_usual_figure_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    failed = type("Done", (), {"returncode": 1, "stderr": "no room"})
+    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: failed)
+    assert process.process_memory() is process.USUAL
+    assert "no room" in caplog.text
+
+
+def test_a_head_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is no head"):
+        planner({"method": "eagle3", "model": str(tmp_path)})
+    with pytest.raises(ModelError, match="neither a folder nor a head on the hub"):
+        planner({"method": "medusa", "model": "nobody/nothing"})
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="beyond the model's 2048"):
+        planner().at(1, 2049)
+    with pytest.raises(ConfigError, match="batch must be a whole number of at least 1"):
+        planner().at(0, 10)

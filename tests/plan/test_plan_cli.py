@@ -1,0 +1,105 @@
+"""`slipstream plan`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.cli.main import app
+
+BASE = ["plan", "--process-memory", "400MiB", "--memory", "2GiB"]
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, [*BASE, *words])
+
+
+def test_a_table_says_what_fits() -> None:
+    result = run("--batch", "4", "--context", "512")
+    assert result.exit_code == 0, result.output
+    for part in ("weights, float32", "draft weights", "keys and values", "activations", "logits", "process"):
+        assert part in result.stdout
+    assert "fits: 4 at once of 512 tokens" in result.stdout
+    assert "--max-num-seqs 4 --max-model-len 512 --kv-cache-bytes" in result.stdout
+
+
+def test_what_does_not_fit_exits_with_2_and_says_what_to_change(tmp_path: Path) -> None:
+    picture = tmp_path / "bytes.svg"
+    result = run("--batch", "32", "--memory", "700MiB", "--plot", str(picture))
+    assert result.exit_code == 2
+    assert "does not fit" in result.stdout
+    assert result.stdout.count("Costs:") == 3
+    assert picture.stat().st_size > 1000
+    none = run("--memory", "100MiB", "--batch", "1")
+    assert none.exit_code == 2
+    assert "take a smaller model or more memory" in none.stdout
+
+
+def test_json_has_every_byte() -> None:
+    result = run("--batch", "2", "--context", "256", "--spec", "suffix", "--json")
+    told = json.loads(result.stdout)
+    plan = told["plan"]
+    assert told["fits"] is True
+    assert sum(part["num_bytes"] for part in plan["parts"]) == plan["running_bytes"]
+    assert sum(plan["by_kind"].values()) == plan["running_bytes"]
+    assert max(plan["running_bytes"], plan["loading_bytes"]) == plan["peak_bytes"]
+    assert {"longest_contexts", "largest_batches", "changes", "flags"} <= told.keys()
+
+
+def _folder(tmp_path: Path, config: object) -> str:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(tmp_path)
+
+
+_T5 = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 64, "d_model": 32}
+_EMBEDDED = json.loads((Path(EMBEDDED_TARGET) / "config.json").read_text())
+_GPTQ = {**_EMBEDDED, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "nothing-like-it"}, "cannot read the configuration"),
+        ({}, "cannot read the configuration"),
+        ("{", "cannot read the configuration"),
+        (_T5, "encoder-decoder"),
+        ({"model_type": "mamba"}, "cannot be decoded"),
+        ({**_EMBEDDED, "num_attention_heads": 0}, ""),
+        (_GPTQ, "GPTQ"),
+    ],
+)
+def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, complaint: str) -> None:
+    result = run(_folder(tmp_path, config))
+    assert result.exit_code == 2
+    error = result.stderr.strip().splitlines()
+    assert len(error) == 1, error
+    assert error[0].startswith("error: ")
+    assert complaint in error[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["./no/such/folder"], "is not a folder"),
+        (["model.gguf"], "GGUF"),
+        (["--memory", "much"], "is not a size"),
+        (["--process-memory", "-1"], "is not a size"),
+        (["--batch", "0"], "plan batch must be a whole number of at least 1"),
+        (["--context", "0"], "plan context must be a whole number of at least 1"),
+        (["--context", "9999"], "beyond the model's 2048"),
+        (["--quantization", "int9"], "did you mean 'int8'?"),
+        (["--spec", "draft:./nowhere"], "is not a folder"),
+        (["--plot", "bytes.txt"], "has another suffix"),
+    ],
+)
+def test_bad_input_costs_one_line(words: list[str], complaint: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    error = result.stderr.strip().splitlines()
+    assert len(error) == 1, error
+    assert complaint in error[0]
