@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.plan.planner import Planner
-from slipstream.plan.process import ProcessMemory, process_memory
-from slipstream.provenance import provenance
+from slipstream.plan.process import USUAL, ProcessMemory, process_memory
+from slipstream.provenance import commit, provenance
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs/benchmarks/memory_plan.json"
@@ -115,55 +116,88 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=24, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the 0.3 G models are kept for the next run")
+    parser.add_argument(
+        "--replan", action="store_true", help="plan again what was measured before, and write the result anew"
+    )
     options = parser.parse_args()
     settings = {"answer": options.answer, "threads": options.threads}
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        process = process_memory()
-        if options.only:
-            for name in options.only:
-                print(_line(name, measured(name, folder, settings, process)))
-            return
-        kept = Kept(RESULT, {**settings, "cases": CASES})
-        rows = [
-            {"name": name, **kept.cell(name, partial(measured, name, folder, settings, process))}
-            for name in CASES
+        if options.replan:
+            found = json.loads(RESULT.read_text(encoding="utf-8"))
+        elif options.only:
+            found = _of([measured(name, folder, settings) for name in options.only], settings)
+        else:
+            kept = Kept(RESULT, {**settings, "cases": CASES})
+            found = _of(
+                [kept.cell(name, partial(measured, name, folder, settings)) for name in CASES], settings
+            )
+        process = ProcessMemory(**found["process"])
+        found["planned_at"] = commit()
+        found["cases"] = [
+            {**row, **planned(row, folder, found["settings"], process)} for row in found["cases"]
         ]
-    found = {
-        "provenance": provenance(num_threads=options.threads),
+    for row in found["cases"]:
+        print(_line(row))
+    if options.only:
+        return
+    if options.replan:
+        RESULT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    else:
+        kept.finish(found)
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+def _of(rows: list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A result without plans."""
+    return {
+        "provenance": provenance(num_threads=settings["threads"]),
         "settings": settings,
         "limits": LIMITS,
-        "process": {"loading_bytes": process.loading_bytes, "running_bytes": process.running_bytes},
+        "process": asdict(process_memory()),
         "cases": rows,
     }
-    kept.finish(found)
-    PAGE.write_text(page(found), encoding="utf-8")
-    for row in rows:
-        print(_line(row["name"], row))
 
 
-def measured(name: str, folder: Path, settings: Mapping[str, Any], process: ProcessMemory) -> dict[str, Any]:
-    """One case: what was planned, and what a process of its own came to hold."""
+def planner_of(name: str, folder: Path, settings: Mapping[str, Any], process: ProcessMemory) -> Planner:
+    """Plans for the model and the drafter of a case."""
     case = CASES[name]
-    model = _model(case["model"], folder)
-    engine: dict[str, Any] = {key: case[key] for key in ("quantization", "cpu_kernels") if key in case}
-    engine["num_threads"] = settings["threads"]
-    spec = case.get("spec") or {"method": "off"}
-    planner = Planner(EngineConfig(model, **engine), SpeculativeConfig.from_mapping(spec), process)
+    engine = {key: case[key] for key in ("quantization", "cpu_kernels") if key in case}
+    config = EngineConfig(_model(case["model"], folder), num_threads=settings["threads"], **engine)
+    return Planner(config, SpeculativeConfig.from_mapping(_spec(name)), process)
+
+
+def planned(
+    row: Mapping[str, Any], folder: Path, settings: Mapping[str, Any], process: ProcessMemory
+) -> dict[str, Any]:
+    """What is planned for a case, beside what was measured."""
+    plan = planner_of(row["name"], folder, settings, process).at(row["batch"], row["context"])
+    return {
+        "planned_bytes": plan.peak_bytes,
+        "planned_running_bytes": plan.running_bytes,
+        "planned_loading_bytes": plan.loading_bytes,
+        "error": plan.peak_bytes / row["measured_bytes"] - 1,
+        "slots_as_planned": row["num_slots"] == plan.num_slots,
+        "parts": {part.name: part.num_bytes for part in plan.parts if part.num_bytes},
+        "stages": {stage.name: stage.num_bytes for stage in plan.stages},
+    }
+
+
+def measured(name: str, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process of its own comes to hold in one case."""
+    case = CASES[name]
+    planner = planner_of(name, folder, settings, USUAL)
     plan = planner.at(case["batch"], case["context"])
-    engine |= {
+    engine = {
+        "quantization": planner.config.quantization,
+        "cpu_kernels": planner.config.cpu_kernels,
+        "num_threads": planner.config.num_threads,
         "max_num_seqs": plan.batch,
         "max_model_len": plan.context,
         "kv_cache_bytes": plan.kv_cache_bytes,
     }
-    work = {
-        "model": model,
-        "spec": spec,
-        "engine": engine,
-        "batch": plan.batch,
-        "context": plan.context,
-        "answer": settings["answer"],
-    }
+    size = {"batch": plan.batch, "context": plan.context}
+    work = {"model": planner.config.model, "spec": _spec(name), "engine": engine, **size, **settings}
     done = subprocess.run(
         [sys.executable, "-c", WORKER, json.dumps(work)],
         capture_output=True,
@@ -175,20 +209,18 @@ def measured(name: str, folder: Path, settings: Mapping[str, Any], process: Proc
         raise SystemExit(f"{name}: {done.stderr.strip()}")
     ran = json.loads(done.stdout.strip().splitlines()[-1])
     return {
-        "model": case["model"],
-        "spec": spec["method"],
-        "quantization": case.get("quantization", "float32"),
-        "batch": plan.batch,
-        "context": plan.context,
-        "planned_bytes": plan.peak_bytes,
-        "planned_running_bytes": plan.running_bytes,
-        "planned_loading_bytes": plan.loading_bytes,
+        "name": name,
+        "spec": _spec(name)["method"],
+        "weights": planner.target.weight_format.name,
+        **size,
         "measured_bytes": ran["peak_bytes"],
-        "error": plan.peak_bytes / ran["peak_bytes"] - 1,
-        "slots_as_planned": ran["num_slots"] == plan.num_slots,
-        "parts": {part.name: part.num_bytes for part in plan.parts if part.num_bytes},
-        "stages": {stage.name: stage.num_bytes for stage in plan.stages},
+        "num_slots": ran["num_slots"],
     }
+
+
+def _spec(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = CASES[name].get("spec") or {"method": "off"}
+    return spec
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -212,28 +244,29 @@ def page(found: Mapping[str, Any]) -> str:
     for row in found["cases"]:
         loading = row["planned_loading_bytes"] > row["planned_running_bytes"]
         lines.append(
-            f"| {row['name']} | {row['quantization']} | {row['spec']} | {row['batch']} | {row['context']} | "
+            f"| {row['name']} | {row['weights']} | {row['spec']} | {row['batch']} | {row['context']} | "
             f"{row['planned_bytes'] / 2**20:,.0f} | {row['measured_bytes'] / 2**20:,.0f} | {row['error']:+.1%} | "
             f"{'loading' if loading else 'running'} |"
         )
     lines += [
         "",
         f"Measured {origin['date']} on {origin['cpu']}, {found['settings']['threads']} threads, commit "
-        f"{str(origin['commit'])[:7]}, PyTorch {origin['versions']['torch']}, Transformers "
-        f"{origin['versions']['transformers']}. The process itself took "
-        f"{found['process']['running_bytes'] / 2**20:,.0f} MiB, as `slipstream plan` measures it once on a machine. "
-        "[Samples](memory_plan.json).",
+        f"{str(origin['commit'])[:7]}, planned at {str(found['planned_at'])[:7]},",
+        f"PyTorch {origin['versions']['torch']}, Transformers {origin['versions']['transformers']}. The process itself "
+        f"took {found['process']['running_bytes'] / 2**20:,.0f} MiB, as `slipstream plan` measures it",
+        "once on a machine. [Samples](memory_plan.json).",
         "",
     ]
     return "\n".join(lines)
 
 
-def _line(name: str, row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any]) -> str:
     mebibytes = {key: value / 2**20 for key, value in row.items() if key.endswith("_bytes")}
     parts = ", ".join(f"{part} {size / 2**20:.0f}" for part, size in row["parts"].items())
     return (
-        f"{name}: planned {mebibytes['planned_bytes']:,.1f} MiB (running {mebibytes['planned_running_bytes']:,.1f}, "
-        f"loading {mebibytes['planned_loading_bytes']:,.1f}), measured {mebibytes['measured_bytes']:,.1f}, "
+        f"{row['name']}: planned {mebibytes['planned_bytes']:,.1f} MiB "
+        f"(running {mebibytes['planned_running_bytes']:,.1f}, loading {mebibytes['planned_loading_bytes']:,.1f}), "
+        f"measured {mebibytes['measured_bytes']:,.1f}, "
         f"{row['error']:+.2%}{'' if row['slots_as_planned'] else ', OTHER NUMBER OF SLOTS'} [{parts}]"
     )
 

@@ -98,8 +98,13 @@ class PassSizes:
         row = 4 * self.vocab
         held = 2 * row + (row if num_texts > 1 else 0)  # raw, processed, and side by side for all texts
         if self.vocab <= SMALL_VOCABULARY:
-            return num_rows * (held + 6 * row)  # noise for all rows at once, in 64 bits
-        return num_rows * held + 12 * row  # row by row
+            return num_rows * (held + 4 * row)  # two arrays of 64 bits: the noise of all rows at once
+        return num_rows * held + 8 * row  # row by row
+
+    def draft_logit_bytes(self, rows_per_text: int, num_texts: int) -> int:
+        """The rows of a drafter's logits for all texts, and what choosing from those of one text takes."""
+        row = 4 * self.vocab
+        return rows_per_text * row * (num_texts + 5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
 from slipstream.plan.process import ProcessMemory
 from slipstream.verify.registry import VERIFIERS
 
+HEAP_SHARE = 0.015
+"""Of all that is held, what the C library keeps in pieces that were freed: the middle of what was measured."""
 TEXT_TOKEN_BYTES = 250
 """What the engine keeps of a token of a running text on the host: its id in a few lists, and the index of prefixes."""
 
@@ -88,7 +90,7 @@ class Planner:
             context=context,
             num_slots=num_slots,
             kv_bytes_per_token=self.kv_bytes_per_token,
-            parts=tuple(self._parts(batch, context, num_slots)),
+            parts=tuple(self._with_heap(list(self._parts(batch, context, num_slots)))),
             stages=tuple(self._stages()),
             notes=(self.draft.note,) if self.draft.note else (),
         )
@@ -110,6 +112,14 @@ class Planner:
             PartKind.PROCESS,
             self.process.running_bytes,
             "Python, PyTorch, libraries, kernels, threads",
+        )
+
+    def _with_heap(self, parts: list[PlannedPart]) -> Iterator[PlannedPart]:
+        """The parts, and what lies between them."""
+        yield from parts
+        held = sum(part.num_bytes for part in parts)
+        yield PlannedPart(
+            "heap", PartKind.PROCESS, round(HEAP_SHARE * held), "freed pieces that are kept for reuse"
         )
 
     def _weights(self) -> Iterator[PlannedPart]:
@@ -157,7 +167,7 @@ class Planner:
         own = sum(activation_bytes(pass_sizes(model), limits) for model in self.draft.models)
         own += limits.num_rows * self.draft.head_bytes_per_row
         rows = batch * self.draft.logit_rows
-        own += sizes.logit_bytes(rows, batch) if rows else 0
+        own += sizes.draft_logit_bytes(self.draft.logit_rows, batch)
         yield PlannedPart("draft activations", PartKind.PASS, own, f"passes and {rows:,} rows of logits")
         tables = self._drafter.table_bytes(self._options, self.target.vocab_size, batch, batch * context)
         yield PlannedPart("drafter's tables", PartKind.DRAFTER, tables, "at their bounds")
