@@ -113,6 +113,27 @@ def test_equal_tasks_of_two_keys_are_learned_apart_and_shown_once() -> None:
     assert sum("task_draft_depth" in n for n in shown) == 1
 
 
+def test_a_given_plan_holds_for_the_tasks_of_every_key() -> None:
+    speculation = {
+        "method": "auto",
+        "drafters": [{"method": "ngram", "num_speculative_tokens": 2}],
+        "plan": [{"drafter": 0}, {"task": "plain"}],
+        "probe_share": 0.0,
+    }
+    llm = LLM(speculative_config=speculation, kv_cache_bytes=40 * 2**20, max_num_seqs=2)
+    app = create_app(AsyncEngine(engine=llm.engine), ServeConfig(api_key=KEYS), "pair")
+    with TestClient(app) as client:
+
+        def drafted(task: str) -> float:
+            """Draft tokens so far, after an answer to a prompt that repeats itself."""
+            body = {**ASK, "task": task}
+            assert client.post("/v1/completions", json=body, headers=key("key-a")).status_code == 200
+            return sum(value for name, value in counters(client).items() if "num_draft_tokens_total" in name)
+
+        assert drafted("plain") == 0
+        assert drafted("other") > 0
+
+
 def test_alarms_of_a_task_are_for_its_key(make_app: MakeApp, caplog: pytest.LogCaptureFixture) -> None:
     app = make_app(api_key=KEYS)
     observer = app.state.service.observer

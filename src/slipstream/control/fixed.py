@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from slipstream.control.types import DrafterTraits
@@ -21,14 +22,12 @@ class FixedPlan:
         for own in self._by_task.values():
             own.sort(key=lambda rule: math.inf if rule.max_requests is None else rule.max_requests)
         self._known: dict[tuple[str | None, int], Choice] = {}
+        self.client_task: Callable[[str], str] = str
+        """From the name that statistics keep a task under to the client's own, which rules go by."""
 
-    @property
-    def tasks(self) -> list[str]:
-        """Tasks with rules of their own."""
-        return [task for task in self._by_task if task is not None]
-
-    def choice(self, task: str, num_requests: int) -> Choice:
-        """For a request of `task` in a step of `num_requests` that decode."""
+    def choice(self, name: str, num_requests: int) -> Choice:
+        """For a request whose task goes by `name`, in a step of `num_requests` that decode."""
+        task = self.client_task(name)
         own = task if task in self._by_task else None
         key = own, num_requests
         if key not in self._known:

@@ -143,6 +143,11 @@ class Policy:
         """Tokens of text that each drafter has to compute in this step before it can draft."""
         self._by_batch: dict[int, Mean] = {}
 
+    def read_tasks_by(self, client_task: Callable[[str], str]) -> None:
+        """Tasks go by names for statistics, from which this tells what the client called them."""
+        if self._fixed is not None:
+            self._fixed.client_task = client_task
+
     # --- before a step ----------------------------------------------------------------------------------------
 
     @property
@@ -219,13 +224,10 @@ class Policy:
     # --- plans ------------------------------------------------------------------------------------------------
 
     def _given(self) -> Plan:
-        """What is done for a single request where nothing is learned; the reports show it."""
+        """What is done for a single request where nothing is learned."""
         if self._fixed is None:
             return Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
-        plan = Plan(usual=self._fixed.choice("", 1), drafts=True)
-        for task in self._fixed.tasks:
-            plan.by_task[task] = self._fixed.choice(task, 1)
-        return plan
+        return Plan(usual=self._fixed.choice("", 1), drafts=True)
 
     def _planned(self, plan: Plan, request: StepRequest) -> Choice:
         if self._fixed is not None:
@@ -541,7 +543,10 @@ class Policy:
 
     def _task_report(self, task: str, use: TaskUse) -> TaskReport:
         plan = self._alone
-        choice = NOTHING if plan.withheld else plan.for_task(task)
+        if self._fixed is not None:
+            choice = self._fixed.choice(task, self._num_requests)
+        else:
+            choice = NOTHING if plan.withheld else plan.for_task(task)
         drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
         rates = [each.rate(task) for each in self.traffic.acceptance]
         known = [rate for rate in rates if rate is not None]

@@ -34,11 +34,16 @@ class PlanRule:
         for name in ("num_speculative_tokens", "max_requests"):
             if getattr(self, name) is not None:
                 check_at_least("plan rule", 1, **{name: getattr(self, name)})
+        if self.drafter is None and self.num_speculative_tokens is not None:
+            raise ConfigError(
+                f"plan rule has num_speculative_tokens {self.num_speculative_tokens} and no drafter; "
+                "name one, or omit both"
+            )
 
 
 def read_rules(plan: Seq[Any], num_drafters: int) -> tuple[PlanRule, ...]:
     """The rules of a `plan` as users write it; raises `ConfigError` for what is none."""
-    rules: list[PlanRule] = []
+    rules: dict[tuple[str | None, int | None], PlanRule] = {}
     for rule in plan:
         if not isinstance(rule, Mapping):
             raise ConfigError(
@@ -49,7 +54,17 @@ def read_rules(plan: Seq[Any], num_drafters: int) -> tuple[PlanRule, ...]:
             raise ConfigError(
                 f"plan rule has drafter {made.drafter}, but there are {num_drafters}, counted from 0"
             )
-        rules.append(made)
+        key = made.task, made.max_requests
+        if key in rules:
+            what = (
+                "any number of requests"
+                if made.max_requests is None
+                else f"up to {made.max_requests} requests"
+            )
+            raise ConfigError(
+                f"two plan rules are for {what} of {made.task or 'every other task'}; keep one of them"
+            )
+        rules[key] = made
     if not rules:
         raise ConfigError("auto plan is empty; omit it to have the engine choose")
-    return tuple(rules)
+    return tuple(rules.values())

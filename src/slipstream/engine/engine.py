@@ -206,9 +206,11 @@ class Engine:
             found[method] = found[method][0], self.draft_fit
         return found
 
-    def group_tasks_by(self, name: Callable[[RequestOptions], str]) -> None:
-        """Keep the statistics of a request under `name` of its options, instead of under its task."""
+    def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
+        """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
         self.drafting.task_of = lambda sequence: name(sequence.options)
+        if self.drafting.policy is not None:
+            self.drafting.policy.read_tasks_by(task)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has counted; call it between two steps."""

@@ -61,7 +61,7 @@ class EngineObserver:
         metrics.register(self._control)
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
-        engine.group_tasks_by(accounts.name_of)
+        engine.group_tasks_by(accounts.name_of, accounts.task)
 
     @property
     def report(self) -> ControlReport | None:
