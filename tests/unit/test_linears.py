@@ -150,6 +150,32 @@ def test_only_plain_float32_layers_on_a_cpu_are_packed() -> None:
         assert type(model.plain) is kind
 
 
+class _Sharing(nn.Module):
+    """A layer that two parts share, one whose numbers a table reads at their own address, and one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(128, 128)
+        self.first, self.second = nn.Sequential(shared), nn.Sequential(shared)
+        self.table, self.head, self.alone = nn.Embedding(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.table.weight = nn.Parameter(self.head.weight.data)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        mixed = self.first(rows) + self.second(rows) + self.table(torch.arange(128))
+        found: Tensor = self.head(mixed) + self.alone(mixed)
+        return found
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_no_weight_that_is_still_read_is_given_back(native: bool) -> None:
+    torch.manual_seed(3)
+    model, rows = _Sharing(), torch.randn(128, 128)
+    with torch.inference_mode():
+        expected = model(rows)
+        assert pack_linears(model, weight_format(None), native=native, give_back=True) == 4
+        assert torch.allclose(model(rows), expected, atol=1e-4)
+
+
 def test_layers_are_packed_on_the_devices_of_their_format() -> None:
     class ForMeta(Float32):
         devices = frozenset({"meta"})

@@ -271,7 +271,7 @@ def release(tensor: Tensor) -> None:
     Weights that are mapped from their file stay in memory until the whole file is closed. Without this the packed
     weights would be held beside all the unpacked ones.
     """
-    if sys.platform != "linux" or not tensor.is_contiguous():
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

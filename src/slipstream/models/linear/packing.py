@@ -19,8 +19,8 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give
     Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,
     except where an embedding shares them. With `give_back` they are given back to the system at once, and nobody may
     read them any more: else weights that are mapped from a file stay in memory as long as any of the file's does.
-    Without `native` PyTorch's own operators are used; where they do not have the
-    format, `ConfigError` is raised, or, if the format keeps the checkpoint's numbers, the layers stay as they are.
+    Without `native` PyTorch's own operators are used; where they do not have the format, `ConfigError` is raised, or,
+    if the format keeps the checkpoint's numbers, the layers stay as they are.
     """
     plain = [
         (parent, name, child)
@@ -37,13 +37,23 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give
         if reason is not None:
             cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"
             raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
-    users = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
+    users = _users(module)
     for parent, name, child in plain:
         setattr(parent, name, fmt.pack(child, native))
-        if give_back and users[id(child.weight)] == 1:
+        if give_back and users[child.weight.data_ptr()] == 1:
             release(child.weight)
             trim_heap()
     return len(plain)
+
+
+def _users(module: nn.Module) -> Counter[int]:
+    """Address of each weight to how many places hold it: a layer that two modules share is packed twice."""
+    return Counter(
+        weight.data_ptr()
+        for parent in module.modules()
+        for child in parent.children()
+        for weight in child.parameters(recurse=False)
+    )
 
 
 def packed_bytes(module: nn.Module) -> int:
