@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
@@ -134,6 +137,22 @@ def test_every_change_fits_when_it_is_planned_again() -> None:
     assert fitting_changes(planned, 1, 64, 2**20) == []
 
 
+def test_the_flags_of_a_change_ask_for_what_was_planned() -> None:
+    planned = planner({"method": "draft_model", "model": EMBEDDED_TARGET})
+    memory = planned.at(8, 1024).peak_bytes - 20 * 2**20
+    changes = [one for change in fitting_changes(planned, 8, 1024, memory) for one in change.changes]
+    drafters = [change for change in changes if change.speculative is not None]
+    assert "suffix" in {change.speculative.method for change in drafters if change.speculative}
+    for change in drafters:
+        assert change.speculative is not None
+        words = dict(itertools.pairwise(shlex.split(change.flags)))
+        if change.speculative.method == "off":
+            assert words == {"--spec": "off"}
+        else:
+            told = SpeculativeConfig.from_mapping(json.loads(words["--speculative-config"]))
+            assert told == change.speculative
+
+
 def test_a_cheap_change_comes_before_one_that_refuses_requests() -> None:
     spec = {"method": "suffix"}  # a million tokens of past answers
     planned = planner(spec)
@@ -153,6 +172,14 @@ def test_a_device_need_not_be_there() -> None:
     plan = planner(device="cuda").at(2, 128)
     sizes = {part.name: part.num_bytes for part in plan.parts}
     assert sizes["other weights"] + sizes["embedding"] == 2 * 8_749_120  # as in the checkpoint, in 16 bits
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"dtype": "bfloat16"}])
+def test_a_head_beside_a_target_that_is_not_packed(options: dict[str, str]) -> None:
+    spec = {"method": "eagle3", "model": EMBEDDED_EAGLE3}
+    small, usual = planner(spec, **options).draft, planner(spec).draft
+    assert usual.head_stored_bytes == small.head_stored_bytes
+    assert 0.45 < small.head_bytes / usual.head_bytes < 0.55
 
 
 def test_the_process_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -188,6 +215,25 @@ def test_a_head_without_weights_is_refused(tmp_path: Path) -> None:
         planner({"method": "eagle3", "model": str(tmp_path)})
     with pytest.raises(ModelError, match="neither a folder nor a head on the hub"):
         planner({"method": "medusa", "model": "nobody/nothing"})
+
+
+def test_a_head_that_cannot_be_the_targets_is_refused(tmp_path: Path) -> None:
+    spec = {"method": "medusa", "model": str(tmp_path)}
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "vocab_size": 100}')
+    torch.save({"0.0.linear.weight": [1, 2]}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ModelError, match="is not a mapping of names to tensors"):
+        planner(spec)
+    torch.save({"0.0.linear.weight": torch.zeros(64, 64)}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ModelError, match="64"):
+        planner(spec)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="not a JSON object"):
+        planner(spec)
+
+
+def test_an_eagle_head_of_another_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is an EAGLE-3 head; use method 'eagle3'"):
+        planner({"method": "eagle", "model": EMBEDDED_EAGLE3})
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_TARGET
@@ -95,6 +96,7 @@ def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, c
         (["--quantization", "int9"], "did you mean 'int8'?"),
         (["--spec", "draft:./nowhere"], "is not a folder"),
         (["--plot", "bytes.txt"], "has another suffix"),
+        (["--device", "tpu:0"], "unknown device"),
     ],
 )
 def test_bad_input_costs_one_line(words: list[str], complaint: str) -> None:
@@ -103,3 +105,19 @@ def test_bad_input_costs_one_line(words: list[str], complaint: str) -> None:
     error = result.stderr.strip().splitlines()
     assert len(error) == 1, error
     assert complaint in error[0]
+
+
+def test_the_memory_of_a_gpu_that_is_not_here_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = CliRunner().invoke(app, ["plan", "--process-memory", "400MiB", "--device", "cuda:1"])
+    assert result.exit_code == 2
+    assert "this machine has no 'cuda:1'" in result.stderr
+    assert run("--device", "cuda:1", "--batch", "1", "--context", "64").exit_code == 0
+
+
+def test_a_batch_that_was_not_looked_beyond_says_so() -> None:
+    found = " ".join(run("--batch", "5000", "--context", "512", "--memory", "9999GiB").stdout.split())
+    assert "512 tokens: 4,096 or more" in found
+    less = run("--batch", "5000", "--context", "512", "--memory", "40GiB", "--spec", "off", "--json")
+    changes = [each["plan"]["batch"] for each in json.loads(less.stdout)["changes"]]
+    assert any(4096 < batch < 5000 for batch in changes), changes

@@ -21,8 +21,11 @@ from slipstream.cli.output.console import notes, print_rows, results
 from slipstream.cli.output.profile_plot import check_plot
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import EngineConfig, check_at_least
+from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.plan.process import ProcessMemory
     from slipstream.plan.report import FitReport
 
@@ -80,11 +83,10 @@ def plan(
     from slipstream.plan.picture import draw
     from slipstream.plan.planner import Planner
     from slipstream.plan.report import FitReport
-    from slipstream.profiling.memory import total_bytes
 
     config = EngineConfig(model or EMBEDDED_TARGET, max_model_len=context, **engine)
     planner = Planner(config, speculative, _process(own_bytes))
-    there = total_bytes(planner.target.device) if memory_bytes is None else memory_bytes
+    there = _memory_here(planner.target.device) if memory_bytes is None else memory_bytes
     report = FitReport.make(model_name(model), planner, batch, context or planner.max_context, there)
     if plot is not None:
         draw(report, plot)
@@ -96,6 +98,19 @@ def plan(
         notes().print(f"saved {plot}", markup=False)
     if not report.fits:
         raise typer.Exit(2)
+
+
+def _memory_here(device: torch.device) -> int:
+    """Of this machine's device; a device that is planned for need not be here."""
+    import torch
+
+    from slipstream.profiling.memory import total_bytes
+
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"this machine has no {str(device)!r}; give the memory of the one to plan for as --memory"
+        )
+    return total_bytes(device)
 
 
 def _process(own_bytes: int | None) -> ProcessMemory:
@@ -110,6 +125,9 @@ def _process(own_bytes: int | None) -> ProcessMemory:
 
 
 def _print(report: FitReport) -> None:
+    from slipstream.plan.fitting import MAX_BATCH
+    from slipstream.plan.sizes import format_bytes
+
     console = results()
     rows = list(report.part_rows())
     width, size = max(len(name) for name, _, _ in rows), max(len(text) for _, text, _ in rows)
@@ -126,14 +144,14 @@ def _print(report: FitReport) -> None:
             ),
             (
                 "largest batch",
-                ", ".join(f"{each.context:,} tokens: {_count(each.batch)}" for each in report.batches),
+                ", ".join(
+                    f"{each.context:,} tokens: {_count(each.batch, MAX_BATCH)}" for each in report.batches
+                ),
             ),
             ("to hold just this", report.flags()),
         ],
     )
     for number, change in enumerate(report.changes, start=1):
-        from slipstream.plan.sizes import format_bytes
-
         console.print(
             f"change {number}: {change.name} ({change.flags}): peak {format_bytes(change.plan.peak_bytes)}. "
             f"Costs: {change.cost}.",
@@ -147,5 +165,8 @@ def _print(report: FitReport) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def _count(number: int | None) -> str:
-    return "none" if number is None else f"{number:,}"
+def _count(number: int | None, limit: int | None = None) -> str:
+    """With 'or more' at the `limit` of what was looked for."""
+    if number is None:
+        return "none"
+    return f"{number:,} or more" if number == limit else f"{number:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -184,13 +185,14 @@ def _settings(planner: Planner) -> Iterator[PlanChange]:
             replace(planner.speculative, options=smaller),
         )
     if planner.draft.models or planner.draft.head_bytes:
+        few = {"suffix_decoding_max_cached_tokens": 100_000}
         yield PlanChange(
             "suffix in the drafter's place",
             "text that repeats nothing gains nothing from speculation; the text stays",
             _SPEED,
-            "--spec suffix",
+            _as_flag("suffix", few),
             {},
-            SpeculativeConfig("suffix", options={"suffix_decoding_max_cached_tokens": 100_000}),
+            SpeculativeConfig("suffix", options=few),
         )
     if method != "off":
         yield PlanChange(
@@ -234,7 +236,7 @@ def _less(
     planner: Planner, batch: int, context: int, memory_bytes: int
 ) -> Iterator[tuple[PlanChange, DeploymentPlan]]:
     """Fewer requests at once, or shorter ones, each as many as fit."""
-    fewer = largest_batch(planner, context, memory_bytes) if batch > 1 else None
+    fewer = largest_batch(planner, context, memory_bytes, batch) if batch > 1 else None
     if fewer is not None and fewer < batch:
         change = PlanChange(
             f"{fewer:,} request{'s' if fewer > 1 else ''} at once",
@@ -259,4 +261,4 @@ def _less(
 
 
 def _as_flag(method: str, options: Mapping[str, Any]) -> str:
-    return f"--speculative-config '{json.dumps({'method': method, **options})}'"
+    return f"--speculative-config {shlex.quote(json.dumps({'method': method, **options}))}"

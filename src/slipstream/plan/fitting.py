@@ -10,7 +10,7 @@ from slipstream.plan.planner import Planner
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Requests at once for which the longest context is told."""
 MAX_BATCH = 4096
-"""No larger batch is looked for."""
+"""No larger batch is looked for unless one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ def longest_context(planner: Planner, batch: int, memory_bytes: int) -> int | No
     return _largest(planner.max_context, lambda length: _fits(planner, batch, length, memory_bytes))
 
 
-def largest_batch(planner: Planner, context: int, memory_bytes: int) -> int | None:
-    """The most requests of `context` tokens that can run at once; at most `MAX_BATCH`."""
-    return _largest(MAX_BATCH, lambda batch: _fits(planner, batch, context, memory_bytes))
+def largest_batch(planner: Planner, context: int, memory_bytes: int, most: int = MAX_BATCH) -> int | None:
+    """The most requests of `context` tokens that can run at once, up to `most`."""
+    return _largest(most, lambda batch: _fits(planner, batch, context, memory_bytes))
 
 
 def _fits(planner: Planner, batch: int, context: int, memory_bytes: int) -> bool:

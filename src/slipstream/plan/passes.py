@@ -61,7 +61,7 @@ class PassSizes:
         return cls(
             hidden=hidden,
             intermediate=_intermediate(config, hidden),
-            num_heads=int(config.num_attention_heads),
+            num_heads=_num_heads(config, widest.num_kv_heads),
             num_kv_heads=widest.num_kv_heads,
             head_dim=max(widest.key_dim, widest.value_dim),
             vocab=vocab,
@@ -137,6 +137,12 @@ def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
 def _stride(width: int) -> int:
     """Floats from one row to the next in the decoder's buffers."""
     return ((width + _LINE - 1) // _LINE | 1) * _LINE
+
+
+def _num_heads(config: Any, num_kv_heads: int) -> int:
+    """Query heads; code of a checkpoint's own may call them otherwise, and then there are as many as in the cache."""
+    number = getattr(config, "num_attention_heads", None)
+    return number if isinstance(number, int) else num_kv_heads
 
 
 def _intermediate(config: Any, hidden: int) -> int:

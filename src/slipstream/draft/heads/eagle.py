@@ -66,11 +66,7 @@ class EagleDrafter(CachedDrafter):
             raise ConfigError("eagle drafts from a target's features; load a target with it")
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
-        if self.version is not None and self.head.config.version != self.version:
-            own = {1: "eagle", 3: "eagle3"}[self.head.config.version]
-            raise ConfigError(
-                f"{options.model!r} is an EAGLE-{self.head.config.version} head; use method {own!r}"
-            )
+        self._check_version(self.head.config.version, options.model)
         self.target.pack_beside(self.head, options.quantization)
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -98,6 +94,7 @@ class EagleDrafter(CachedDrafter):
         raw, tensors = outline_checkpoint(options.model, revision=options.revision)
         config = eagle_config(raw, tensors, target, options.model)
         check_head(config, target, options.model)
+        cls._check_version(config.version, options.model)
         table = tensors.pop("embed_tokens.weight", None)
         own_table = 0 if table is None or table.shape[1] == target.hidden_size else table.numel()
         shape = ProposalShape.of(options, context.verifier)
@@ -112,6 +109,12 @@ class EagleDrafter(CachedDrafter):
             feature_layers=config.feature_layers,
             logit_rows=2 * shape.logit_rows,  # its own vocabulary's, then the target's
         )
+
+    @classmethod
+    def _check_version(cls, found: int, path: str) -> None:
+        if cls.version not in (None, found):
+            own = {1: "eagle", 3: "eagle3"}[found]
+            raise ConfigError(f"{path!r} is an EAGLE-{found} head; use method {own!r}")
 
     def feature_layers(self) -> Seq[int]:
         return self.head.config.feature_layers

@@ -93,6 +93,8 @@ class HeadDrafter(Drafter):
         raw, tensors = outline_checkpoint(
             options.model, revision=options.revision, weight_files=cls.weight_files
         )
+        sizes = raw.get("hidden_size", target.hidden_size), raw.get("vocab_size", target.vocab_size)
+        check_fits(options.model, *sizes, target)
         if raw.get("original_lm_head"):  # a copy of the target's output layer is not kept
             tensors = {name: weight for name, weight in tensors.items() if len(weight) != target.vocab_size}
         shape = ProposalShape.of(options, context.verifier)

@@ -43,14 +43,14 @@ def outline_checkpoint(
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"cannot read the head {path!r}: {reason}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"the configuration of {path!r} is not a JSON object")
-    return config, tensors
+    return _object(config, path), tensors
 
 
 def held_bytes(tensors: Mapping[str, Tensor], target: ModelOutline, quantization: str | None) -> int:
     """Bytes of a head's floating-point tensors once it is packed for `target`; see `CausalLM.pack_beside`."""
-    fmt = checked_format(quantization or target.weight_format.name, target.device, target.dtype)
+    fmt = target.weight_format
+    if quantization is not None:
+        fmt = checked_format(quantization, target.device, target.dtype)
     weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     if not target.packs:
         return sum(weight.numel() * target.dtype.itemsize for weight in weights)
@@ -76,7 +76,9 @@ def _shaped(shape: Seq[int], kind: str) -> Tensor:
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
+    tensors = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(each, Tensor) for each in tensors.values()):
+        raise ValueError(f"{file.name} is not a mapping of names to tensors")
     return tensors
 
 
@@ -97,11 +99,17 @@ def _of_hub(path: str, revision: str | None) -> tuple[dict[str, Any], dict[str, 
         raise ModelError(
             f"{path!r} is neither a folder nor a head on the hub that can be read: {reason}"
         ) from None
-    return config, {
+    return _object(config, path), {
         name: _shaped(info.shape, info.dtype)
         for file in found.files_metadata.values()
         for name, info in file.tensors.items()
     }
+
+
+def _object(config: Any, path: str) -> dict[str, Any]:
+    if not isinstance(config, dict):
+        raise ModelError(f"the configuration of {path!r} is not a JSON object")
+    return config
 
 
 _SAFETENSORS_TYPES = {
