@@ -8,13 +8,13 @@ import random
 import pytest
 from advise_cases import CANDIDATE, chain, hand_made, linear, recorded, request
 
-from slipstream.advise.candidates import OFF, Setting
+from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name
 from slipstream.advise.check import CheckedSetting
-from slipstream.advise.contest import Contest
+from slipstream.advise.contest import BY_TASK, Contest
 from slipstream.advise.costs import StepCosts
 from slipstream.advise.findings import AdviceFindings, find
-from slipstream.advise.predict import AdvisedPlan, Rates, make_plan, predict
-from slipstream.advise.recording import Recorded
+from slipstream.advise.predict import AdvisedPlan, Band, Rates, make_plan, predict
+from slipstream.advise.recording import NOT_DRAFTED, Recorded
 from slipstream.advise.served import serve_file, speculative_of
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.auto import AutoOptions
@@ -103,6 +103,48 @@ def test_a_little_too_little_acceptance_names_what_is_needed() -> None:
     assert 1.2 < needed < 3
 
 
+def test_nothing_pays_from_the_last_change_on() -> None:
+    """Off at low loads is no break-even batch where more requests gain."""
+    known = rates(traffic(0.8), CHEAP)
+    in_the_middle = make_plan(known, ["a"], LOADS, {1: OFF, 4: Setting(0, 2), 16: OFF})
+    batch = findings(traffic(0.8), CHEAP, in_the_middle).break_even_batch
+    assert batch is not None
+    assert not in_the_middle.choose("a", batch - 1).is_off
+    assert all(in_the_middle.choose("a", number).is_off for number in range(batch, 40))
+    at_the_end = make_plan(known, ["a"], LOADS, {1: OFF, 4: OFF, 16: Setting(0, 2)})
+    assert findings(traffic(0.8), CHEAP, at_the_end).break_even_batch is None
+
+
+def test_a_task_that_gains_is_no_load_at_which_nothing_pays() -> None:
+    some = AdvisedPlan({None: (Band(None, OFF, 1.0),), "a": (Band(None, Setting(0, 2), 1.5),)})
+    assert findings(traffic(0.8), CHEAP, some).break_even_batch is None
+
+
+def test_break_even_is_of_steps_that_draft() -> None:
+    """A drafter that mostly has nothing to say costs little a step; what it says must be right all the same."""
+    drafts = [entry if place % 10 == 0 else NOT_DRAFTED for place, entry in enumerate(chain(4, [2] * 200))]
+    of = recorded([request(200, drafts)])
+    costs = linear(1.0, 0.0, 0.1, {"draft": 0.05})
+    for one in findings(of, costs, make_plan(rates(of, costs), ["a"], LOADS)).break_evens:
+        depth = int(one.setting.partition("γ=")[2])
+        assert one.cost == pytest.approx(1 + 0.1 * depth * one.concurrency + 0.05 * depth)
+        if one.concurrency > 1:
+            continue
+        assert one.acceptance is not None
+        assert acceptance_length(one.acceptance, depth) == pytest.approx(one.cost)
+
+
+def test_no_training_makes_a_lookup_pay() -> None:
+    lookup = Candidate("draft", SpeculativeConfig("ngram"), (1, 2, 4))
+    of, costs = traffic(0.1), linear(1.0, 0.0, 0.3, {"draft": 0.0})
+    known = Rates(hand_made(of.requests, costs), of, [lookup], costs)
+    plan = make_plan(known, ["a"], LOADS)
+    assert plan.is_off
+    remedy = find(known, [lookup], costs, of, plan, LOADS).remedy
+    assert "τ" not in remedy
+    assert "--spec draft:PATH" in remedy
+
+
 def test_a_task_that_gains_nothing_has_rules_of_its_own() -> None:
     costs = linear(1.0, 0.0, 0.12, {"draft": 0.05})
     of = traffic(0.8, ("good", "hopeless"))
@@ -132,9 +174,11 @@ def test_the_serve_file_is_what_serve_reads(tmp_path: object) -> None:
 
     plan = make_plan(rates(traffic(0.6), BOUND), ["a"], LOADS)
     config = speculative_of(plan, [CANDIDATE])
-    text = serve_file("a 'model'", config, {"quantization": "int8", "num_threads": 2}, ["two\nlines"])
+    options = {"quantization": "int8", "num_threads": 2, "override_generation_config": {"top_k": 5}}
+    text = serve_file("a 'model' 🚀", config, options, ["two\nlines"])
     written = tomllib.loads(text)
-    assert (written["model"], written["quantization"], written["num_threads"]) == ("a 'model'", "int8", 2)
+    assert (written["model"], written["quantization"], written["num_threads"]) == ("a 'model' 🚀", "int8", 2)
+    assert json.loads(written["override_generation_config"]) == {"top_k": 5}
     assert SpeculativeConfig.from_mapping(json.loads(written["speculative_config"])) == config
 
 
@@ -170,3 +214,26 @@ def test_the_measurement_decides(of_best: float, of_rival: float, expected: str)
     ]
     advised = contest.decide(1, measured).setting
     assert advised == expected.replace(names[rival], f"draft γ={rival.depth}")
+
+
+@pytest.mark.parametrize(
+    ("of_best", "by_task", "kept"), [(1.01, 1.015, False), (1.2, 1.1, False), (1.2, 1.3, True)]
+)
+def test_settings_by_task_must_gain_as_much_as_any_other(of_best: float, by_task: float, kept: bool) -> None:
+    of = traffic(0.9)
+    known = rates(of, CHEAP)
+    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
+    measured = [checked("off", None), checked("draft γ=4", of_best), checked("draft γ=2", 0.9)]
+    contest.decide(1, [*measured, checked(BY_TASK, by_task)])
+    assert contest.decisions.keeps_tasks is kept
+
+
+def test_without_a_measurement_the_plan_is_what_is_told() -> None:
+    of = traffic(0.9)
+    known = rates(of, CHEAP)
+    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
+    told = {load: contest.decide(load, []).setting for load in LOADS}
+    plan = make_plan(known, ["a"], LOADS, contest.decisions.settings)
+    assert {load: setting_name(plan.choose("a", load), [CANDIDATE]) for load in LOADS} == told
+    assert contest.decisions.settings.keys() == set(LOADS)
+    assert contest.decisions.keeps_tasks

@@ -27,17 +27,18 @@ BY_TASK = "by task"
 
 @dataclass(slots=True)
 class Decided:
-    """What the measurements have decided."""
+    """What is decided at each load, by measurement where there is one."""
 
     settings: dict[int, Setting] = field(default_factory=dict)
     """By load."""
+    is_measured: bool = False
     by_task: list[float] = field(default_factory=list)
-    """Speedup of the plan with settings by task over the best setting for all, at each load where they differ."""
+    """Speed of the plan with settings by task over what else would be done, at each measured load where they differ."""
 
     @property
     def keeps_tasks(self) -> bool:
         """True where settings by task were measurably no slower, or nothing was measured."""
-        return not self.settings or (bool(self.by_task) and sum(map(math.log, self.by_task)) >= 0)
+        return not self.is_measured or (bool(self.by_task) and sum(map(math.log, self.by_task)) >= 0)
 
 
 class Contest:
@@ -95,8 +96,9 @@ class Contest:
             setting = best if self._rates.gain(best, None, load) >= MIN_GAIN else OFF
         else:
             setting = self._faster(best, rival, checked)
-            self.decisions.settings[load] = setting
-            self._note_tasks(best, checked)
+            self.decisions.is_measured = True
+            self._note_tasks(checked)
+        self.decisions.settings[load] = setting
         gain = 1.0 if setting.is_off else self._rates.gain(setting, None, load)
         return LoadAdvice(load, setting_name(setting, self._candidates), gain, tuple(checked))
 
@@ -109,11 +111,13 @@ class Contest:
             best, of_best = rival, of_rival
         return best if of_best >= MIN_GAIN else OFF
 
-    def _note_tasks(self, best: Setting, checked: Seq[CheckedSetting]) -> None:
+    def _note_tasks(self, checked: Seq[CheckedSetting]) -> None:
+        """Settings by task must be faster than what is best for all tasks, and gain enough over off."""
         speedups = {one.name: one.measured_speedup for one in checked}
-        own, common = speedups.get(BY_TASK), speedups.get(setting_name(best, self._candidates))
-        if own is not None and common is not None:
-            self.decisions.by_task.append(own / max(common, 1.0))
+        own = speedups.pop(BY_TASK, None)
+        if own is not None:
+            others = [speedup for speedup in speedups.values() if speedup is not None]
+            self.decisions.by_task.append(own / max([MIN_GAIN, *others]))
 
     def _differs(self, load: int) -> bool:
         """True where some task has a setting of its own at this load."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name, settings
 from slipstream.advise.costs import StepCosts
-from slipstream.advise.predict import MIN_GAIN, AdvisedPlan, Rates
+from slipstream.advise.predict import MIN_GAIN, AdvisedPlan, Band, Rates
 from slipstream.advise.recording import Recorded
 from slipstream.profiling.break_even import acceptance_length, break_even
 
@@ -19,7 +19,7 @@ class BreakEven:
     setting: str
     concurrency: int
     cost: float
-    """γ·c + v: its step over one of off, drafting included, at this load."""
+    """γ·c + v: a step that drafts and checks all γ tokens, over one of off, at this load."""
     acceptance: float | None
     """α from which on it pays if each token is accepted independently; None where even 1 does not."""
     tau: float
@@ -33,13 +33,13 @@ class AdviceFindings:
     """What a reader wants to know beside the plan."""
 
     break_even_batch: int | None
-    """The smallest number of requests at once at which no setting pays; None where one pays at every measured load."""
+    """Requests at once from which on no setting pays; None where one pays at the largest measured load."""
     max_batch: int
     """The largest number of requests at once whose costs were measured."""
     shortest_answer: int | None
     """Tokens of an answer from which on the recommended setting pays for one request; None where it never does."""
     break_evens: tuple[BreakEven, ...]
-    """Of the best chain at each load."""
+    """Of the fastest chain at each load."""
     remedy: str
     """What would make it pay; empty where it does."""
 
@@ -73,26 +73,38 @@ def _best_chain(rates: Rates, chains: Seq[Setting], load: int) -> Setting:
 
 
 def _break_even(rates: Rates, candidates: Seq[Candidate], setting: Setting, load: int) -> BreakEven:
-    cost = rates.step_s(setting, None, load) / rates.step_s(OFF, None, load)
+    off_s = rates.step_s(OFF, None, load)
+    cost = rates.full_step_s(setting, None, load) / off_s
     return BreakEven(
         setting=setting_name(setting, candidates),
         concurrency=load,
         cost=cost,
         acceptance=break_even(setting.depth, cost),
         tau=rates.counts(setting, None).tokens_per_step,
-        needed_tau=cost * MIN_GAIN,
+        needed_tau=rates.step_s(setting, None, load) / off_s * MIN_GAIN,
     )
 
 
 def _break_even_batch(plan: AdvisedPlan, largest: int) -> int | None:
-    """The first load from which on nothing is drafted for the usual task."""
-    bands = plan.bands[None]
-    first = 1
+    """The first load from which on nothing is drafted, for any task."""
+    ends = [_off_from(bands) for bands in plan.bands.values()]
+    known = [end for end in ends if end is not None]
+    last = max(known, default=1)
+    return last if len(known) == len(ends) and last <= largest else None
+
+
+def _off_from(bands: Seq[Band]) -> int | None:
+    """The load from which on bands are off to the end; None where the last one drafts."""
+    first: int | None = None
+    begin = 1
     for band in bands:
-        if band.setting.is_off:
-            return first if first <= largest else None
-        first = (band.max_requests or largest) + 1
-    return None
+        if not band.setting.is_off:
+            first = None
+        elif first is None:
+            first = begin
+        if band.max_requests is not None:
+            begin = band.max_requests + 1
+    return first
 
 
 def _shortest_answer(
@@ -109,16 +121,25 @@ def _shortest_answer(
 
 
 def _remedy(rates: Rates, candidates: Seq[Candidate], chains: Seq[Setting]) -> str:
-    """The acceptance length that the cheapest chain would need for one request at a time."""
-    needs = [_break_even(rates, candidates, setting, 1) for setting in chains]
+    """The acceptance length that the chain nearest to paying would need, for one request at a time.
+
+    Lookups are left out: no training makes a text repeat itself, and no model drafts as cheaply.
+    """
+    trained = [setting for setting in chains if not candidates[setting.candidate].is_lookup]
+    if not trained:
+        return (
+            "Only drafters that look text up were considered. A small draft model may pay where they do not: "
+            "--spec draft:PATH considers one, slipstream train draft makes one."
+        )
+    needs = [_break_even(rates, candidates, setting, 1) for setting in trained]
     within = [
         (need, setting)
-        for need, setting in zip(needs, chains, strict=True)
+        for need, setting in zip(needs, trained, strict=True)
         if need.needed_tau < setting.depth + 1
     ]
     if not within:
         return (
-            "No drafter that was considered could pay here even if every draft token were accepted: "
+            "No draft model or head that was considered could pay here even if every draft token were accepted: "
             "a cheaper drafter is needed, or a slower target."
         )
     need, setting = min(within, key=lambda pair: pair[0].needed_tau / pair[0].tau)

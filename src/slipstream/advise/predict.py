@@ -74,7 +74,7 @@ class Rates:
         return self._counts[key]
 
     def step_s(self, setting: Setting, task: str | None, number: float) -> float:
-        """Seconds of a step of `number` requests."""
+        """Seconds of a step of `number` requests, as often and as deep as they were drafted for."""
         counts = self.counts(setting, task)
         checked, accepted = number * counts.drafted_per_step, number * (counts.tokens_per_step - 1)
         seconds = self._costs.step_s(number, checked, accepted)
@@ -82,6 +82,16 @@ class Rates:
             name = self._candidates[setting.candidate].name
             seconds += self._costs.draft_s(name, number, counts.levels)
         return seconds
+
+    def full_step_s(self, setting: Setting, task: str | None, number: float) -> float:
+        """Seconds of a step in which each of `number` requests has a chain as deep as the setting drafted and checked.
+
+        `step_s` is less where the drafter often has nothing to say.
+        """
+        accepted = number * (self.counts(setting, task).tokens_per_step - 1)
+        name = self._candidates[setting.candidate].name
+        checking_s = self._costs.step_s(number, number * setting.depth, accepted)
+        return checking_s + self._costs.draft_s(name, number, setting.depth)
 
     def rate(self, setting: Setting, task: str | None, number: float) -> float:
         """Tokens a second."""

@@ -79,13 +79,17 @@ def serve_file(
     """TOML for `slipstream serve --config`."""
     lines = [f"# {' '.join(comment.split())}" for comment in comments]
     if model is not None:
-        lines.append(f"model = {json.dumps(model)}")
-    for name, value in engine_options.items():
-        if isinstance(value, str | int | float | bool):
-            lines.append(f"{name} = {json.dumps(value)}")
+        lines.append(f"model = {_literal(model)}")
+    lines += [f"{name} = {_literal(value)}" for name, value in engine_options.items() if value is not None]
     if config.method == "off":
         lines.append('spec = "off"')
     else:
-        text = json.dumps(as_mapping(config), ensure_ascii=False)
-        lines.append(f"speculative_config = {json.dumps(text, ensure_ascii=False)}")
+        lines.append(f"speculative_config = {_literal(as_mapping(config))}")
     return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """A number, a truth or a text as TOML has it; anything else as a text of JSON, which flags take."""
+    if not isinstance(value, str | int | float):
+        value = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)

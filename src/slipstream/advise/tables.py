@@ -16,9 +16,11 @@ def tables(advice: Advice) -> list[Grid]:
 
 def _plan(advice: Advice) -> Grid:
     grid = Grid("What to run", ["task", "requests at once", "setting", "predicted speedup"])
+    seen: set[str | None] = set()
     for row in advice.plan.as_json(advice.candidates):
         upto = row["max_requests"]
-        loads = "any number, or more" if upto is None else f"up to {upto}"
+        loads = f"up to {upto}" if upto is not None else "more" if row["task"] in seen else "any number"
+        seen.add(row["task"])
         setting = "off: do not enable" if row["setting"] == "off" else row["setting"]
         grid.add(row["task"] or ALL_TASKS, loads, setting, number(row["predicted_speedup"]))
     return grid
