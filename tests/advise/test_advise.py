@@ -129,6 +129,7 @@ def test_parts_of_another_advice_are_not_resumed(tmp_path: Path) -> None:
     assert again.part("recording", lambda: [3]) == [1, 2]
     with pytest.raises(ConfigError, match="another loads"):
         KeptParts(tmp_path, {"model": "a", "loads": [1, 4]}, resume=True)
-    (tmp_path / NAME).write_text("{")
-    with pytest.raises(ConfigError, match="is damaged"):
-        KeptParts(tmp_path, {"model": "a"}, resume=True)
+    for damaged in ("{", "[]", '{"settings": 1, "parts": {}}'):
+        (tmp_path / NAME).write_text(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            KeptParts(tmp_path, {"model": "a"}, resume=True)

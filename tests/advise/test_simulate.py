@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-from advise_cases import FREE, chain, hand_made, linear, request
+from dataclasses import replace
 
-from slipstream.advise.candidates import OFF, Setting
+import pytest
+from advise_cases import FREE, chain, hand_made, linear, recorded, request
+from conftest import ENGINE, Tape
+
+from slipstream.advise.candidates import OFF, Setting, make_candidates
 from slipstream.advise.costs import along, between
+from slipstream.advise.engines import make_shadow
+from slipstream.advise.rehearse import measure_costs
 from slipstream.advise.simulate import always
+from slipstream.errors import RequestError
+from slipstream.sampling.params import SamplingParams
 
 DRAFT = Setting(0, 4)
 
@@ -82,7 +89,16 @@ def test_between_measured_points_times_are_linear() -> None:
 
 
 def test_longer_contexts_cost_more() -> None:
-    from dataclasses import replace
 
     costs = replace(linear(1.0, 0.0, 0.0, {}), context_s=0.01)
     assert costs.step_s(2, context=50) == pytest.approx(2.0)
+
+
+def test_a_load_that_never_runs_has_no_costs(tape: Tape) -> None:
+    """Else costs of four requests would be those of one, drawn out."""
+    lookups = make_candidates([], with_trees=False)
+    sizes = {"kv_cache_bytes": 200 * tape.engine.model.kv_bytes_per_token, "max_model_len": 128}
+    engine = make_shadow(replace(tape.job, candidates=lookups, engine_options={**ENGINE, **sizes}))
+    known = recorded([request(30, num_prompt=40)])
+    with pytest.raises(RequestError, match="4 requests never ran at once"):
+        measure_costs(engine, lookups, known, SamplingParams(), [4], 0.01, lambda done, total: None)

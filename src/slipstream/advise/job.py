@@ -43,6 +43,7 @@ class AdviceJob:
         return {
             "traffic": self.requests.workload.source,
             "prompts": [[one.task, one.text, one.messages] for one in self.requests.workload.questions],
+            "shares of tasks": self.requests.shares,
             "candidates": key_of(self.candidates),
             "sampling": asdict(self.params),
             "model": self.model,
@@ -57,16 +58,6 @@ class AdviceJob:
 def make_jobs(job: AdviceJob, engine: Engine) -> list[BenchJob]:
     """The requests, encoded, tasks interleaved, each with a seed of its own. Raises `RequestError`."""
     job.params.check_vocabulary(engine.model.vocab_size)
-
-    def count(text: str) -> int:
-        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    def fits(prompt: Prompt) -> bool:
-        return len(_token_ids(job, engine, prompt)) + prompt.max_tokens <= engine.max_model_len
-
-    chosen = choose(
-        job.requests.workload, job.prompts_per_task, Lengths(job.max_tokens, count), fits, _no_turns
-    )
     jobs = [
         BenchJob(
             number,
@@ -79,11 +70,34 @@ def make_jobs(job: AdviceJob, engine: Engine) -> list[BenchJob]:
             ),
             prompt.task,
         )
-        for number, prompt in enumerate(chosen.prompts)
+        for number, prompt in enumerate(_prompts(job, engine))
     ]
     if len(jobs) < 2:
         raise RequestError("advice needs at least 2 prompts; one does not show what traffic is like")
     return jobs
+
+
+def _prompts(job: AdviceJob, engine: Engine) -> list[Prompt]:
+    """The first prompts of each task: as many of each, or of a trace as many as the task's share in it says."""
+
+    def count(text: str) -> int:
+        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def fits(prompt: Prompt) -> bool:
+        return len(_token_ids(job, engine, prompt)) + prompt.max_tokens <= engine.max_model_len
+
+    workload, most = job.requests.workload, job.prompts_per_task
+    lengths, shares = Lengths(job.max_tokens, count), job.requests.shares
+    if not shares or most is None:
+        return choose(workload, most, lengths, fits, _no_turns).prompts
+    left = {task: max(1, round(share * most * len(shares))) for task, share in shares.items()}
+    asked = replace(workload, questions=[one for one in workload.questions if one.task in left])
+    found: list[Prompt] = []
+    for prompt in choose(asked, max(left.values()), lengths, fits, _no_turns).prompts:
+        if left[prompt.task]:
+            left[prompt.task] -= 1
+            found.append(prompt)
+    return found
 
 
 def _no_turns(prompt: Prompt) -> str:

@@ -34,11 +34,6 @@ class KeptParts:
         """True for a part that is finished."""
         return name in self._parts
 
-    def done(self) -> None:
-        """The advice is complete: its parts are in it."""
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-
     def _read(self) -> dict[str, Any]:
         if self._file is None:
             raise ConfigError("--resume needs the --output folder of the advice that was stopped")
@@ -46,7 +41,7 @@ class KeptParts:
             return {}  # nothing was finished
         try:
             kept = json.loads(self._file.read_text(encoding="utf-8"))
-            settings, parts = kept["settings"], kept["parts"]
+            settings, parts = dict(kept["settings"]), dict(kept["parts"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{str(self._file)!r} is damaged; delete it, or omit --resume") from None
         if settings != self._settings:
@@ -55,7 +50,7 @@ class KeptParts:
                 f"{str(self._file)!r} is of an advice with another {', '.join(different) or 'setting'}; "
                 "give the same flags, or omit --resume"
             )
-        return dict(parts)
+        return parts
 
     def _write(self) -> None:
         if self._file is None:
@@ -64,3 +59,8 @@ class KeptParts:
         writing = self._file.with_suffix(".writing")
         writing.write_text(json.dumps({"settings": self._settings, "parts": self._parts}), encoding="utf-8")
         writing.replace(self._file)
+
+
+def forget_parts(folder: Path) -> None:
+    """The whole advice is written: its parts are in it."""
+    (folder / NAME).unlink(missing_ok=True)

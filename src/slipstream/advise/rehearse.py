@@ -24,6 +24,7 @@ from slipstream.advise.recording import OnProgress, Recorded, RecordedRequest
 from slipstream.advise.shadow import Rehearsal, ShadowDrafter
 from slipstream.core import RequestOptions
 from slipstream.engine.engine import Engine
+from slipstream.errors import RequestError
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
 from slipstream.profiling.floors import time_passes
@@ -87,6 +88,7 @@ def measure_costs(
     """The costs of an engine whose drafter is a `ShadowDrafter` of the candidates, for requests with `params`.
 
     `batches` are the numbers of requests at once. Takes about `budget_s`, more where two rounds of each take more.
+    Raises `RequestError` where so many never run at once.
     """
     shadow = engine.drafter
     assert isinstance(shadow, ShadowDrafter)
@@ -95,6 +97,11 @@ def measure_costs(
         on_progress(done, len(batches))
         kinds = _kinds(candidates, shadow)
         _Rehearsals(engine, shadow, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
+        if all(one.batch != batch for one in samples.steps):
+            raise RequestError(
+                f"{batch} requests never ran at once, so their steps could not be measured: the cache has room for "
+                f"{engine.memory_plan.num_slots:,} tokens; give a larger --kv-cache-bytes or a smaller --concurrency"
+            )
     on_progress(len(batches), len(batches))
     shadow.rehearsal = None
     engine.reset_caches()

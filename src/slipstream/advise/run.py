@@ -35,7 +35,10 @@ MAX_RECORDING = 8
 
 
 def advise(job: AdviceJob) -> Advice:
-    """The whole advice. Raises what loading raises, and `RequestError` for traffic that cannot be served."""
+    """The whole advice; its finished parts stay in the job's folder.
+
+    Raises what loading raises, and `RequestError` for traffic that cannot be served.
+    """
     started_s = time.perf_counter()
     kept = KeptParts(job.folder, job.key(), job.resume)
     with AdviceMeter() as meter:
@@ -44,9 +47,7 @@ def advise(job: AdviceJob) -> Advice:
         work.record()
         work.measure()
         work.plan()
-        advice = work.advice(work.checked(), started_s)
-    kept.done()
-    return advice
+        return work.advice(work.checked(), started_s)
 
 
 class AdviceWork:
@@ -172,6 +173,12 @@ class AdviceWork:
             yield (
                 f"the time was up after {number} of {self.recorded.num_asked} requests; "
                 "--minutes gives more of it"
+            )
+        strange = sorted({one.task for one in self.job.requests.trace} - set(self.recorded.tasks))
+        if strange:
+            yield (
+                f"no prompt of {len(strange)} of the trace's tasks was recorded ({', '.join(strange[:4])}): their "
+                "requests are predicted with texts of other tasks"
             )
         if number < most:
             yield f"{number} requests cannot keep {most} running at once; --prompts-per-task gives more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,19 +15,17 @@ from slipstream.errors import RequestError
 from slipstream.jsonl import read_rows, read_text
 from slipstream.workload.reading import Question, Workload, read_workload
 
-ARRIVAL_KEYS = ("arrival_s", "timestamp")
 MIN_TRACE = 2
 """Requests of a trace: one alone does not tell how they overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace, as far as the trace tells."""
+    """When one request of a trace came, and of which task it was."""
 
     arrival_s: float
     """Since the first one."""
     task: str
-    output_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,9 @@ class Requests:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each task's share of the requests."""
-        tasks = [one.task for one in self.trace] or [question.task for question in self.workload.questions]
+        """Each task's share of the traced requests whose task has prompts; empty without a trace."""
+        known = {question.task for question in self.workload.questions}
+        tasks = [one.task for one in self.trace if one.task in known]
         return {task: number / len(tasks) for task, number in Counter(tasks).items()}
 
 
@@ -68,9 +68,7 @@ def read_trace(file: Path) -> Requests:
     found = _questions(file)
     arrivals = {where: _arrival(row, where) for where, row in read_rows(file)}
     found = sorted(found, key=lambda question: arrivals[question.where])
-    requests = [
-        TracedRequest(arrivals[question.where], question.task, question.output_tokens) for question in found
-    ]
+    requests = [TracedRequest(arrivals[question.where], question.task) for question in found]
     return Requests(Workload(str(file), found), _in_order(requests, str(file)))
 
 
@@ -83,14 +81,14 @@ def _questions(file: Path) -> list[Question]:
 
 
 def _arrival(row: dict[str, Any], where: str) -> float:
-    value = next((row[key] for key in ARRIVAL_KEYS if key in row), None)
+    value = row.get("arrival_s")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise RequestError(f"{where} needs arrival_s, the seconds at which the request came, got {value!r}")
     return float(value)
 
 
 def read_log(file: Path, workload: str | None) -> Requests:
-    """The requests of a server's JSON log: when they came, their tasks and lengths.
+    """The requests of a server's JSON log: when they came, and of which tasks.
 
     Texts are in it only where the server ran with --log-prompts; else they are taken from `workload`, task by task.
     """
@@ -105,7 +103,7 @@ def read_log(file: Path, workload: str | None) -> Requests:
             f"{file} has no texts: the server ran without --log-prompts. Give prompts of the same kind with --workload"
         )
     found = read_workload(workload)
-    notes = (f"arrivals, tasks and lengths are those of {file.name}; the texts are those of {found.source}",)
+    notes = (f"arrivals and tasks are those of {file.name}; texts and lengths are those of {found.source}",)
     return Requests(found, requests, notes)
 
 
@@ -130,12 +128,14 @@ def _traced(row: dict[str, Any], source: str) -> TracedRequest:
     try:
         ended_s = datetime.fromisoformat(str(row["time"])).timestamp()
         duration_s = float(row.get("duration_ms", 0.0)) / 1e3
-        output_tokens = int(row["output_tokens"])
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, OverflowError):
+        duration_s = math.nan
+    if not math.isfinite(duration_s) or not isinstance(row["output_tokens"], int):
         raise RequestError(
-            f"{source} has a request without time or output_tokens: {json.dumps(row)[:120]}"
-        ) from None
-    return TracedRequest(ended_s - duration_s, str(row.get("task") or "all"), output_tokens)
+            f"{source} has a request without time, duration_ms or output_tokens that are of use: "
+            f"{json.dumps(row)[:120]}"
+        )
+    return TracedRequest(ended_s - duration_s, str(row.get("task") or "all"))
 
 
 def _asked_question(row: dict[str, Any], where: str) -> Question | None:
@@ -155,5 +155,5 @@ def _in_order(requests: Seq[TracedRequest], source: str) -> tuple[TracedRequest,
             "Give single prompts with --workload"
         )
     first = min(request.arrival_s for request in requests)
-    moved = [TracedRequest(one.arrival_s - first, one.task, one.output_tokens) for one in requests]
+    moved = [TracedRequest(one.arrival_s - first, one.task) for one in requests]
     return tuple(sorted(moved, key=lambda request: request.arrival_s))

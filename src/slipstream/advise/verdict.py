@@ -19,7 +19,7 @@ def verdict(advice: Advice) -> str:
     without = [load.concurrency for load in advice.loads if load.setting == "off"]
     text = f"Enable speculation: {'; '.join(parts)}." if parts else "Enable speculation for some tasks only."
     if without:
-        text += f" {DO_NOT_ENABLE} at {_listed(without)} requests at once: it gains too little or loses."
+        text += f" {DO_NOT_ENABLE} at {_listed(without)}: it gains too little or loses."
     return text
 
 
@@ -34,7 +34,9 @@ def _gain(load: LoadAdvice) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    return " and ".join(map(str, numbers)) if len(numbers) < 3 else ", ".join(map(str, numbers))
+    """'4 and 16 requests at once'."""
+    listed = " and ".join(map(str, numbers)) if len(numbers) < 3 else ", ".join(map(str, numbers))
+    return at_once(numbers[0]) if len(numbers) == 1 else f"{listed} requests at once"
 
 
 def remarks(advice: Advice) -> list[str]:
@@ -46,9 +48,9 @@ def _findings(advice: Advice) -> Iterator[str]:
     found = advice.findings
     if advice.enable:
         if found.break_even_batch is None:
-            yield f"Speculation pays at every load up to {found.max_batch} requests at once; more were not measured."
+            yield f"Speculation pays at the largest load that was measured, {at_once(found.max_batch)}."
         else:
-            yield f"Break-even batch: from {found.break_even_batch} requests at once on nothing pays."
+            yield f"Break-even batch: from {at_once(found.break_even_batch)} on nothing pays."
     for one in found.break_evens:
         if one.acceptance is None:
             yield (
@@ -85,7 +87,7 @@ def _of_trace(advice: Advice) -> Iterator[str]:
     trace = advice.trace
     if trace is not None:
         yield (
-            f"The trace, predicted: {trace.num_requests} requests in {trace.duration_s:.0f} s, "
-            f"{trace.mean_in_flight:.1f} at once while there are any; median latency {trace.latency_off_s:.2f} s "
-            f"without speculation, {trace.latency_s:.2f} s with this advice."
+            f"The trace, predicted with the recorded answers: {trace.num_requests} requests in "
+            f"{trace.duration_s:.0f} s, {trace.mean_in_flight:.1f} at once while there are any; median latency "
+            f"{trace.latency_off_s:.2f} s without speculation, {trace.latency_s:.2f} s with this advice."
         )

@@ -44,7 +44,7 @@ Trace = Annotated[
 Log = Annotated[
     Path | None,
     typer.Option(
-        help="The JSON log of a running server: when requests came, their tasks and lengths. Where it has no texts, "
+        help="The JSON log of a running server: when requests came, and of which tasks. Where it has no texts, "
         "give prompts of the same kind with --workload.",
         rich_help_panel=_TRAFFIC,
     ),
@@ -52,7 +52,9 @@ Log = Annotated[
 PromptsPerTask = Annotated[
     int,
     typer.Option(
-        min=0, help="Number of prompts of each task, the first ones; 0 takes all.", rich_help_panel=_TRAFFIC
+        min=0,
+        help="Number of prompts of each task, the first ones; of a trace on average. 0 takes all.",
+        rich_help_panel=_TRAFFIC,
     ),
 ]
 Concurrency = Annotated[
@@ -139,6 +141,7 @@ def advise(
     # Imported last, because it loads PyTorch: all other errors are raised before.
     from slipstream.advise.candidates import make_candidates
     from slipstream.advise.job import AdviceJob
+    from slipstream.advise.kept_parts import forget_parts
     from slipstream.advise.run import advise as run
 
     job = AdviceJob(
@@ -157,6 +160,8 @@ def advise(
         resume=resume,
     )
     _deliver(run(job), json, files, model, engine)
+    if output is not None:
+        forget_parts(output)
 
 
 def _drafters(
