@@ -129,3 +129,18 @@ def test_a_canary_asks_the_same_of_both_and_ends_with_speculation() -> None:
     asyncio.run(canary.alternate())
     assert restarts == [True, False, True]
     asyncio.run(canary.run())  # repeats only where it was told to
+
+
+def test_a_failed_probe_of_a_canary_costs_its_pair_and_not_the_server() -> None:
+    side = Side([0], 1.0)
+    restarts: list[bool] = []
+
+    async def restart(with_speculation: bool) -> None:
+        restarts.append(with_speculation)
+        side.error = None if with_speculation else "it answers HTTP 503"
+
+    watch = Watch(WatchedServer("http://127.0.0.1:9", "m", "ngram"))
+    canary = AlternatingCanary(side, restart, watch, PROMPTS, 4, None)
+    asyncio.run(canary.alternate())
+    assert restarts == [False, True], "it speculates again"
+    assert (canary.log.num_dropped, canary.log.last_drop) == (4, "it answers HTTP 503")

@@ -15,7 +15,15 @@ import pytest
 from handoff_cases import fake_command, free_port, is_alive, running, serve_command
 
 from slipstream.errors import ConfigError, RemoteError
-from slipstream.handoff.plan import HandoffPlan, OffSide, ServeCommand, check_extra, check_free, plain_url
+from slipstream.handoff.plan import (
+    HandoffPlan,
+    OffSide,
+    ServeCommand,
+    check_extra,
+    check_free,
+    plain_url,
+    url_of,
+)
 from slipstream.handoff.process import VllmProcess, find_vllm, version_of
 
 
@@ -80,7 +88,20 @@ def test_it_is_waited_for_and_stopped_with_its_children(vllm: str, tmp_path: Pat
     assert process.exit_code == -signal.SIGTERM
     until(lambda: not any(is_alive(pid) for pid in pids if pid))
     assert log.read_text() == "INFO loading some/model\n"
+
+
+def test_a_stopped_one_is_not_killed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another process's by then."""
+    process = VllmProcess([sys.executable, "-c", ""], "http://127.0.0.1:9")
+    process.start()
+    process.stop(grace_s=5)
+    killed: list[int] = []
+    monkeypatch.setattr("os.killpg", lambda group, sig: killed.append(group))
     process.stop()
+    assert killed == []
+    process.start()
+    process.stop(grace_s=5)
+    assert killed == [process.pid], "a new one is"
 
 
 def test_one_that_ignores_the_request_is_killed(vllm: str) -> None:
@@ -131,9 +152,20 @@ def test_it_ends_when_its_parent_is_killed(vllm: str, tmp_path: Path) -> None:
     until(lambda: not is_alive(pid))
 
 
-@pytest.mark.parametrize("word", ["--port", "--speculative-config={}", "--host", "--api-key=x"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--port",
+        "--speculative-config={}",
+        "--speculative_config",
+        "--speculative-config.method",
+        "-sc",
+        "--host",
+        "--api-key=x",
+    ],
+)
 def test_flags_that_handoff_writes_are_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="is written by handoff itself; use --"):
+    with pytest.raises(ConfigError, match="is written by handoff itself; use -"):
         check_extra(["--dtype", "float32", word])
 
 
@@ -143,6 +175,25 @@ def test_a_used_port_is_named() -> None:
         bound.listen()
         with pytest.raises(ConfigError, match=r"cannot listen on .*; choose another with --port"):
             check_free("127.0.0.1", bound.getsockname()[1], "--port")
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_addresses_of_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as bound:
+            bound.bind(("::1", 0))
+            port = bound.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    check_free("::1", port, "--port")
+    check_free("::", port, "--port")
+
+
+def test_where_a_server_is_reached() -> None:
+    assert url_of("127.0.0.1", 80) == url_of("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert url_of("::", 80) == url_of("::1", 80) == "http://[::1]:80"
+    with pytest.raises(ConfigError, match="that is no address"):
+        check_free("a" * 64, 80, "--port")
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,21 @@ def test_a_server_that_dies_ends_the_watch(vllm: str) -> None:
         assert "RuntimeError: the fake was told to die" in str(error)
 
 
+def test_a_fault_of_the_watch_is_shown_and_does_not_stop_the_server(
+    vllm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(watch: Any, interval: Any) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr("slipstream.handoff.watch.Watch.on_interval", fail)
+    port = free_port()
+    with served(plan_of(vllm, port)) as (address, _, raised):
+        until(lambda: httpx2.get(f"{address}/health").status_code == 503)
+        assert "a part of the watch has ended" in data(address)["state"]
+        assert httpx2.get(f"{plan_url(port)}/health").status_code == 200
+    assert raised == []
+
+
 def test_a_key_guards_model_and_data(vllm: str) -> None:
     port = free_port()
     with served(plan_of(vllm, port, api_key="secret")) as (address, _, _):

@@ -81,6 +81,11 @@ def test_engines_are_added_up() -> None:
     assert found.counts.num_cut == found.counts.num_ended == 8
 
 
+def test_counters_without_a_number_are_refused() -> None:
+    with pytest.raises(RemoteError, match="not in Prometheus"):
+        parse_reading("vllm:generation_tokens_total +Inf\n")
+
+
 def test_growth_and_restarts() -> None:
     first = EngineCounts(num_drafts=4, accepted_at=(3, 1), ended={"stop": 1})
     last = EngineCounts(num_drafts=9, accepted_at=(7, 4, 1), ended={"stop": 2, "length": 1})
@@ -170,6 +175,30 @@ def test_falling_acceptance_is_an_alarm_and_steady_acceptance_is_none() -> None:
     assert values["truncation"] == 0
 
 
+def test_each_alarm_has_its_series_before_it_is_raised() -> None:
+    """Prometheus misses the first event of a series that begins with it."""
+
+    def series(watch: Watch) -> set[tuple[str, str]]:
+        return {
+            (sample.labels["kind"], sample.labels["task"])
+            for family in watch.registry.collect()
+            for sample in family.samples
+            if sample.name == "slipstream_alarm_raises_total"
+        }
+
+    watch = Watch(SERVER)
+    before = series(watch)
+    for _ in range(60):
+        watch.on_pair(0.5)
+    for _ in range(3):
+        watch.on_fault("gone")
+    assert {alarm.kind for alarm in watch.alarms.raised} == {
+        AlarmKind.UNDER_BREAK_EVEN,
+        AlarmKind.SERVER_UNREACHABLE,
+    }
+    assert series(watch) == before
+
+
 def test_more_answers_cut_off_are_an_alarm() -> None:
     watch, rng = Watch(SERVER), random.Random(2)
     feed(watch, 120, 0.7, rng, cut=0.1)
@@ -224,6 +253,19 @@ def test_slower_with_speculation_is_an_alarm_and_chance_is_none() -> None:
     for _ in range(60):
         watch.on_pair(1.2)
     assert watch.alarms.raised == []
+
+
+def test_a_second_loss_is_told_by_its_own_pairs() -> None:
+    watch, told = Watch(SERVER), []
+    for _ in range(2):
+        while not watch.alarms.raised:
+            watch.on_pair(0.9)
+        told.append(watch.alarms.raised[0].message.rpartition(" in ")[2])
+        while watch.alarms.raised:
+            watch.on_pair(1.2)
+    first, second = told
+    assert first == second
+    assert first.split()[0] == first.split()[2], "all of them were slower"
 
 
 def test_an_acknowledged_loss_is_judged_anew() -> None:

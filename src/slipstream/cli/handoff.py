@@ -229,7 +229,7 @@ def _started(
 ) -> tuple[VllmSetting, HandoffPlan]:
     """The setting, and the plan of a server that is started; raises `ConfigError` before anything is."""
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.handoff.plan import HandoffPlan, OffSide, ServeCommand, check_free, plain_url
+    from slipstream.handoff.plan import HandoffPlan, OffSide, ServeCommand, check_free, plain_url, url_of
     from slipstream.handoff.process import find_vllm, version_of
     from slipstream.handoff.setting import exported
 
@@ -256,24 +256,20 @@ def _started(
     without = replace(command, setting=())
     starts_off = side == OffSide.CANARY or (side == OffSide.INSTANCE and off_url is None)
     at_instance = side == OffSide.INSTANCE and off_url is None
-    shown = "127.0.0.1" if host == "0.0.0.0" else host
     return setting, HandoffPlan(
-        url=f"http://{shown}:{port}",
+        url=url_of(host, port),
         method=setting.method,
         command=command.words(),
         off_command=(replace(without, port=off_port) if at_instance else without).words()
         if starts_off
         else None,
-        off_url=f"http://{shown}:{off_port}"
-        if at_instance
-        else None
-        if off_url is None
-        else plain_url(off_url),
+        off_url=url_of(host, off_port) if at_instance else None if off_url is None else plain_url(off_url),
         **shared,
     )
 
 
 def _run(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bool) -> None:
+    from slipstream.handoff.plan import url_of
     from slipstream.handoff.run import Handoff
     from slipstream.serve import logs
     from slipstream.serve.config import ServeConfig
@@ -289,7 +285,7 @@ def _run(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bo
     handoff = Handoff(plan)
     try:
         handoff.start()
-        _announce(handoff, f"http://{host}:{bound.getsockname()[1]}", json)
+        _announce(handoff, url_of(host, bound.getsockname()[1]), json)
         handoff.serve(bound)
     except RemoteError:
         for line in handoff.last_lines[-NUM_SHOWN_LINES:]:

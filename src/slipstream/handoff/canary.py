@@ -11,6 +11,7 @@ from itertools import islice
 import httpx2
 
 from slipstream.client import connect
+from slipstream.errors import RemoteError
 from slipstream.handoff.pairs import PairLog, ProbeAnswer, ProbePrompts, ProbeSide
 from slipstream.handoff.watch import Watch
 from slipstream.workload.prompts import Prompt
@@ -52,8 +53,8 @@ class AlternatingCanary:
     async def alternate(self, *, restart_off: bool = True) -> None:
         """One round: without speculation, then with it; the same prompts in both. Ends with speculation on.
 
-        Without `restart_off` the server runs without speculation already. Raises `RemoteError` where it does not
-        come back.
+        Without `restart_off` the server runs without speculation already. A failed probe drops its pair.
+        Raises `RemoteError` where the server does not come back.
         """
         if restart_off:
             logger.info("canary: the server restarts without speculation, for %d probes", len(self._prompts))
@@ -63,20 +64,27 @@ class AlternatingCanary:
         await self._restart(True)
         self.compare(await self.probe(), off)
 
-    async def probe(self) -> list[ProbeAnswer]:
-        """The answers of one side, one after the other, beside the clients' requests."""
+    async def probe(self) -> list[ProbeAnswer | str]:
+        """The answers of one side, one after the other, beside the clients' requests; an error where one failed."""
         async with connect(self._side.address) as client:
             for number, prompt in self._prompts[:NUM_WARM_UP]:
-                await self._side.answer(client, number, prompt, 0)
+                await self._one(client, number, prompt)
             return [await self._one(client, number, prompt) for number, prompt in self._prompts]
 
-    async def _one(self, client: httpx2.AsyncClient, number: int, prompt: Prompt) -> ProbeAnswer:
-        beside = await self._side.num_running(client)
-        return await self._side.answer(client, number, prompt, beside)
+    async def _one(self, client: httpx2.AsyncClient, number: int, prompt: Prompt) -> ProbeAnswer | str:
+        try:
+            beside = await self._side.num_running(client)
+            return await self._side.answer(client, number, prompt, beside)
+        except RemoteError as error:  # a probe is not worth the server
+            logger.warning("a paired probe failed: %s", error)
+            return str(error)
 
-    def compare(self, on: Seq[ProbeAnswer], off: Seq[ProbeAnswer]) -> None:
+    def compare(self, on: Seq[ProbeAnswer | str], off: Seq[ProbeAnswer | str]) -> None:
         """Make pairs of the answers to the same prompts."""
         for with_drafts, without in zip(on, off, strict=True):
+            if isinstance(with_drafts, str) or isinstance(without, str):
+                self.log.drop(next(each for each in (with_drafts, without) if isinstance(each, str)))
+                continue
             speedup = self.log.add(with_drafts, without)
             if speedup is not None:
                 self._watch.on_pair(speedup)

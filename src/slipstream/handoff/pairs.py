@@ -115,7 +115,7 @@ class ProbeSide:
 
     @asynccontextmanager
     async def load(self, client: httpx2.AsyncClient, number: int) -> AsyncIterator[None]:
-        """Keep `number` requests running there; raises `RemoteError` where they do not begin in time."""
+        """Keep `number` requests running there, or as many as begin in time; raises `RemoteError`."""
         workers = [asyncio.create_task(self._work(client, seed)) for seed in range(number)]
         try:
             if workers:

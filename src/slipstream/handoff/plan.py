@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from slipstream.handoff.pairs import ProbePrompts
 
 OWN_FLAGS = {
     "--speculative-config": "--spec or --speculative-config before the --",
+    "-sc": "--spec or --speculative-config before the --",
     "--spec-method": "--spec",
     "--spec-model": "--spec",
     "--spec-tokens": "--num-speculative-tokens",
@@ -22,6 +24,9 @@ OWN_FLAGS = {
     "--api-key": "--api-key-env before the --",
 }
 """Flags of vLLM that the hand-off writes itself, and what to use instead."""
+
+_REACHED = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that mean every one of this machine, to one that can be asked."""
 
 
 class OffSide(StrEnum):
@@ -97,9 +102,15 @@ class HandoffPlan:
 def check_extra(extra: Seq[str]) -> None:
     """Raise `ConfigError` for a flag behind `--` that the hand-off writes itself."""
     for word in extra:
-        name = word.partition("=")[0]
+        name = word.partition("=")[0].partition(".")[0].replace("_", "-")  # vLLM takes all of these spellings
         if name in OWN_FLAGS:
             raise ConfigError(f"{name} behind the -- is written by handoff itself; use {OWN_FLAGS[name]}")
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server that listens on `host` is reached from this machine."""
+    host = _REACHED.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def plain_url(url: str) -> str:
@@ -117,7 +128,5 @@ def check_free(host: str, port: int, flag: str) -> None:
         bind(host, port).close()
     except ConfigError as error:
         raise ConfigError(f"{error}; choose another with {flag}") from None
-    with socket.socket() as other:
-        other.settimeout(0.5)
-        if other.connect_ex((host if host != "0.0.0.0" else "127.0.0.1", port)) == 0:
-            raise ConfigError(f"something listens on {host}:{port} already; choose another with {flag}")
+    with suppress(OSError), socket.create_connection((_REACHED.get(host, host), port), timeout=0.5):
+        raise ConfigError(f"something listens on {host}:{port} already; choose another with {flag}")

@@ -29,6 +29,8 @@ GRACE_S = 20.0
 _LOOK_EVERY_S = 0.2
 _VERSION_TIMEOUT_S = 180.0
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded before any fork: a child of a program with threads may not load libraries."""
 
 
 def find_vllm(given: str | None) -> str:
@@ -84,6 +86,7 @@ class VllmProcess:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._abandoned = threading.Event()
+        self._is_gone = False
 
     @property
     def pid(self) -> int | None:
@@ -105,6 +108,7 @@ class VllmProcess:
         process when the thread that started it ends."""
         self._lines.clear()
         self._abandoned.clear()
+        self._is_gone = False
         try:
             log = None if self._log is None else self._log.open("a", encoding="utf-8")
         except OSError as error:
@@ -119,7 +123,7 @@ class VllmProcess:
                 errors="replace",
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_end_with_parent if _LIBC is not None else None,
             )
         except OSError as error:
             if log is not None:
@@ -168,7 +172,7 @@ class VllmProcess:
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it and all processes of its session; returns when they are gone. May be called repeatedly."""
         process = self._process
-        if process is None:
+        if process is None or self._is_gone:  # long after its end its number may be another process's
             return
         if process.poll() is None:
             process.terminate()
@@ -177,6 +181,7 @@ class VllmProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # what vLLM started and did not end itself
         process.wait()
+        self._is_gone = True
         if self._reader is not None:
             self._reader.join(timeout=2.0)
 
@@ -207,4 +212,5 @@ def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
 
 def _end_with_parent() -> None:
     """In the child: have the kernel send SIGTERM when the parent ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

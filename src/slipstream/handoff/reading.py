@@ -139,7 +139,7 @@ def parse_reading(text: str, time_s: float | None = None) -> VllmReading:
         if not families:
             raise RemoteError("its metrics have no names that begin with 'vllm:', so it is no vLLM")
         return _reading(families, time.monotonic() if time_s is None else time_s)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise RemoteError(f"its metrics are not in Prometheus' text format: {error}") from None
 
 

@@ -9,13 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx2
 
 from slipstream.client import ServerAddress, find_model
-from slipstream.errors import RemoteError
+from slipstream.errors import RemoteError, SlipstreamError
 from slipstream.handoff.app import Job, WatchServer, create_watch_app
 from slipstream.handoff.canary import AlternatingCanary
 from slipstream.handoff.instance import InstanceProbes
@@ -87,11 +87,11 @@ class Handoff:
         source = VllmSource(self.watch, pairs, _OFF_WORDS[self.plan.off_side], time.time())
         jobs: list[Job] = [self.watch.run, self._supervise]
         if self._instance is not None:
-            jobs.append(self._guarded(self._instance.run))
+            jobs.append(self._instance.run)
         if self._canary is not None:
-            jobs.append(self._guarded(self._canary.run))
+            jobs.append(self._canary.run)
         keys = (self.plan.api_key,) if self.plan.api_key else ()
-        self._server = WatchServer(create_watch_app(source, jobs, keys))
+        self._server = WatchServer(create_watch_app(source, [self._guarded(job) for job in jobs], keys))
         self._server.run(sockets=[bound])
         if self._failure is not None:
             raise RemoteError(self._failure)
@@ -108,10 +108,11 @@ class Handoff:
             self._server.should_exit = True
 
     def stop(self) -> None:
-        """Stop all processes that were started."""
-        for process in (self._on, self._off):
-            if process is not None:
-                process.stop()
+        """Stop all processes that were started, each of them whatever interrupts the stop of another."""
+        with ExitStack() as stops:
+            for process in (self._on, self._off):
+                if process is not None:
+                    stops.callback(process.stop)
 
     # --- parts of the start -------------------------------------------------------------------------------------
 
@@ -209,13 +210,18 @@ class Handoff:
                     return
 
     def _guarded(self, job: Job) -> Job:
-        """The job; an error of its server ends the watch, and is raised by `serve`."""
+        """The job. An error of its server ends the watch, and is raised by `serve`. One of ours is no reason to stop
+        the server: it is logged, and shown instead of `live`."""
 
         async def run() -> None:
             try:
                 await job()
-            except RemoteError as error:
+            except SlipstreamError as error:
                 self._fail(str(error))
+            except Exception as error:
+                logger.exception("a part of the watch has ended")
+                assert self.watch is not None
+                self.watch.fault = f"a part of the watch has ended: {type(error).__name__}: {error}"
 
         return run
 

@@ -19,23 +19,26 @@ class SlowerTest:
     def __init__(self) -> None:
         self.is_slower = False
         self.num_pairs = 0
-        """Since the test began or was decided."""
+        """Up to the decision, or since it."""
         self.num_slower = 0
         """Of them, those in which speculation was slower."""
+        self._is_decided = False
         self._bets = self._new()
 
     def add(self, speedup: float) -> None:
         """Count a pair: tokens a second with speculation over those without."""
+        if self._is_decided:
+            self.num_pairs, self.num_slower, self._is_decided = 0, 0, False
         self.num_pairs += 1
         self.num_slower += speedup < 1
         self._bets.add(Value(1.0 if speedup > 1 else 0.0 if speedup < 1 else _EVEN))
         if self._bets.evidence >= (CLEARING_EVIDENCE if self.is_slower else 1 / FALSE_ALARM_RATE):
-            self.is_slower = not self.is_slower
+            self.is_slower, self._is_decided = not self.is_slower, True
             self._bets = self._new()
 
     def begin(self) -> None:
         """Restart the test."""
-        self.is_slower, self.num_pairs, self.num_slower = False, 0, 0
+        self.is_slower, self.num_pairs, self.num_slower, self._is_decided = False, 0, 0, False
         self._bets = self._new()
 
     def _new(self) -> Bets:

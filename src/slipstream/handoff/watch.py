@@ -15,7 +15,7 @@ from slipstream.handoff.alarms_log import AlarmLog
 from slipstream.handoff.history import READ_EVERY_S, ReadingInterval, ServerHistory
 from slipstream.handoff.reading import EngineCounts, added, parse_reading
 from slipstream.handoff.slower import SlowerTest
-from slipstream.monitor.alarms import TASK_KINDS, Alarm, AlarmKind, Alarms, FinishedRequest
+from slipstream.monitor.alarms import Alarm, AlarmKind, Alarms, FinishedRequest
 from slipstream.monitor.causes import Traits
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 
@@ -53,9 +53,10 @@ class Watch:
         self.registry = CollectorRegistry()
         self.history = ServerHistory(server.method)
         metrics = AlarmMetrics(self.registry, str)
-        for kind in TASK_KINDS:
+        for kind in (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.TRUNCATION):
             metrics.expect(kind, TASK, None)
-        metrics.expect(AlarmKind.SERVER_UNREACHABLE, None, None)
+        for kind in (AlarmKind.UNDER_BREAK_EVEN, AlarmKind.SERVER_UNREACHABLE):  # of the whole server
+            metrics.expect(kind, None, None)
         self.log = AlarmLog(metrics)
         self.alarms = Alarms(self.log.on_raise, self._on_clear, unit="observations")
         self.slower = SlowerTest()

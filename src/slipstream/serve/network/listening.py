@@ -18,6 +18,8 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             bound.close()
             raise
+    except UnicodeError:
+        raise ConfigError(f"cannot listen on {host}:{port}: that is no address") from None
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return bound
