@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.errors import ConfigError, ModelError
+from slipstream.export import ENGINES, SpeculativeRecord
 from slipstream.export.head_facts import AuxLayers, VocabularyMap, context_length, head_facts
 from slipstream.export.vocabulary import kind_of_map, to_absolute, to_offsets
 
@@ -72,3 +73,16 @@ def test_two_numberings_of_layers() -> None:
     assert before.as_convention("after_layer").as_convention("before_layer") == before
     with pytest.raises(ConfigError, match="layer convention"):
         AuxLayers((1,), "between")
+
+
+def test_weights_in_pytorchs_own_format_are_not_guessed(tmp_path: Path) -> None:
+    """EAGLE's own heads come as pytorch_model.bin: no engine's form may be refused for what was not read."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCAB, "draft_vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
+    facts = head_facts(tmp_path)
+    assert facts is not None
+    assert (facts.embedding, facts.output) == (None, None)
+    assert facts.vocabulary == VocabularyMap("offset", 8)
+    record = SpeculativeRecord(method="eagle3", target="t", model=str(tmp_path), depth=4, head=facts)
+    assert ENGINES["vllm"].to_engine(record).record.method == "eagle3"

@@ -151,7 +151,9 @@ def test_vllm_needs_the_output_layer_of_an_eagle3_head() -> None:
 def test_what_a_head_leaves_to_vllms_defaults_is_told() -> None:
     notes = " ".join(ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, aux_layers=None))).notes)
     assert "eagle_aux_hidden_state_layer_ids" in notes
-    assert "norm_before_residual: vLLM assumes true" in notes
+    assert "norm_before_residual: vLLM assumes false" in notes
+    speculators = replace(EAGLE3, head=replace(HEAD, layout="speculators"))
+    assert "norm_before_residual: vLLM assumes true" in " ".join(ENGINES["vllm"].to_engine(speculators).notes)
     norms = HeadNorms(before_residual=False)
     notes = " ".join(ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, norms=norms))).notes)
     assert "eagle_aux_hidden_state_layer_ids" not in notes
@@ -189,6 +191,7 @@ def test_tensorrt_takes_the_layers_from_the_setting_by_the_layer_that_wrote() ->
     form = settings_format("tensorrt-llm")
     found = form.from_engine(replace(read_source("{}"), mapping=yaml.safe_load(text)))
     assert any("[2, 16, 29]" in note for note in found.notes)
+    assert tensorrt(found.record)["speculative_config"]["eagle3_layers_to_capture"] == [1, 15, 28]
     embedding = replace(HEAD, aux_layers=AuxLayers((0, 3, 5)))
     with pytest.raises(ExportError, match="reads the embedding"):
         tensorrt(replace(EAGLE3, head=embedding))
@@ -245,6 +248,46 @@ def test_schedules_that_are_none(ranges: Any, why: str) -> None:
         imported("vllm", json.dumps(given))
 
 
+def test_sglangs_own_example_survives() -> None:
+    """Its manual: 5 steps, top-k 8 and 64 draft tokens, of which one is the root."""
+    words = "x --model-path t --speculative-algorithm EAGLE3 --speculative-draft-model-path h "
+    words += "--speculative-num-steps 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 64"
+    record = imported("sglang", words)
+    assert record.tree == TreeShape(top_k=8, num_nodes=63)
+    assert flags(ENGINES["sglang"].to_engine(record))["--speculative-num-draft-tokens"] == "64"
+
+
+def test_the_numbers_that_sglang_chooses_itself(tmp_path: Path) -> None:
+    standalone = imported("sglang", "x --speculative-algorithm STANDALONE --speculative-draft-model-path d")
+    assert (standalone.depth, standalone.tree) == (3, None)
+    eagle = "x --speculative-algorithm EAGLE3 --speculative-draft-model-path h"
+    found = settings_format("sglang").from_engine(read_source(eagle))
+    assert (found.record.depth, found.record.tree) == (5, TreeShape(top_k=4, num_nodes=7))
+    assert any("by the target" in note for note in found.notes)
+    file = tmp_path / "adaptive.json"
+    file.write_text('{"1": {"candidate_steps": [4]}, "9": {"candidate_steps": [2]}}')
+    record = imported("sglang", f"{eagle} --speculative-adaptive --speculative-adaptive-config {file}")
+    assert (record.depth, record.tree) == (4, None)
+    assert record.schedule == (ScheduleRange(1, 8, 4), ScheduleRange(9, None, 2))
+    begins = f"{eagle} --speculative-num-steps 2 --speculative-adaptive --speculative-adaptive-config {file}"
+    assert imported("sglang", begins) == record
+    never = replace(EAGLE3, schedule=(ScheduleRange(1, None, 0),))
+    with pytest.raises(ExportError, match="never drafts; the nearest that it can run is no speculation"):
+        ENGINES["sglang"].to_engine(never)
+
+
+def test_transformers_ends_drafts_at_its_default_threshold() -> None:
+    found = settings_format("transformers").from_engine(read_source('{"model": "t", "assistant_model": "d"}'))
+    assert found.record.confidence_threshold == 0.4
+    assert any("0.4, its default" in note for note in found.notes)
+    told = settings_format("transformers").from_engine(
+        read_source('{"model": "t", "assistant_model": "d", "assistant_confidence_threshold": 0}')
+    )
+    assert (told.record.confidence_threshold, told.notes) == (0.0, ())
+    notes = ENGINES["transformers"].to_engine(draft_record(confidence_threshold=0.3)).notes
+    assert any("each token's probability" in note for note in notes)
+
+
 def test_a_tree_becomes_a_chain_where_there_are_no_trees() -> None:
     tree = replace(EAGLE3, depth=4, tree=TreeShape(top_k=4, num_nodes=16))
     for engine in ("vllm", "llama-cpp"):
@@ -256,18 +299,20 @@ def test_a_tree_becomes_a_chain_where_there_are_no_trees() -> None:
 
 
 def test_the_bounds_of_trees() -> None:
-    """OpenVINO: b²(d - 1) + b >= n >= d; TensorRT-LLM: d <= n <= k·d; SGLang: n <= k·d."""
+    """OpenVINO: b²(d - 1) + b >= n >= d; TensorRT-LLM: d <= n <= k·d; SGLang: n <= k²(d - 1) + k."""
     assert tree_fits(8, 4, 15)
     assert tree_fits(2, 3, 10)
     assert not tree_fits(2, 3, 11)
     assert not tree_fits(2, 3, 2)
     wide = replace(EAGLE3, depth=3, tree=TreeShape(top_k=2, num_nodes=10))
     assert ENGINES["openvino"].to_engine(wide).record.tree == wide.tree
-    for engine in ("sglang", "tensorrt-llm"):
+    assert ENGINES["sglang"].to_engine(wide).record.tree == wide.tree
+    wider = replace(wide, tree=TreeShape(top_k=2, num_nodes=11))
+    for engine, record, most in (("sglang", wider, 10), ("openvino", wider, 10), ("tensorrt-llm", wide, 6)):
         with pytest.raises(ExportError) as found:
-            ENGINES[engine].to_engine(wide)
+            ENGINES[engine].to_engine(record)
         assert found.value.nearest is not None
-        assert found.value.nearest.tree == TreeShape(top_k=2, num_nodes=6)
+        assert found.value.nearest.tree == TreeShape(top_k=2, num_nodes=most)
     narrow = replace(EAGLE3, depth=4, tree=TreeShape(top_k=2, num_nodes=3))
     for engine in ("openvino", "tensorrt-llm"):
         with pytest.raises(ExportError, match=r"needs from 4 to \d+ tokens in this tree, not 3"):
@@ -380,3 +425,66 @@ def test_exported_programs_can_be_imported(name: str, tmp_path: Path) -> None:
         [text] = [file.text for file in setting.files if file.name == name]
         (tmp_path / name).write_text(text)
         assert imported(engine, str(tmp_path / name)) == setting.record
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "why"),
+    [
+        ("vllm", '{"method": ["ngram"], "num_speculative_tokens": 3}', "method of vLLM"),
+        ("vllm", '{"num_speculative_tokens": 3}', "method"),
+        (
+            "tensorrt-llm",
+            '{"decoding_type": "Eagle3", "max_draft_len": 3, "eagle_choices": []}',
+            "list of paths",
+        ),
+        (
+            "tensorrt-llm",
+            '{"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "h", "eagle_choices": [["a"]]}',
+            "whole number",
+        ),
+        (
+            "tensorrt-llm",
+            '{"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "h", "eagle3_layers_to_capture": 5}',
+            "must be a list",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_are_a_clear_line(engine: str, setting: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        imported(engine, setting)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_keys_that_are_no_names(engine: str, tmp_path: Path) -> None:
+    file = tmp_path / "setting.yaml"
+    file.write_text("1: ngram\n")
+    with pytest.raises(ConfigError, match="has the key 1; keys are names"):
+        imported(engine, str(file))
+
+
+def test_literals_that_python_cannot_make_are_unknown(tmp_path: Path) -> None:
+    program = tmp_path / "serve.py"
+    program.write_text('odd = {[1]: 2}\nllm = LLM(model="t", speculative_config={"method": "suffix"})\n')
+    assert imported("vllm", str(program)).method == "suffix"
+
+
+def test_llama_cpp_samples_draft_models_and_no_heads() -> None:
+    sampled = draft_record(draft_sampling="sampled", verify="rejection")
+    setting = ENGINES["llama-cpp"].to_engine(sampled)
+    assert flags(setting)["--spec-draft-sampling"] == "probabilistic"
+    assert setting.lost == {}
+    head = ENGINES["llama-cpp"].to_engine(replace(EAGLE3, draft_sampling="sampled"))
+    assert "--spec-draft-sampling" not in head.argv
+    assert "draft_sampling" in head.lost
+
+
+def test_all_spellings_of_vllms_flags(tmp_path: Path) -> None:
+    short = "/opt/env/bin/vllm serve t --enforce-eager --spec-method ngram --spec-tokens 3"
+    wanted = SpeculativeRecord(method="ngram", target="t", depth=3, ngram=NgramLookup(5, 5))
+    assert imported("vllm", short) == wanted
+    dashes = """vllm serve t --speculative_config '{"method": "ngram", "num-speculative-tokens": 3}'"""
+    assert imported("vllm", dashes) == wanted
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: t\nspec-method: ngram\nspec-tokens: 3\n")
+    assert imported("vllm", f"vllm serve --config {file}") == wanted
+    assert imported("vllm", str(file)) == wanted

@@ -78,10 +78,10 @@ class HeadFacts:
     aux_layers: AuxLayers | None = None
     """None: the configuration does not say, and engines' defaults differ."""
     norms: HeadNorms = HeadNorms()
-    embedding: str = "shared"
-    """`own` or `shared` with the target."""
-    output: str = "shared"
-    """Of the output layer, `own` or `shared` with the target."""
+    embedding: str | None = "shared"
+    """`own` or `shared` with the target; None: the weights are in a format that is not read for this."""
+    output: str | None = "shared"
+    """Of the output layer, likewise."""
     num_positions: int | None = None
     """Longest text that its rotary embedding was made for."""
 
@@ -148,7 +148,7 @@ def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> H
         layout=layout,
         version=1 if layout == "eagle" else 3,
         num_layers=int(layer.get("num_hidden_layers", 1)),
-        vocabulary=tensors.vocabulary(int(layer.get("vocab_size", 0))),
+        vocabulary=tensors.vocabulary(layer.get("vocab_size") or 0, config.get("draft_vocab_size") or 0),
         aux_layers=None if not layers else AuxLayers(tuple(layers)),
         norms=HeadNorms(
             before_residual=config.get("norm_before_residual"),
@@ -156,8 +156,8 @@ def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> H
             fc_norm=config.get("fc_norm"),
             output=config.get("norm_output"),
         ),
-        embedding="own" if "embed_tokens.weight" in tensors.names else "shared",
-        output="own" if "lm_head.weight" in tensors.names else "shared",
+        embedding=tensors.whose("embed_tokens.weight"),
+        output=tensors.whose("lm_head.weight"),
         num_positions=layer.get("max_position_embeddings"),
     )
 
@@ -167,20 +167,26 @@ class _Tensors:
 
     def __init__(self, folder: Path) -> None:
         self._file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-        self.names: frozenset[str] = frozenset()
+        self._names: frozenset[str] | None = None
         if self._file is None:
             return
         try:
             with safe_open(self._file, framework="numpy") as opened:
-                self.names = frozenset(opened.keys())
+                self._names = frozenset(opened.keys())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {str(self._file)!r}: {error}") from None
 
-    def vocabulary(self, vocab_size: int) -> VocabularyMap | None:
-        """The map of `d2t`, None without one."""
-        if "d2t" not in self.names or self._file is None:
+    def whose(self, name: str) -> str | None:
+        """`own` where the file has the tensor, `shared` where not; None without a safetensors file."""
+        return None if self._names is None else "own" if name in self._names else "shared"
+
+    def vocabulary(self, vocab_size: int, draft_vocab_size: int) -> VocabularyMap | None:
+        """The map of `d2t`, None without one. Weights in PyTorch's own format are not read, and hold offsets."""
+        if self._names is None or self._file is None:
+            return VocabularyMap("offset", draft_vocab_size) if 0 < draft_vocab_size < vocab_size else None
+        if "d2t" not in self._names:
             return None
         with safe_open(self._file, framework="numpy") as opened:
             d2t = opened.get_tensor("d2t").astype("int64")
-            t2d = opened.get_tensor("t2d").astype(bool) if "t2d" in self.names else None
+            t2d = opened.get_tensor("t2d").astype(bool) if "t2d" in self._names else None
         return VocabularyMap(kind_of_map(d2t, vocab_size, t2d), len(d2t))

@@ -165,6 +165,8 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is neither valid JSON nor YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where} must hold one object of keys and values")
+    if odd := [key for key in value if not isinstance(key, str)]:
+        raise ConfigError(f"{where} has the key {odd[0]!r}; keys are names")
     return value
 
 
@@ -172,7 +174,7 @@ def _calls(text: str, where: str) -> Iterator[PythonCall]:
     """Calls and assignments of a program; names that were set to literals are replaced by them."""
     try:
         tree = ast.parse(text)
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not a Python program: {error}") from None
     known: dict[str, Any] = {}
     for statement in tree.body:
@@ -208,5 +210,5 @@ def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
         return _call(node, known)
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         return UNKNOWN

@@ -43,6 +43,10 @@ class TreeShape:
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(tuple(path) for path in self.choices))
 
+    def most_nodes(self, depth: int) -> int:
+        """Draft tokens that EAGLE-2 finds: k at the first level, k below each of the k best at the others."""
+        return self.top_k + self.top_k**2 * (depth - 1)
+
 
 @dataclass(frozen=True)
 class ScheduleRange:

@@ -1,6 +1,6 @@
 """llama.cpp: flags of `llama-server`. Read in its server's manual of November 2026.
 
-The target is sampled and compared with the draft, so the text is the target's own; drafts are greedy chains.
+The target is sampled and compared with a greedy draft, or a draft model is sampled and tested by rejection.
 """
 
 from __future__ import annotations
@@ -167,14 +167,11 @@ def _adapted(record: SpeculativeRecord) -> Losses:
     losses.change("suffix", None, "llama.cpp has no suffix drafter")
     losses.change("schedule", (), "llama.cpp drafts the same depth at any load")
     losses.change("revision", None, "llama.cpp takes a file or the newest of the hub")
-    losses.change(
-        "verify", "any", "llama.cpp compares drafts with the target's own draw; the same distribution"
-    )
+    _adapt_verification(record, losses)
     if record.method not in ("draft_model", "eagle3"):
         losses.change("model", None, "this drafter has no model")
         losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
         losses.change("tree", None, "nothing is drafted")
-    losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens unless told otherwise")
     if record.method == "off":
         losses.change("depth", None, "nothing is drafted")
     if record.method != "ngram":
@@ -185,6 +182,23 @@ def _adapted(record: SpeculativeRecord) -> Losses:
         shortest = record.ngram.min
         losses.change("ngram", NgramLookup(shortest, shortest), "llama.cpp looks up n-grams of one length")
     return losses
+
+
+def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
+    """Only a draft model may be sampled; then it is verified by rejection."""
+    if record.method == "draft_model" and record.draft_sampling in ("sampled", "coupled"):
+        losses.change(
+            "draft_sampling", "sampled", "llama.cpp has no coupled noise: drafts are drawn on their own"
+        )
+        losses.change(
+            "verify", "rejection", "llama.cpp tests sampled drafts by rejection; the same distribution"
+        )
+        return
+    losses.change(
+        "verify", "any", "llama.cpp compares drafts with the target's own draw; the same distribution"
+    )
+    if record.method != "draft_model":
+        losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens here")
 
 
 def _words(record: SpeculativeRecord) -> list[str]:
@@ -200,6 +214,11 @@ def _words(record: SpeculativeRecord) -> list[str]:
     words += [*_model_words(record.model, draft=True), "--spec-draft-n-max", str(record.depth)]
     if record.confidence_threshold:
         words += ["--spec-draft-p-min", repr(record.confidence_threshold)]
+    if record.draft_sampling is not None:
+        words += [
+            "--spec-draft-sampling",
+            {"one_hot": "greedy", "sampled": "probabilistic"}[record.draft_sampling],
+        ]
     return words
 
 
@@ -287,12 +306,14 @@ def _draft(kind: str, given: Mapping[str, str], target: str | None) -> Speculati
     if chosen not in sampling:
         raise ConfigError(f"--spec-draft-sampling must be greedy or probabilistic, got {chosen!r}")
     depth: Any = given.get("--spec-draft-n-max", given.get("--draft-max", DEFAULT_DEPTH))
+    drawn = sampling[chosen] if method == "draft_model" else None  # EAGLE-3 drafts greedily whatever is said
     return SpeculativeRecord(
         method=method,
         target=target,
         model=model,
         depth=whole_number(depth, "--spec-draft-n-max"),
-        draft_sampling=sampling[chosen],
+        verify="rejection" if drawn == "sampled" else "any",
+        draft_sampling=drawn,
         confidence_threshold=real_number(given.get("--spec-draft-p-min", 0.0), "--spec-draft-p-min"),
     )
 

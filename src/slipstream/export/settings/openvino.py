@@ -76,7 +76,7 @@ def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
 
     `GenerationConfig.validate` of 2026.4 checks the second of them only.
     """
-    return top_k * top_k * (depth - 1) + top_k >= num_nodes >= depth
+    return TreeShape(top_k=top_k, num_nodes=num_nodes).most_nodes(depth) >= num_nodes >= depth
 
 
 def _check_tree(record: SpeculativeRecord) -> None:
@@ -89,7 +89,7 @@ def _check_tree(record: SpeculativeRecord) -> None:
     if tree.choices is None and tree_fits(tree.top_k, depth, tree.num_nodes):
         return
     top_k = max(2, tree.top_k)
-    most = top_k * top_k * (depth - 1) + top_k
+    most = replace(tree, choices=None, top_k=top_k).most_nodes(depth)
     nearest = replace(
         record, tree=TreeShape(top_k=top_k, num_nodes=min(max(tree.num_nodes, depth), most)), depth=depth
     )

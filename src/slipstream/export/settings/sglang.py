@@ -54,8 +54,9 @@ FLAGS = dict.fromkeys(_PREFIX + name for name in (*USED_FLAGS, *OTHER_FLAGS))
 _DEFAULT_NGRAM_TOKENS = 12
 """What it checks in a step of NGRAM unless told otherwise, the root included."""
 _DEFAULT_BREADTH = 10
-_DEFAULT_TREE = (5, 4, 8)
-"""Steps, top-k and draft tokens that it chooses itself for most models."""
+_NUMBERS = ("num-steps", "eagle-topk", "num-draft-tokens")
+_DEFAULT_SHAPES = {"draft_model": (3, 1, 4), "eagle": (5, 4, 8), "eagle3": (5, 4, 8)}
+"""The three numbers that it chooses itself; of EAGLE for Llama, and (3, 1, 4) for most other targets."""
 
 
 class SglangSettings(SettingsFormat):
@@ -122,7 +123,7 @@ def _check_tree(record: SpeculativeRecord) -> None:
     if tree.num_nodes > _most_nodes(record):
         nearest = replace(record, tree=_within(record))
         raise ExportError(
-            f"SGLang finds at most top-k times steps draft tokens, {_most_nodes(record)} here, not {tree.num_nodes}",
+            f"SGLang finds at most {_most_nodes(record)} draft tokens in this tree, not {tree.num_nodes}",
             nearest,
             described(nearest),
         )
@@ -130,7 +131,8 @@ def _check_tree(record: SpeculativeRecord) -> None:
 
 def _most_nodes(record: SpeculativeRecord) -> int:
     assert record.tree is not None
-    return record.tree.top_k * (record.depth or _DEFAULT_TREE[0])
+    assert record.depth is not None
+    return record.tree.most_nodes(record.depth)
 
 
 def _within(record: SpeculativeRecord) -> TreeShape:
@@ -186,7 +188,10 @@ def _adapt_schedule(losses: Losses) -> None:
         losses.change("schedule", (), "SGLang changes the depth of EAGLE chains only")
         return
     deepest = max(each.depth for each in record.schedule)
-    losses.change("depth", max(deepest, 1), "SGLang's steps are the schedule's deepest")
+    if deepest == 0:
+        nearest = SpeculativeRecord(method="off", target=record.target)
+        raise ExportError("this schedule never drafts", nearest, described(nearest))
+    losses.change("depth", deepest, "SGLang's steps are the schedule's deepest")
 
 
 def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
@@ -289,7 +294,7 @@ def _check_thresholds(given: Mapping[str, Any]) -> None:
 def _record(
     method: str, given: Mapping[str, Any], target: str | None, source: SettingSource, notes: list[str]
 ) -> SpeculativeRecord:
-    depth, tree = _ngram_shape(given, notes) if method == "ngram" else _shape(given)
+    depth, tree = _ngram_shape(given, notes) if method == "ngram" else _shape(given, method, notes)
     block = _PREFIX + "use-block-verification" in given
     rejection = _PREFIX + "use-rejection-sampling" in given
     model = given.get(_PREFIX + "draft-model-path", given.get(_PREFIX + "draft-model"))
@@ -312,18 +317,25 @@ def _record(
             'the depth that SGLang adapts to what was accepted is left out; here {"method": "auto"} chooses it'
         )
         return record
-    return replace(record, schedule=schedule)
+    deepest = max(each.depth for each in schedule)  # the number of steps is only what SGLang begins with
+    return replace(record, depth=max(record.depth or 1, deepest), schedule=schedule)
 
 
-def _shape(given: Mapping[str, Any]) -> tuple[int, TreeShape | None]:
+def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int | None, TreeShape | None]:
     """(depth, tree), the root no longer counted; what SGLang chooses itself where nothing is given."""
     number = {
         name: whole_number(given[_PREFIX + name], _PREFIX + name)
-        for name in ("num-steps", "eagle-topk", "num-draft-tokens")
+        for name in _NUMBERS
         if _PREFIX + name in given
     }
+    if not number and _PREFIX + "adaptive" in given:  # a chain, as deep as its configuration says
+        return None, None
     if not number:
-        number = dict(zip(("num-steps", "eagle-topk", "num-draft-tokens"), _DEFAULT_TREE, strict=True))
+        number = dict(zip(_NUMBERS, _DEFAULT_SHAPES[method], strict=True))
+        if method != "draft_model":
+            notes.append(
+                "SGLang chooses its numbers by the target: here those of Llama; most others have 3 steps and top-k 1"
+            )
     if "num-steps" not in number:
         raise ConfigError("SGLang needs --speculative-num-steps beside its other two numbers")
     depth, top_k = number["num-steps"], number.get("eagle-topk", 1)

@@ -23,6 +23,7 @@ from slipstream.export.contract import (
     SettingsFormat,
     check_keys,
 )
+from slipstream.export.head_facts import AuxLayers, HeadFacts
 from slipstream.export.reading import PythonCall, SettingSource, command_flags, whole_number
 from slipstream.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
 from slipstream.export.refusals import described, refuse_method, refuse_tree
@@ -121,12 +122,13 @@ class TensorrtLlmSettings(SettingsFormat):
             for key in sorted(given)
             if key not in _USED and given[key] not in (None, False)
         ]
-        if layers := given.get("eagle3_layers_to_capture"):
-            ids = sorted(whole_number(layer, "eagle3_layers_to_capture") + 1 for layer in layers)
+        record = _record(kind, given, target)
+        if record.head is not None and record.head.aux_layers is not None:
+            ids = list(record.head.aux_layers.as_convention("before_layer").ids)
             notes.append(
                 f"the head's eagle_aux_hidden_state_layer_ids must be {ids} here, by the layer that reads"
             )
-        return ImportedSetting(_record(kind, given, target), tuple(notes))
+        return ImportedSetting(record, tuple(notes))
 
 
 _REASONS = {
@@ -198,7 +200,7 @@ def _adapted(record: SpeculativeRecord) -> Losses:
 
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
     sampled = record.draft_sampling in ("sampled", "coupled") or record.verify == "rejection"
-    if record.method == "eagle3" and sampled:
+    if record.method == "eagle3" and record.tree is None and sampled:
         losses.change(
             "verify", "rejection", "TensorRT-LLM tests sampled drafts by rejection; the same distribution"
         )
@@ -320,22 +322,36 @@ def _record(kind: str, given: Mapping[str, Any], target: str | None) -> Speculat
     depth = whole_number(depth, "max_draft_len")
     rejection = bool(given.get("use_rejection_sampling"))
     model = given.get("speculative_model", given.get("speculative_model_dir"))
+    tree = _tree(given, depth)
     return SpeculativeRecord(
         method=method,
         target=target,
         model=model if method in ("draft_model", "eagle3") else None,
         depth=depth,
-        tree=_tree(given, depth),
+        tree=tree,
         verify="rejection" if rejection else "any",
-        draft_sampling="sampled" if rejection else None,
+        draft_sampling="sampled" if rejection and tree is None else None,
         ngram=_ngram(given) if method == "ngram" else None,
         schedule=_schedule(given, depth),
+        head=_head(given) if method == "eagle3" else None,
     )
+
+
+def _head(given: Mapping[str, Any]) -> HeadFacts | None:
+    """What the setting says of an EAGLE-3 head: the layers that it reads."""
+    layers = given.get("eagle3_layers_to_capture")
+    if not layers:
+        return None
+    if not isinstance(layers, list | tuple | set):
+        raise ConfigError(f"eagle3_layers_to_capture must be a list such as [1, 15, 28], got {layers!r}")
+    ids = sorted(whole_number(layer, "eagle3_layers_to_capture") for layer in layers)
+    layer_ids = AuxLayers(tuple(ids), "after_layer")
+    return HeadFacts(layout="eagle3", version=3, aux_layers=layer_ids, embedding=None, output=None)
 
 
 def _tree(given: Mapping[str, Any], depth: int) -> TreeShape | None:
     if given.get("eagle_choices") is not None:
-        choices = tuple(tuple(path) for path in given["eagle_choices"])
+        choices = _paths(given["eagle_choices"])
         widest = max(rank for path in choices for rank in path) + 1
         return TreeShape(top_k=widest, num_nodes=len(choices), choices=choices)
     top_k = given.get("dynamic_tree_max_topK")
@@ -343,6 +359,16 @@ def _tree(given: Mapping[str, Any], depth: int) -> TreeShape | None:
         return None
     total = given.get("max_total_draft_tokens", int(top_k) * depth)
     return TreeShape(top_k=int(top_k), num_nodes=whole_number(total, "max_total_draft_tokens"))
+
+
+def _paths(choices: Any) -> tuple[tuple[int, ...], ...]:
+    """`eagle_choices`, the path of ranks to each node; raises `ConfigError` for anything else."""
+    is_list = isinstance(choices, list | tuple) and len(choices) > 0
+    if not is_list or not all(isinstance(path, list | tuple) and path for path in choices):
+        raise ConfigError(
+            f"eagle_choices must be a list of paths such as [[0], [1], [0, 0]], got {choices!r}"
+        )
+    return tuple(tuple(whole_number(rank, "eagle_choices") for rank in path) for path in choices)
 
 
 def _ngram(given: Mapping[str, Any]) -> NgramLookup:

@@ -41,6 +41,8 @@ REFUSED = {
     "assistant_ensemble_weight": "it changes the text; Slipstream accepts drafts only where the target agrees",
 }
 DEFAULT_DEPTH = 20
+DEFAULT_THRESHOLD = 0.4
+"""Below which probability of a draft token it ends a draft, unless told otherwise."""
 DEFAULT_NGRAM = 2
 
 
@@ -91,11 +93,24 @@ class TransformersSettings(SettingsFormat):
             for key in ("assistant_lookbehind", "target_lookbehind")
             if given.get(key) is not None
         ]
+        if given.get("assistant_model") or given.get("assistant_early_exit"):
+            notes += _threshold_notes(given)
         if given.get("num_assistant_tokens_schedule") in ("heuristic", "heuristic_transient"):
             notes.append(
                 'the depth that follows what was accepted is left out; here {"method": "auto"} chooses it'
             )
         return ImportedSetting(_record(given), tuple(notes))
+
+
+def _threshold_notes(given: Mapping[str, Any]) -> list[str]:
+    threshold = given.get("assistant_confidence_threshold", DEFAULT_THRESHOLD)
+    if threshold == 0:
+        return []
+    default = "" if "assistant_confidence_threshold" in given else ", its default"
+    return [
+        f"assistant_confidence_threshold {threshold}{default}, adapts itself and compares each token's probability; "
+        "confidence_threshold stays and compares the product of them: the same number drafts shorter here"
+    ]
 
 
 def _adapted(record: SpeculativeRecord) -> Losses:
@@ -189,6 +204,11 @@ def _notes(record: SpeculativeRecord) -> list[str]:
             "the number of draft tokens counts in the draft's own generation_config only; as a keyword of generate it "
             "has no effect"
         )
+    if record.confidence_threshold and record.method != "ngram":
+        notes.append(
+            "its threshold compares each token's probability and adapts itself, confidence_threshold the product of "
+            "them: the same number drafts longer there"
+        )
     if record.method in ("tli", "slem"):
         notes.append("with another tokenizer it runs tli where do_sample is set, and slem where it is not")
     return notes
@@ -236,7 +256,7 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
     target = given.get("model")
     depth = whole_number(given.get("num_assistant_tokens", DEFAULT_DEPTH), "num_assistant_tokens")
     threshold = real_number(
-        given.get("assistant_confidence_threshold", 0.0), "assistant_confidence_threshold"
+        given.get("assistant_confidence_threshold", DEFAULT_THRESHOLD), "assistant_confidence_threshold"
     )
     if (number := given.get("prompt_lookup_num_tokens")) is not None:
         longest = whole_number(given.get("max_matching_ngram_size", DEFAULT_NGRAM), "max_matching_ngram_size")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -41,6 +41,8 @@ USED_KEYS = (
     *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
     *("rejection_sample_method", "draft_sample_method"),
 )
+SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flags of single keys, to those keys."""
 SPEED_KEYS = (
     *("attention_backend", "code_revision", "disable_eagle_block_drop", "disable_padded_drafter_batch"),
     *("draft_load_config", "draft_tensor_parallel_size", "dspark_draft_topk", "enforce_eager"),
@@ -115,6 +117,7 @@ class VllmSettings(SettingsFormat):
             return ImportedSetting(
                 SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
             )
+        given = {str(key).replace("-", "_"): value for key, value in given.items()}
         check_keys(given, dict.fromkeys(KEYS[version]), f"vLLM {version} speculative_config")
         for key, why in REFUSED_KEYS.items():
             if given.get(key) not in (None, False):
@@ -218,9 +221,10 @@ def _notes(record: SpeculativeRecord) -> list[str]:
                 "and the third from the end; write those that it was trained with"
             )
         if head.norms.before_residual is None:
+            assumed = "true" if head.layout == "speculators" else "false"
             notes.append(
-                "the head's configuration does not name norm_before_residual: vLLM assumes true; write what it was "
-                "trained with"
+                f"the head's configuration does not name norm_before_residual: vLLM assumes {assumed}; write what it "
+                "was trained with"
             )
     return notes
 
@@ -234,18 +238,52 @@ def _found(source: SettingSource) -> tuple[str | None, Mapping[str, Any] | None]
                 return _text(target), _object(call.kwargs.get("speculative_config"), source)
         raise ConfigError(f"{source.where} calls neither LLM nor EngineArgs")
     if source.mapping is not None:
-        given = {key.replace("-", "_"): value for key, value in source.mapping.items()}
-        if "speculative_config" in given:
-            return _text(given.get("model")), _object(given.get("speculative_config"), source)
-        return None, given
-    flags = command_flags(source.words or ())
-    dotted = {key: value for key, value in flags.values.items() if key.startswith("--speculative-config.")}
+        target, found = _in_file(source.mapping, source)
+        if found is None and not {"speculative_config", "speculative-config"} & source.mapping.keys():
+            return None, source.mapping  # the speculative configuration alone
+        return target, found
+    words = source.words or ()
+    flags = command_flags(words).values
+    target = _target(words)
+    named = {key.removeprefix("--").replace("-", "_"): value for key, value in flags.items()}
+    dotted = {
+        key.split(".", 1)[1]: _json_or_text(value) for key, value in named.items() if key.startswith(_DOTTED)
+    }
+    text = named.get("speculative_config", flags.get("-sc"))
+    found = _with_short(dotted or (None if text is None else _object(text, source)), named)
+    if found is None and "config" in named:  # a file of the same flags
+        beside, found = _in_file(source.read_beside(named["config"]), source)
+        target = target or beside
+    return target, found
+
+
+_DOTTED = "speculative_config."
+
+
+def _target(words: Sequence[str]) -> str | None:
+    """What is served: the word behind `serve`, or `--model`."""
+    if "serve" in words:
+        behind = words[words.index("serve") + 1 :][:1]
+        if behind and not behind[0].startswith("-"):
+            return behind[0]
+    flags = command_flags(words)
     others = [word for word in flags.others if word not in ("vllm", "serve", "python", "python3")]
-    target = flags.values.get("--model") or (others[0] if others else None)
-    if dotted:
-        return target, {key.split(".", 1)[1]: _json_or_text(value) for key, value in dotted.items()}
-    text = flags.values.get("--speculative-config", flags.values.get("-sc"))
-    return target, None if text is None else _object(text, source)
+    return flags.values.get("--model") or (others[0] if others else None)
+
+
+def _in_file(
+    mapping: Mapping[str, Any], source: SettingSource
+) -> tuple[str | None, Mapping[str, Any] | None]:
+    """(target, speculative configuration) of a file of the server's flags."""
+    given = {key.replace("-", "_"): value for key, value in mapping.items()}
+    config = _object(given.get("speculative_config"), source)
+    return _text(given.get("model")), _with_short(config, given)
+
+
+def _with_short(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """With what vLLM's flags of single keys say."""
+    short = {key: given[name] for name, key in SHORT.items() if given.get(name) is not None}
+    return {**(config or {}), **short} if short else config
 
 
 def _text(value: Any) -> str | None:
@@ -294,13 +332,13 @@ def _method(given: Mapping[str, Any], version: str) -> str:
     method = given.get("method")
     if method is None:
         method = str(own_speculation({"model": given.get("model")})["method"])
-    method = METHOD_SYNONYMS.get(method, method)
-    if method in ELSEWHERE or str(method).endswith("_mtp"):
-        known = "mtp" if str(method).endswith("_mtp") else method
+    method = METHOD_SYNONYMS.get(str(method), str(method))
+    if method in ELSEWHERE or method.endswith("_mtp"):
+        known = "mtp" if method.endswith("_mtp") else method
         instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
         raise ConfigError(f"vLLM's method {method!r} has no counterpart here; {instead}")
     reject_unknown([method], METHODS[version] - {"tli", "off"}, f"method of vLLM {version}")
-    return "tli" if given.get("use_heterogeneous_vocab") is True else str(method)
+    return "tli" if given.get("use_heterogeneous_vocab") is True else method
 
 
 def _verify(given: Mapping[str, Any], version: str) -> str:
