@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -13,8 +15,10 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.speculation import validate
+from slipstream.errors import ConfigError
 from slipstream.export import ENGINES, from_own, to_own
-from slipstream.export.record import SpeculativeRecord
+from slipstream.export.converting import converted
+from slipstream.export.record import ScheduleRange, SpeculativeRecord, TreeShape
 
 
 def run(*words: str) -> Result:
@@ -136,14 +140,120 @@ def test_options_that_nobody_else_has_are_named() -> None:
     assert [note.split()[0] for note in notes] == ["suffix_decoding_max_spec_offset", "tree"]
 
 
-def test_a_schedule_is_named_as_left_out() -> None:
-    ranges = [[1, 4, 4], [5, 9, 0]]
+def test_a_schedule_becomes_a_plan_of_auto_and_goes_out_again() -> None:
+    ranges = [[1, 4, 4], [5, 9, 2], [10, 64, 0]]
     given = {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": ranges}
-    text = json.dumps(given)
-    result = run("import", "vllm", text, "--json")
-    assert any('{"method": "auto"}' in note for note in json.loads(result.stdout)["notes"])
+    result = run("import", "vllm", json.dumps(given), "--json")
+    config = json.loads(result.stdout)["speculative_config"]
+    assert config["method"] == "auto"
+    assert [drafter["num_speculative_tokens"] for drafter in config["drafters"]] == [4, 2]
+    assert config["plan"] == [
+        {"drafter": 0, "num_speculative_tokens": 4, "max_requests": 4},
+        {"drafter": 1, "num_speculative_tokens": 2, "max_requests": 9},
+        {},
+    ]
+    result = run("export", "vllm", "--speculative-config", json.dumps(config), "--json")
+    again = json.loads(json.loads(result.stdout)["argv"][-1])["num_speculative_tokens_per_batch_size"]
+    assert [entry[::2] for entry in again] == [[1, 4], [5, 2], [10, 0]]
+
+
+def test_a_tree_keeps_no_schedule() -> None:
+    tree = TreeShape(top_k=2, num_nodes=6)
+    schedule = (ScheduleRange(1, 4, 3), ScheduleRange(5, None, 1))
+    record = SpeculativeRecord(method="eagle3", model="h", depth=3, tree=tree, schedule=schedule)
+    config, notes = to_own(record)
+    assert config["method"] == "eagle3"
+    assert "the schedule by running requests is left out: a tree stays as it is at any load" in notes
+
+
+@pytest.mark.parametrize(
+    ("plan", "schedule"),
+    [
+        ([{"drafter": 0, "num_speculative_tokens": 4}], ()),
+        ([{"drafter": 0, "num_speculative_tokens": 9, "max_requests": 8}], [(1, 8, 6), (9, None, 0)]),
+        ([{}, {"drafter": 0, "max_requests": 2}, {"drafter": 0, "task": "code"}], [(1, 2, 6), (3, None, 0)]),
+    ],
+)
+def test_plans_as_advise_writes_them(plan: list[dict[str, object]], schedule: Any) -> None:
+    drafter = {"method": "draft_model", "model": "d", "num_speculative_tokens": 6}
+    config = SpeculativeConfig.from_mapping({"method": "auto", "drafters": [drafter], "plan": plan})
+    record, notes = from_own(config, "t")
+    assert record.method == "draft_model"
+    assert record.schedule == tuple(ScheduleRange(*each) for each in schedule)
+    assert record.depth == (4 if not schedule else 6)
+    assert any("code" in note for note in notes) == ("task" in plan[-1])
+
+
+def test_a_plan_of_two_drafters_is_refused() -> None:
+    drafters = [{"method": "ngram"}, {"method": "suffix"}]
+    rules = [{"drafter": 0, "max_requests": 4}, {"drafter": 1}]
+    given = {"method": "auto", "drafters": drafters, "plan": rules}
+    with pytest.raises(ConfigError, match="more than one drafter"):
+        from_own(SpeculativeConfig.from_mapping(given))
 
 
 def test_a_record_without_its_model_is_none() -> None:
     with pytest.raises(ValueError, match="needs a model"):
         SpeculativeRecord(method="eagle3")
+
+
+@pytest.mark.parametrize(
+    ("engine", "files", "layers"),
+    [
+        ("vllm", {"config.json", "model.safetensors"}, [1, 3, 5]),
+        ("sglang", {"config.json", "model.safetensors"}, [0, 2, 4]),
+        ("tensorrt-llm", {"config.json", "model.safetensors"}, [0, 2, 4]),
+        ("openvino", {"convert.sh", "head"}, None),
+    ],
+)
+def test_setting_and_checkpoint_together(
+    engine: str, files: set[str], layers: list[int] | None, tmp_path: Path
+) -> None:
+    words = ("export", engine, "--spec", "eagle3", "--nearest", "--checkpoint", "--output")
+    result = run(*words, str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    place = tmp_path / "out" / "checkpoint"
+    assert {path.name for path in place.iterdir()} == files
+    source = "command.sh" if engine != "openvino" else "openvino_genai.json"
+    assert str(place) in (
+        (tmp_path / "out" / source).read_text() + (tmp_path / "out" / "record.json").read_text()
+    )
+    if layers is not None:
+        config = json.loads((place / "config.json").read_text())
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == layers
+        back = run(
+            "import", engine, str(tmp_path / "out" / source), "--checkpoint", str(tmp_path / "back"), "--json"
+        )
+        assert back.exit_code == 0, back.output
+        head = json.loads(back.stdout)["speculative_config"]["model"]
+        theirs = json.loads((Path(head) / "config.json").read_text())["eagle_config"]
+        assert theirs["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    if engine == "tensorrt-llm":
+        assert (
+            "eagle3_layers_to_capture:\n  - 0\n  - 2\n  - 4\n"
+            in (tmp_path / "out" / "config.yaml").read_text()
+        )
+
+
+def test_checkpoints_are_never_written_over(tmp_path: Path) -> None:
+    head = tmp_path / "out" / "checkpoint"
+    shutil.copytree(EMBEDDED_EAGLE3, head)
+    before = {path.name: path.read_bytes() for path in head.iterdir()}
+    words = ["export", "vllm", "--checkpoint", "--output", str(tmp_path / "out"), "--spec"]
+    for spec, more in ((f"eagle3:{head}", ["--overwrite"]), ("eagle3", [])):
+        result = run(*words, spec, "--nearest", *more)
+        assert result.exit_code == 2, result.output
+        assert "over itself" in result.stderr if more else "there are files already" in result.stderr
+    assert {path.name: path.read_bytes() for path in head.iterdir()} == before
+    assert run(*words, "eagle3", "--nearest", "--overwrite").exit_code == 0
+
+
+def test_a_converted_head_has_no_revision(tmp_path: Path) -> None:
+    record = SpeculativeRecord(
+        method="eagle3", target=EMBEDDED_TARGET, model=EMBEDDED_EAGLE3, depth=4, revision="v2"
+    )
+    made, _ = converted(record, "sglang", tmp_path / "checkpoint")
+    assert (made.model, made.revision) == (str(tmp_path / "checkpoint"), None)
+    assert made.head is not None
+    assert made.head.aux_layers is not None
+    assert made.head.aux_layers.as_convention("before_layer").ids == (1, 3, 5)

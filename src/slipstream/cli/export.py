@@ -44,7 +44,8 @@ def export(
     checkpoint: Annotated[
         bool,
         typer.Option(
-            "--checkpoint", help="Convert target and draft to the engine's layout too, into --output."
+            "--checkpoint",
+            help="Convert target and draft to the engine's layout too, into --output/checkpoint.",
         ),
     ] = False,
     overwrite: Overwrite = False,
@@ -58,7 +59,7 @@ def export(
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.errors import ConfigError
     from slipstream.export import from_own, settings_format
-    from slipstream.export.converting import converted
+    from slipstream.export.converting import FOLDER, check_destination, converted
     from slipstream.export.writing import file_names, write_setting
 
     form = settings_format(engine)
@@ -75,7 +76,9 @@ def export(
                 check_file(output / name, overwrite, "--output")
     if checkpoint:
         assert output is not None
-        record, more = converted(record, form.name, output, version)
+        place = output / FOLDER
+        check_destination(record, place, overwrite, "--output")
+        record, more = converted(record, form.name, place, version)
         setting = form.to_engine(record, version)
         remarks += more
     written = [] if output is None else write_setting(setting, output)

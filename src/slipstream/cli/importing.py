@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.flags.options import Json, print_json
 from slipstream.cli.output.console import notes
-from slipstream.cli.output.writing import Overwrite, check_file
+from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
 
 def import_(
@@ -29,6 +29,10 @@ def import_(
     engine_version: Annotated[
         str | None, typer.Option(help="The engine's version, such as 0.33; the newest known by default.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Convert target and draft into this folder, where Slipstream needs another form."),
+    ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -36,29 +40,37 @@ def import_(
     counterpart here; a setting that changes the text is refused. Programs are read, not run.
     """
     from slipstream.export import read_source, settings_format, to_own
+    from slipstream.export.converting import check_destination, converted_back
 
     form = settings_format(engine)
     form.check_version(engine_version)
     if output is not None:
         check_file(output, overwrite, "--output")
     found = form.from_engine(read_source(setting), engine_version)
-    config, remarks = to_own(found.record)
+    record, more = found.record, found.notes
+    if checkpoint is not None:
+        check_folder(checkpoint, "--checkpoint")
+        check_destination(record, checkpoint, overwrite, "--checkpoint")
+        record, kept = converted_back(record, form.name, checkpoint)
+        more += kept
+    config, remarks = to_own(record)
+    remarks = (*more, *remarks)
     if output is not None:
         output.write_text(jsonlib.dumps(config, indent=2) + "\n", encoding="utf-8")
     if json:
         print_json(
             {
-                "model": found.record.target,
+                "model": record.target,
                 "speculative_config": config,
-                "record": found.record.to_mapping(),
-                "notes": [*found.notes, *remarks],
+                "record": record.to_mapping(),
+                "notes": list(remarks),
             }
         )
         return
-    for note in (*found.notes, *remarks):
+    for note in remarks:
         notes().print(f"note: {note}", markup=False)
-    if found.record.target is not None:
-        notes().print(f"model: {found.record.target}", markup=False)
+    if record.target is not None:
+        notes().print(f"model: {record.target}", markup=False)
     if output is not None:
         notes().print(f"wrote {output}", markup=False)
     print_json(config)

@@ -10,6 +10,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.export.head_facts import context_length, head_facts
+from slipstream.export.plans import DEPTH, as_plan, of_plan
 from slipstream.export.record import (
     METHODS,
     METHODS_WITH_MODEL,
@@ -46,6 +47,8 @@ def from_own(
             f"verifier {config.verifier!r} is a package's own; export with coupled, rejection or block"
         )
     _, options = validate(config)
+    if config.method == "auto" and options.plan is not None:
+        return _from_plan(config, options, target)
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     unused = sorted(
@@ -73,6 +76,37 @@ def from_own(
         **_of_checkpoints(config.method, model, target),
     )
     return record, tuple(f"{name} is left out: no other engine has it" for name in unused)
+
+
+def _from_plan(
+    config: SpeculativeConfig, options: Any, target: str | None
+) -> tuple[SpeculativeRecord, tuple[str, ...]]:
+    """The record of `auto` with a fixed plan; raises `ConfigError` where no schedule of one drafter says the same."""
+    rules = options.rules()
+    found = of_plan([_with_depth(each) for each in options.configs()], rules)
+    if found is None:
+        raise ConfigError(
+            "this plan has more than one drafter for requests without a task, or none; other engines run one: "
+            "export that with --spec"
+        )
+    drafter, schedule = found
+    record, notes = from_own(dataclasses.replace(drafter, verifier=config.verifier), target)
+    named = sorted({rule.task for rule in rules if rule.task is not None})
+    if named:
+        notes += (f"rules for tasks are left out ({', '.join(named)}): no other engine has tasks",)
+    if record.tree is not None:  # which is as configured at any load
+        schedule = tuple(
+            dataclasses.replace(each, depth=min(each.depth, 1) * (record.depth or 1)) for each in schedule
+        )
+    deepest = max(each.depth for each in schedule)
+    return dataclasses.replace(record, depth=deepest, schedule=schedule), notes
+
+
+def _with_depth(config: SpeculativeConfig) -> SpeculativeConfig:
+    """With the default of a depth that is left out."""
+    _, options = validate(config)
+    depth = getattr(options, DEPTH, None)
+    return config if depth is None else dataclasses.replace(config, options={DEPTH: depth, **config.options})
 
 
 _CARRIED = frozenset({"ngram", "suffix", *METHODS_WITH_MODEL, "layer_skip"})
@@ -155,15 +189,26 @@ def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
         notes.append(
             f"verifier {record.verify} as in the setting; omit it, and a seed gives the same text always"
         )
-    if record.schedule:
-        notes.append('the schedule by running requests is left out: {"method": "auto"} goes by the load')
     names = _option_names(config)
     unknown = [key for key in config if key not in names]
     for key in unknown:
         del config[key]
         notes.append(f"{key} is left out: {record.method} has no such option here")
+    if record.schedule:
+        config = _planned(record, config, notes)
     validate(SpeculativeConfig.from_mapping(config))
     return config, tuple(notes)
+
+
+def _planned(record: SpeculativeRecord, config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`config` by the record's schedule, where the depth can follow it."""
+    try:
+        if record.tree is not None:
+            raise ConfigError("a tree stays as it is at any load")
+        return as_plan(config, record.schedule)
+    except ConfigError as error:
+        notes.append(f"the schedule by running requests is left out: {error}")
+        return config
 
 
 def _shape(record: SpeculativeRecord) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
 def target_of(record: SpeculativeRecord) -> TargetFiles:
     """The record's target; raises `ExportError` where it names none."""
     if record.target is None:
-        raise ExportError("a checkpoint is converted for its target: name it (--target FOLDER)")
+        raise ExportError("a checkpoint is converted for its target, and the setting names none")
     return TargetFiles(record.target)
 
 

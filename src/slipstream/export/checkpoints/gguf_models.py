@@ -48,9 +48,13 @@ def write_model(path: str, file: Path) -> None:
 
     Raises `ExportError` for a model that llama.cpp would not compute alike.
     """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ExportError(
+            f"{path!r} is no folder; download the model first: hf download {path} --local-dir FOLDER"
+        )
     config = load_config(path)
     family = _family(config, path)
-    folder = Path(path)
     if has_adapter(folder):
         raise ExportError(
             f"{path!r} holds a LoRA adapter beside its weights, which llama.cpp would not see: merge it first"

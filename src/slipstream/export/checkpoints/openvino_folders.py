@@ -28,11 +28,14 @@ def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoi
     Raises `ExportError` for what OpenVINO GenAI cannot run.
     """
     if record.target is None:
-        raise ExportError("a checkpoint is converted for its target: name it (--target FOLDER)")
+        raise ExportError("a checkpoint is converted for its target, and the setting names none")
     if record.method in ("eagle", "medusa", "hydra"):
         raise ExportError(f"{ONLY}, not {record.method} heads; train one with `slipstream train eagle3`")
     commands = [_command(record.target, "target")]
-    notes = [f"run {SCRIPT} where optimum-intel is installed; it makes the models that the setting names"]
+    notes = [
+        f"run {SCRIPT} where optimum-intel is installed; it makes the models that the setting names",
+        f"{SCRIPT} has weights rounded to 16 bits (--weight-format fp16); change it there for another format",
+    ]
     files: tuple[Path, ...] = ()
     draft = None
     if record.method == "eagle3" and record.model is not None:
