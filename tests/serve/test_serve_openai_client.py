@@ -161,6 +161,7 @@ def test_parsed_tool_calls(api: openai.OpenAI) -> None:
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=100,
+        seed=2,
     )
     [call] = answer.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, get_weather)

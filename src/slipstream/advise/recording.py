@@ -102,7 +102,7 @@ def record(
     No request is begun after `budget_s`; those under way are ended. Raises `RequestError` where a job's answer has no
     token.
     """
-    shadow = _shadow_of(engine)
+    shadow = engine.drafter_as(ShadowDrafter)
     shadow.rehearsal, shadow.drafts = None, []
     engine.reset_caches()
     waiting = deque(enumerate(jobs))
@@ -144,12 +144,6 @@ def record(
     if not any(request.num_output for request in requests):
         raise RequestError("no answer has a token; there is nothing to advise on")
     return Recorded(tuple(requests), len(jobs), concurrency)
-
-
-def _shadow_of(engine: Engine) -> ShadowDrafter:
-    if not isinstance(engine.drafter, ShadowDrafter):
-        raise TypeError("a recording needs an engine with a ShadowDrafter")
-    return engine.drafter
 
 
 def _scored(

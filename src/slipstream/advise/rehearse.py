@@ -90,8 +90,7 @@ def measure_costs(
     `batches` are the numbers of requests at once. Takes about `budget_s`, more where two rounds of each take more.
     Raises `RequestError` where so many never run at once.
     """
-    shadow = engine.drafter
-    assert isinstance(shadow, ShadowDrafter)
+    shadow = engine.drafter_as(ShadowDrafter)
     samples = Samples()
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))

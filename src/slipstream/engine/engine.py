@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.control.types import ControlReport
@@ -28,7 +28,7 @@ from slipstream.core import (
     StepItem,
     StepPlan,
 )
-from slipstream.draft.base import DraftContext, Fit, Observation
+from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.registry import create_drafter, fits
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
@@ -68,6 +68,8 @@ from slipstream.verify.base import Judgement
 from slipstream.verify.registry import create_verifier
 
 logger = logging.getLogger(__name__)
+
+D = TypeVar("D", bound=Drafter)
 
 
 class Engine:
@@ -186,6 +188,12 @@ class Engine:
     def draft_options(self) -> Any:
         """The drafter's own options, a dataclass, defaults included."""
         return self.drafter.options
+
+    def drafter_as(self, kind: type[D]) -> D:
+        """The drafter, for those who brought it; raises `TypeError` where it is no `kind`."""
+        if not isinstance(self.drafter, kind):
+            raise TypeError(f"the engine's drafter is a {type(self.drafter).__name__}, no {kind.__name__}")
+        return self.drafter
 
     @property
     def draft_fit(self) -> Fit:
