@@ -102,6 +102,7 @@ def test_a_biased_verifier_is_found_at_once_under_seeds(
     assert "margin" in found.reasons[0]
 
 
+@pytest.mark.long
 def test_classical_verifiers_are_judged_by_distributions(
     with_speculation: Callable[[SpeculativeConfig], Engine], off: Engine
 ) -> None:

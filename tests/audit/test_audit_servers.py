@@ -100,6 +100,7 @@ def test_near_ties_are_named_and_more_than_rounding_explains_are_a_finding() -> 
     assert found.ties["expected"] > 0
 
 
+@pytest.mark.long
 def test_samples_of_servers_without_a_common_seed() -> None:
     honest = audit({"keeps_seed": False}, {"keeps_seed": False}, num_answers=150)
     assert honest.decision is AuditDecision.CERTIFIED, honest.reasons
@@ -123,6 +124,7 @@ def test_a_lossy_setting_is_never_certified() -> None:
     assert "rejection_sample_method = 'fly'" in found.reasons[0]
 
 
+@pytest.mark.long
 def test_a_server_that_dies_leaves_doubt_and_can_be_resumed(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     with serve(fails_after=50) as one, serve() as other:

@@ -146,6 +146,7 @@ def test_what_a_guess_wins_it_loses_if_the_answers_change_places() -> None:
     assert abs(gains[0] - 1) > 0.05, "something was bet"
 
 
+@pytest.mark.long
 def test_a_pair_is_not_learned_from_before_it_is_bet_on() -> None:
     """Otherwise even equal sources would be told apart."""
     generator = np.random.default_rng(8)

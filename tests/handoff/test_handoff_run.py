@@ -188,6 +188,7 @@ def test_paired_probes_of_a_second_instance(vllm: str) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.long
 def test_a_canary_restarts_the_one_server(vllm: str) -> None:
     port = free_port()
     plan = plan_of(

@@ -120,6 +120,7 @@ def test_what_is_said_to_fit_is_the_most_that_fits() -> None:
     assert longest_context(planned, 1, 2**40) == 2048
 
 
+@pytest.mark.long
 def test_every_change_fits_when_it_is_planned_again() -> None:
     planned, memory = planner(DRAFT), 700 * 2**20
     changes = fitting_changes(planned, 32, 2048, memory)
