@@ -37,6 +37,8 @@ STEPS_A_TURN = 3
 """Of one kind in a row; the first pays for what the step before it left, and is not counted."""
 MIN_ROUNDS = 2
 MAX_ROUNDS = 12
+MAX_BEGUN = 3
+"""Batches of requests that are begun without one step of all of them at once."""
 MIN_LENGTH = 192
 """Tokens of a rehearsed answer, at least: each begins with a prompt."""
 CONTEXTS = (32, 544)
@@ -96,11 +98,6 @@ def measure_costs(
         on_progress(done, len(batches))
         kinds = _kinds(candidates, shadow)
         _Rehearsals(engine, shadow, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
-        if all(one.batch != batch for one in samples.steps):
-            raise RequestError(
-                f"{batch} requests never ran at once, so their steps could not be measured: the cache has room for "
-                f"{engine.memory_plan.num_slots:,} tokens; give a larger --kv-cache-bytes or a smaller --concurrency"
-            )
     on_progress(len(batches), len(batches))
     shadow.rehearsal = None
     engine.reset_caches()
@@ -156,16 +153,29 @@ class _Rehearsals:
         order = self._order(kinds, started_s, budget_s)
         self._engine.on_step = self._reports.append
         open_: list[str] = []
+        begun = 0
         try:
             for kind, right in order:
                 for repeat in range(STEPS_A_TURN):
                     if not open_ or not all(self._engine.is_unfinished(name) for name in open_):
                         self._end(open_)
-                        open_ = self._begin()
+                        if begun == MAX_BEGUN:
+                            self._check_together()
+                        open_, begun = self._begin(), begun + 1
                     self._step(kind, right, counts=repeat > 0)
         finally:
             self._engine.on_step = None
             self._end(open_)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise `RequestError` unless some step of all requests was timed."""
+        if all(one.batch != self._batch for one in self._samples.steps):
+            raise RequestError(
+                f"{self._batch} requests never ran at once, so their steps could not be measured: the cache has room "
+                f"for {self._engine.memory_plan.num_slots:,} tokens; give a larger --kv-cache-bytes or a smaller "
+                "--concurrency"
+            )
 
     def _order(self, kinds: Seq[Kind], started_s: float, budget_s: float) -> Iterator[tuple[Kind, bool]]:
         for turn in range(MAX_ROUNDS):
