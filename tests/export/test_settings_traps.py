@@ -144,7 +144,7 @@ def test_a_shorter_context_of_the_draft_is_told() -> None:
 
 
 def test_vllm_needs_the_output_layer_of_an_eagle3_head() -> None:
-    with pytest.raises(ExportError, match="needs lm_head"):
+    with pytest.raises(ExportError, match=r"needs lm_head.*the nearest that it can run is ngram"):
         ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, output="shared")))
 
 
@@ -195,7 +195,7 @@ def test_tensorrt_takes_the_layers_from_the_setting_by_the_layer_that_wrote() ->
     embedding = replace(HEAD, aux_layers=AuxLayers((0, 3, 5)))
     with pytest.raises(ExportError, match="reads the embedding"):
         tensorrt(replace(EAGLE3, head=embedding))
-    with pytest.raises(ExportError, match="rising order"):
+    with pytest.raises(ExportError, match=r"rising order.*the nearest that it can run is ngram"):
         tensorrt(replace(EAGLE3, head=replace(HEAD, aux_layers=AuxLayers((5, 3, 1)))))
 
 
@@ -328,8 +328,10 @@ def test_the_bounds_of_trees() -> None:
     ],
 )
 def test_heads_that_llama_cpp_cannot_run(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ExportError, match=why):
+    with pytest.raises(ExportError, match=why) as found:
         ENGINES["llama-cpp"].to_engine(replace(EAGLE3, head=replace(HEAD, **changes)))
+    assert found.value.nearest is not None
+    assert found.value.nearest.method == "ngram"
 
 
 def test_llama_cpp_drafts_three_tokens_unless_told() -> None:
@@ -424,7 +426,10 @@ def test_exported_programs_can_be_imported(name: str, tmp_path: Path) -> None:
         setting = ENGINES[engine].to_engine(record)
         [text] = [file.text for file in setting.files if file.name == name]
         (tmp_path / name).write_text(text)
-        assert imported(engine, str(tmp_path / name)) == setting.record
+        found = settings_format(engine).from_engine(read_source(str(tmp_path / name)))
+        assert found.record == setting.record
+        told = any("EAGLE-3" in note for note in found.notes)
+        assert told == (engine == "openvino" and record.method == "draft_model")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
 from slipstream.export.contract import (
     ExportedSetting,
-    ExportError,
     ImportedSetting,
     Losses,
     SettingsFormat,
@@ -154,10 +153,8 @@ def _check_head(record: SpeculativeRecord) -> None:
     if head.aux_layers is not None and len(head.aux_layers.ids) != 3:
         reasons.append(f"reads {len(head.aux_layers.ids)} hidden states")
     if reasons:
-        raise ExportError(
-            f"llama.cpp runs EAGLE-3 heads of one layer that read three hidden states; {record.model!r} "
-            + " and ".join(reasons)
-        )
+        why = f"llama.cpp runs EAGLE-3 heads of one layer that read three hidden states; {record.model!r} "
+        raise refuse_method(record, "llama.cpp", TYPES, why + " and ".join(reasons))
 
 
 def _adapted(record: SpeculativeRecord) -> Losses:

@@ -68,7 +68,10 @@ class OpenvinoSettings(SettingsFormat):
             raise ConfigError("OpenVINO GenAI is set in Python; give the program or its JSON")
         given = dict(source.mapping) if source.mapping is not None else _from_calls(source)
         check_keys(given, KEYS, "OpenVINO GenAI")
-        return ImportedSetting(_record(given), ())
+        record = _record(given)
+        unsaid = source.calls is not None and record.method == "draft_model"
+        note = "a program does not say whether its draft is an EAGLE-3 head; where it is, set the method to eagle3"
+        return ImportedSetting(record, (note,) if unsaid else ())
 
 
 def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:

@@ -164,14 +164,14 @@ def _captured(record: SpeculativeRecord) -> list[int] | None:
         return None
     ids = head.aux_layers.as_convention("after_layer").ids
     if any(layer < 0 for layer in ids):
-        raise ExportError(
+        why = (
             f"the head reads the embedding ({list(head.aux_layers.ids)}), which TensorRT-LLM cannot capture; -1 means "
             "the last state there"
         )
+        raise refuse_method(record, "TensorRT-LLM", TYPES, why)
     if list(ids) != sorted(set(ids)):
-        raise ExportError(
-            f"TensorRT-LLM captures a set of layers in rising order, the head reads {list(head.aux_layers.ids)}"
-        )
+        why = f"TensorRT-LLM captures a set of layers in rising order, the head reads {list(head.aux_layers.ids)}"
+        raise refuse_method(record, "TensorRT-LLM", TYPES, why)
     return list(ids)
 
 

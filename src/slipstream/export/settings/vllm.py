@@ -12,7 +12,6 @@ from slipstream.errors import ConfigError
 from slipstream.export.contract import (
     ExportedFile,
     ExportedSetting,
-    ExportError,
     ImportedSetting,
     Losses,
     SettingsFormat,
@@ -133,9 +132,8 @@ class VllmSettings(SettingsFormat):
 def _check_head(record: SpeculativeRecord) -> None:
     head = record.head
     if record.method == "eagle3" and head is not None and head.output == "shared":
-        raise ExportError(
-            f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
-        )
+        why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
+        raise refuse_method(record, "vLLM", METHODS["0.32"], why)
 
 
 def _adapted(record: SpeculativeRecord) -> Losses:
