@@ -28,7 +28,7 @@ from slipstream.sampling.noise import derive_seed
 from slipstream.workload.reading import read_workload
 
 DRAFT = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, "num_speculative_tokens": 3})
-MEMORY = {"kv_cache_bytes": 48 * 2**20}
+MEMORY = {"kv_cache_bytes": 96 * 2**20}
 
 
 def settings(num_answers: int = len(FULL), max_tokens: int = 8, **others: Any) -> AuditSettings:
