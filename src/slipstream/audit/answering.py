@@ -88,4 +88,6 @@ def reply_of(request: AuditRequest, output: RequestOutput) -> AuditReply:
         num_prompt_tokens=counts.num_prompt_tokens,
         num_output_tokens=counts.num_output_tokens,
         prompt_token_ids=list(output.prompt_token_ids),
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_tokens=counts.num_accepted_tokens,
     )

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.audit.findings import AuditCheck
-from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, first_difference
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.bench.statistics import first_difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,13 @@ def compare(
     for number in sorted(audited.keys() & other.keys() & requests.keys()):
         request = requests[number]
         pairs = list(zip(audited[number].answers, other[number].answers, strict=False))
-        check.num_compared += len(pairs)
         if len(audited[number].answers) != len(other[number].answers):
             sizes = len(audited[number].answers), len(other[number].answers)
             check.violate(f"request {number} has {sizes[0]} answers, the other side {sizes[1]}", number)
         for mine, theirs in pairs:
             difference = _difference(request, mine, theirs, margin_of, tie_margin)
             first, second = _sequences(mine, theirs)
+            check.num_compared += bool(first or second)  # two empty answers compare nothing
             if difference is None:
                 result.num_tokens += len(first)
                 if mine.finish_reason != theirs.finish_reason:

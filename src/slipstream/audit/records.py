@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,6 +80,9 @@ class AuditReply:
     num_output_tokens: int | None = None
     """From `usage`, of all answers together."""
     num_total_tokens: int | None = None
+    num_draft_tokens: int = 0
+    """Of an engine in this process."""
+    num_accepted_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     error: str | None = None
 
@@ -99,12 +101,3 @@ class AuditReply:
 
 def _top(found: Mapping[str, Any]) -> TokenTop:
     return TokenTop(found["token"], found["logprob"], tuple((token, value) for token, value in found["top"]))
-
-
-def first_difference(first: Seq[Any], second: Seq[Any]) -> int | None:
-    """Index of the first place at which two sequences differ; None where they are equal. One that is a beginning of
-    the other differs at its end."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return place
-    return None if len(first) == len(second) else min(len(first), len(second))

@@ -13,11 +13,14 @@ from slipstream.audit.findings import AuditCheck
 from slipstream.audit.identity import AnswerComparison, FirstDifference
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.replaying import Floats, ReplayedAnswer, Replayer
+from slipstream.audit.statistics.signs import sign_test
 
-SHARED_NOISE = 0.85
-"""Share of sampled tokens that the reference must choose too, for a server to count as drawing with its noise."""
+SHARED_NOISE = 0.75
+"""Share of telling tokens that the reference must choose too, for a server to count as drawing with its noise."""
+BY_CHANCE = 0.005
+"""Without its noise so many of them are the same with at most this probability."""
 MAX_DIAGNOSED = 100
-"""Differences whose margin is computed. So many decide an audit in any case."""
+"""Differences whose margin is computed. Whether rounding explains the number of the others is left to a test."""
 
 
 @dataclass
@@ -31,17 +34,24 @@ class ReferenceComparison:
 
 
 def draws_alike(replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply]) -> bool:
-    """Whether the server draws with the noise that the reference computes from its seeds."""
-    same, total = 0, 0
+    """Whether the server draws with the noise that the reference computes from its seeds.
+
+    Only those tokens tell at which the noise of another seed would choose otherwise. A server with noise of its own
+    agrees with the right seed at most as often as with the other one, so at most at half of them, however certain the
+    model is.
+    """
+    same, telling = 0, 0
     for request in requests:
         reply = replies.get(request.number)
         if reply is None or reply.error is not None or request.is_greedy:
             continue
         for answer in reply.answers:
-            chosen = _replayed(replayer, request, answer).chosen
-            same += sum(one == other for one, other in zip(chosen, answer.token_ids or (), strict=True))
-            total += len(chosen)
-    return total > 0 and same >= SHARED_NOISE * total
+            seed = request.answer_seed(answer.index)
+            chosen, unrelated = (_replayed(replayer, request, answer, one).chosen for one in (seed, seed ^ 1))
+            for own, one, other in zip(answer.token_ids or (), chosen, unrelated, strict=True):
+                telling += one != other
+                same += own == one != other
+    return same >= SHARED_NOISE * telling and sign_test(same, telling) <= BY_CHANCE
 
 
 def compare_with_reference(
@@ -61,7 +71,7 @@ def compare_with_reference(
         for answer in reply.answers:
             if not answer.token_ids:
                 continue
-            replayed = _replayed(replayer, request, answer)
+            replayed = _replayed(replayer, request, answer, request.answer_seed(answer.index))
             found.gaps.append(replayed.gaps)
             found.identity.num_tokens += len(replayed.chosen)
             check.num_compared += 1
@@ -81,7 +91,7 @@ def compare_with_reference(
 
 
 def judge(identity: AnswerComparison, tie_margin: float) -> AnswerComparison:
-    """The same with every difference judged by its margin."""
+    """The same with every difference judged by its margin. One without a margin violates nothing by itself."""
     judged = AnswerComparison(identity.check, [], identity.num_tokens)
     for one in identity.differences:
         is_tie = one.margin is not None and one.margin <= tie_margin
@@ -90,18 +100,13 @@ def judge(identity: AnswerComparison, tie_margin: float) -> AnswerComparison:
                 one.request, one.index, one.profile, one.position, one.first, one.second, one.margin, is_tie
             )
         )
-        if not is_tie:
+        if one.margin is not None and not is_tie:
             identity.check.violate(str(one), one.request, one.as_json())
     return judged
 
 
-def _replayed(replayer: Replayer, request: AuditRequest, answer: AuditAnswer) -> ReplayedAnswer:
-    return replayer.replay(
-        request.token_ids or (),
-        answer.token_ids or (),
-        answer_params(request),
-        request.answer_seed(answer.index),
-    )
+def _replayed(replayer: Replayer, request: AuditRequest, answer: AuditAnswer, seed: int) -> ReplayedAnswer:
+    return replayer.replay(request.token_ids or (), answer.token_ids or (), answer_params(request), seed)
 
 
 def _difference(

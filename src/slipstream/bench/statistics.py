@@ -126,8 +126,9 @@ def speedup_interval(groups: Seq[PairedTimes]) -> Interval | None:
     return Interval(float(low), float(high), CONFIDENCE, sum(map(len, groups)))
 
 
-def first_difference(first: Seq[int], second: Seq[int]) -> int | None:
-    """Position, from 0, of the first differing token; None where the texts are identical."""
+def first_difference(first: Seq[object], second: Seq[object]) -> int | None:
+    """Position, from 0, of the first differing token or character; None where the texts are identical. One that is a
+    beginning of the other differs at its end."""
     if list(first) == list(second):
         return None
     shorter = min(len(first), len(second))

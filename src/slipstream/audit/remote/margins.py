@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from slipstream.audit.records import AuditAnswer, AuditRequest, TokenTop
 from slipstream.sampling.noise import Noise, gumbel
 
@@ -26,6 +24,8 @@ def reported_margin(
     if at is None or at >= min(len(mine.tops), len(theirs.tops)):
         return None
     own, other = theirs.tops[at], mine.tops[at]
+    if own.token != other.token and len(own.top) < 2:
+        return None  # without alternatives nothing tells how near the other token was
     gap = own.logprob - _logprob_of(own, other.token)
     if request.is_greedy:
         return abs(gap)
@@ -54,14 +54,6 @@ def _logprob_of(entry: TokenTop, token: str) -> float:
     return found.get(token, min([entry.logprob, *found.values()]))
 
 
-def own_log_probs(answer: AuditAnswer) -> list[float]:
-    """The log-probabilities of the answer's own tokens, as far as they are reported."""
-    return [entry.logprob for entry in answer.tops or ()]
-
-
 def reported_gaps(answer: AuditAnswer) -> list[float]:
     """The distance of the two most probable tokens at each place, where alternatives are reported."""
     return [abs(entry.top[0][1] - entry.top[1][1]) for entry in answer.tops or () if len(entry.top) > 1]
-
-
-PositionOf = Callable[[AuditRequest, int], int | None]

@@ -10,15 +10,22 @@ from typing import Any
 
 import httpx2
 
-from slipstream.audit.records import AuditReply, AuditRequest, first_difference
+from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.remote.side import ServerSide
+from slipstream.audit.statistics.signs import sign_test
+from slipstream.bench.statistics import first_difference
 from slipstream.client import connect, trusted
 from slipstream.errors import RemoteError
+from slipstream.sampling.noise import derive_seed
 
-NUM_SEED_PROBES = 6
+NUM_SEED_PROBES = 20
+NUM_REPEATED_PROBES = 6
+"""The first of them, which are asked twice."""
 SEED_PROBE_TOKENS = 12
-SHARED = 0.75
-"""Share of probes in which two sides must agree longer than two seeds do, to count as sharing their noise."""
+REPEATED = 0.75
+"""Share of these that a server must answer twice alike, to count as keeping to a seed."""
+BY_CHANCE = 0.005
+"""Sides with noise of their own pass for sharing it with at most this probability."""
 
 _LOSSY: Mapping[str, Callable[[Any], bool]] = {
     "rejection_sample_method": lambda value: value not in ("standard", "block", "probabilistic", "strict"),
@@ -89,27 +96,45 @@ def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
 
 def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest]) -> bool:
     """Fill in which servers keep to a seed; True where all do and the same seed gives the same noise on each."""
-    probes = [
+    probes = _seed_probes(requests, NUM_SEED_PROBES if len(sides) > 1 else NUM_REPEATED_PROBES)
+    answered = []
+    for side in sides:
+        first, again = _all(side, probes), _all(side, probes[:NUM_REPEATED_PROBES])
+        same = [_agreement(one, two) == 1.0 for one, two in zip(first, again, strict=False)]
+        side.facts.keeps_seed = sum(same) >= REPEATED * len(same)
+        answered.append(first)
+    if not all(side.facts.keeps_seed for side in sides):
+        return False
+    if len(sides) == 1:
+        return True
+    unrelated = _all(sides[0], [replace(probe, seed=probe.seed ^ 1) for probe in probes])
+    return _draw_alike(answered[0], answered[1], unrelated)
+
+
+def _seed_probes(requests: Seq[AuditRequest], num: int) -> list[AuditRequest]:
+    """Short sampled requests with seeds of their own, on the requests' prompts in turn."""
+    chosen = [requests[number % len(requests)] for number in range(num)]
+    return [
         replace(
             request,
             number=-1 - number,
             params={"temperature": 1.0},
             max_tokens=min(SEED_PROBE_TOKENS, request.max_tokens),
+            seed=derive_seed(request.seed, number),
         )
-        for number, request in enumerate(requests[:NUM_SEED_PROBES])
+        for number, request in enumerate(chosen)
     ]
-    other = [replace(probe, seed=probe.seed ^ 1) for probe in probes]
-    replies = [[_all(side, asked) for asked in (probes, probes, other)] for side in sides]
-    for side, (first, again, _) in zip(sides, replies, strict=True):
-        same = [_agreement(one, two) == 1.0 for one, two in zip(first, again, strict=True)]
-        side.facts.keeps_seed = bool(same) and sum(same) >= SHARED * len(same)
-    if len(sides) < 2 or not all(side.facts.keeps_seed for side in sides):
-        return len(sides) == 1 and bool(sides[0].facts.keeps_seed)
-    longer = [
-        _agreement(mine, theirs) > _agreement(mine, unrelated)
-        for mine, theirs, unrelated in zip(replies[0][0], replies[1][0], replies[0][2], strict=True)
+
+
+def _draw_alike(mine: Seq[AuditReply], theirs: Seq[AuditReply], unrelated: Seq[AuditReply]) -> bool:
+    """Whether the second side agrees longer with the first side's answers under the same seed (`mine`) than with those
+    under another one. With noise of its own it agrees with either in the same way, so a sign test tells."""
+    pairs = [
+        (_agreement(other, own), _agreement(other, one))
+        for other, own, one in zip(theirs, mine, unrelated, strict=True)
     ]
-    return sum(longer) >= SHARED * len(longer)
+    telling = [same > other for same, other in pairs if same != other]
+    return sign_test(sum(telling), len(telling)) <= BY_CHANCE
 
 
 def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> AuditReply:

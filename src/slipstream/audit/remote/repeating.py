@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slipstream.audit.records import AuditAnswer, AuditRequest, first_difference
+from slipstream.audit.records import AuditAnswer, AuditRequest
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.replaying import Floats
+from slipstream.bench.statistics import first_difference
 from slipstream.client import connect
 
 NUM_REPEATED = 8

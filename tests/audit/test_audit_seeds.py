@@ -1,0 +1,107 @@
+"""Whether servers draw with the same noise: never where they do not, however certain the model is."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
+from slipstream.audit.reference import draws_alike
+from slipstream.audit.remote.margins import reported_margin
+from slipstream.audit.remote.probing import probe_seeds
+from slipstream.audit.remote.side import ServerSide
+from slipstream.client import ServerAddress
+
+LENGTH = 12
+REQUESTS = [
+    AuditRequest(number, number, "chat", {"temperature": 1.0}, LENGTH, seed=1000 + number, text=str(number))
+    for number in range(4)
+]
+
+
+def drawn(noise: object, seed: int, certainty: float, length: int = LENGTH) -> list[int]:
+    """Tokens that are 0 with a probability of `certainty`."""
+    chance = random.Random(f"{noise} {seed}")
+    return [0 if chance.random() < certainty else chance.randrange(1, 5) for _ in range(length)]
+
+
+class Drawing(ServerSide):
+    """A server in this process with noise of its own; `wrong` of its tokens are others."""
+
+    noise: object = 0
+    certainty = 0.5
+    wrong = 0.0
+
+    async def ask(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
+        tokens = drawn(self.noise, request.seed, self.certainty, request.max_tokens)
+        chance = random.Random(f"wrong {self.noise} {request.seed}")
+        tokens = [token if chance.random() >= self.wrong else 9 for token in tokens]
+        return AuditReply(request.number, [AuditAnswer(text="".join(map(str, tokens)))])
+
+
+def drawing(**behaviour: Any) -> Drawing:
+    side = Drawing("audited", ServerAddress("http://127.0.0.1:9/v1", "m", "", timeout_s=1))
+    for name, value in behaviour.items():
+        setattr(side, name, value)
+    return side
+
+
+@pytest.mark.parametrize("certainty", [0.5, 0.9])
+def test_servers_with_noise_of_their_own_do_not_pass_for_sharing_it(certainty: float) -> None:
+    shared = 0
+    for noise in range(150):
+        sides = [drawing(noise=(noise, place), certainty=certainty) for place in range(2)]
+        shared += probe_seeds(sides, REQUESTS)
+        assert all(side.facts.keeps_seed for side in sides)
+    assert shared <= 2
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.03])
+def test_servers_with_the_same_noise_share_it_even_with_a_fault(wrong: float) -> None:
+    sides = [drawing(wrong=wrong), drawing()]
+    assert probe_seeds(sides, REQUESTS)
+
+
+def test_a_server_alone_keeps_to_a_seed() -> None:
+    assert probe_seeds([drawing()], REQUESTS)
+
+
+class Replays:
+    """A reference whose tokens are 0 with a probability of 0.95."""
+
+    def replay(self, prompt: Any, answer: Any, params: Any, seed: int) -> SimpleNamespace:
+        return SimpleNamespace(chosen=drawn("reference", seed, 0.95, len(answer)))
+
+
+def test_a_certain_model_does_not_pass_for_the_references_noise() -> None:
+    requests = [
+        AuditRequest(number, 0, "chat", {"temperature": 0.8}, 64, seed=number * 7, token_ids=(1,))
+        for number in range(20)
+    ]
+
+    def alike(noise: object) -> bool:
+        replies = {
+            request.number: AuditReply(
+                request.number, [AuditAnswer(token_ids=drawn(noise, request.answer_seed(0), 0.95, 64))]
+            )
+            for request in requests
+        }
+        return draws_alike(Replays(), requests, replies)  # type: ignore[arg-type]
+
+    assert alike("reference")
+    assert not any(alike(noise) for noise in range(5)), "nine of ten tokens are the same nevertheless"
+
+
+def test_without_alternatives_a_margin_is_unknown() -> None:
+    request = AuditRequest(0, 0, "chat", {"temperature": 0.0}, 8, seed=1)
+
+    def answer(token: str, *top: tuple[str, float]) -> AuditAnswer:
+        return AuditAnswer(text=token, tops=[TokenTop(token, -0.25, top)])
+
+    bare = reported_margin(request, answer("a"), answer("b"), 0, None)
+    assert bare is None
+    told = reported_margin(request, answer("a"), answer("b", ("b", -0.25), ("a", -1.0)), 0, None)
+    assert told == pytest.approx(0.75)
