@@ -34,12 +34,22 @@ class FakeEngine:
     """Every so many answers lose their second half."""
     flip_every: int = 0
     """Every so many answers have another token."""
+    flipped: range = range(2**31)
+    """The requests of which some may be flipped."""
     flip_margin: float = 0.5
     """What separates the two tokens there, in nats."""
     spread: float = 1.0
     """Exponent of the tokens' probabilities; another one is another temperature."""
     logprob_shift: float = 0.0
+    logprob_jitter: float = 0.0
+    """Added to the log-probabilities of every third answer."""
     ignores_stop: bool = False
+    empty: bool = False
+    """All answers are."""
+    fail_every: int = 0
+    """Every so many requests are answered 500."""
+    requests_counted: int = 1
+    """In the counters, for each request."""
     stream_drops: bool = False
     """Streams lack their last token."""
     fails_after: int | None = None
@@ -66,7 +76,10 @@ class FakeEngine:
 
     def faulty(self, tokens: list[int], number: int, max_tokens: int) -> list[int]:
         """The same with this server's faults."""
-        if self.flip_every and number % self.flip_every == 0 and len(tokens) > 2 and tokens[1] != END:
+        if self.empty:
+            return []
+        flips = self.flip_every and number % self.flip_every == 0 and number in self.flipped
+        if flips and len(tokens) > 2 and tokens[1] != END:
             tokens = [tokens[0], tokens[1] % (NUM_TOKENS - 1) + 1, *tokens[2:]]
         if self.cut_every and number % self.cut_every == 0:
             tokens = tokens[: len(tokens) // 2]
@@ -108,12 +121,13 @@ class _Handler(BaseHTTPRequestHandler):
         with fake.lock:
             fake.num_requests += 1
             number = fake.num_requests
-        if fake.fails_after is not None and number > fake.fails_after:
+        dead = fake.fails_after is not None and number > fake.fails_after
+        if dead or (fake.fail_every and number % fake.fail_every == 0):
             self._send(500, {"error": {"message": "the engine died"}})
             return
         tokens = fake.faulty(fake.tokens(body, number), number, body["max_tokens"])
         text, reason = text_of(tokens), "stop" if tokens and tokens[-1] == END else "length"
-        for stop in [] if fake.ignores_stop else body.get("stop") or []:
+        for stop in [] if fake.ignores_stop or body.get("min_tokens") else body.get("stop") or []:
             if stop in text:
                 text, reason = text[: text.index(stop)], "stop"
         usage = {"prompt_tokens": 7, "completion_tokens": len(tokens) * fake.usage_factor}
@@ -121,13 +135,15 @@ class _Handler(BaseHTTPRequestHandler):
         with fake.lock:
             fake.counters["generation_tokens"] += len(tokens) * fake.counter_factor
             fake.counters["prompt_tokens"] += 7
-            fake.counters["request_success"] += 1
+            fake.counters["request_success"] += fake.requests_counted
         if body.get("stream") and fake.streams:
             self._stream(tokens, text, reason, usage)
         else:
-            self._send(200, {"choices": [self._choice(tokens, text, reason, body)], "usage": usage})
+            self._send(200, {"choices": [self._choice(tokens, text, reason, body, number)], "usage": usage})
 
-    def _choice(self, tokens: list[int], text: str, reason: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _choice(
+        self, tokens: list[int], text: str, reason: str, body: dict[str, Any], number: int
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": text},
@@ -136,12 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.gives_ids and body.get("return_token_ids"):
             choice["token_ids"] = tokens
         if self.fake.gives_logprobs and body.get("logprobs"):
-            choice["logprobs"] = {"content": [self._entry(token) for token in tokens]}
+            choice["logprobs"] = {"content": [self._entry(token, number) for token in tokens]}
         return choice
 
-    def _entry(self, token: int) -> dict[str, Any]:
+    def _entry(self, token: int, number: int) -> dict[str, Any]:
         near = token % (NUM_TOKENS - 1) + 1
-        value = -1.0 + self.fake.logprob_shift
+        value = -1.0 + self.fake.logprob_shift + self.fake.logprob_jitter * (number % 3 == 0)
         tops = [{"token": f"w{token}", "logprob": value}]
         tops += [{"token": f"w{near}", "logprob": value - self.fake.flip_margin}]
         return {"token": f"w{token}", "logprob": value, "top_logprobs": tops}

@@ -11,6 +11,7 @@ from fake_engine import MODEL, FakeEngine, serve
 from slipstream.audit.certificate import Certificate
 from slipstream.audit.decision import AuditDecision
 from slipstream.audit.journal import AuditJournal
+from slipstream.audit.mix import Profile
 from slipstream.audit.remote.audit import RemoteAudit, run_remote
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.settings import AuditSettings
@@ -91,7 +92,11 @@ def test_cut_answers_show_without_another_side_that_tells_tokens() -> None:
 
 
 def test_near_ties_are_named_and_more_than_rounding_explains_are_a_finding() -> None:
-    found = audit({"flip_every": 9, "flip_margin": 1e-4}, {"flip_margin": 1e-4}, tie_margin=1e-3)
+    found = audit(
+        {"flip_every": 2, "flipped": range(65, 105), "flip_margin": 1e-4},
+        {"flip_margin": 1e-4},
+        tie_margin=1e-3,
+    )
     assert "same tokens" not in violated(found), "each difference alone is a near-tie"
     ties = [one for one in found.differences if one["is_tie"]]
     assert ties
@@ -117,6 +122,57 @@ def test_betting_stops_an_audit_early() -> None:
     assert found.data.num_answers < 300
 
 
+def test_what_no_rounding_explains_excuses_nothing() -> None:
+    jitter = {"logprob_jitter": 3.0}
+    honest = audit(jitter, {}, num_answers=24)
+    assert honest.decision is AuditDecision.COULD_NOT_TELL
+    assert any("more than 1 is no rounding" in reason for reason in honest.reasons), honest.reasons
+    faulty = audit({**jitter, "flip_every": 12}, {}, num_answers=24)
+    assert "same tokens" in violated(faulty)
+    assert not any(one["is_tie"] for one in faulty.differences)
+
+
+def test_servers_that_do_not_repeat_themselves_and_tell_no_margins_leave_doubt() -> None:
+    found = audit({"flip_every": 3, "gives_logprobs": False}, {"gives_logprobs": False}, num_answers=24)
+    assert found.decision is AuditDecision.COULD_NOT_TELL, found.reasons
+    assert any("nothing tells rounding from faults" in reason for reason in found.reasons)
+
+
+def test_empty_answers_certify_nothing() -> None:
+    empty = {"empty": True, "gives_ids": False, "gives_logprobs": False}
+    found = audit(empty, empty, num_answers=24)
+    assert found.decision is AuditDecision.COULD_NOT_TELL
+    assert found.reasons[0].startswith("none of these could run: same tokens")
+
+
+def test_few_failed_requests_are_named() -> None:
+    found = audit({"fail_every": 70}, {}, num_answers=60)
+    assert found.decision is AuditDecision.CERTIFIED, found.reasons
+    assert any(note.startswith("1 of 60 requests to ") for note in found.notes), found.notes
+
+
+def test_counters_of_other_requests_decide_nothing() -> None:
+    found = audit({"counter_factor": 2, "requests_counted": 2}, {}, num_answers=12)
+    assert found.decision is AuditDecision.CERTIFIED, found.reasons
+    assert any("because the server answered other requests too" in note for note in found.notes)
+
+
+def test_an_answer_that_is_not_repeated_says_nothing_of_streams() -> None:
+    """The fault is in the answers that were compared, not in streams or stop strings."""
+    fault = {"flip_every": 3, "flipped": range(65, 105), "gives_logprobs": False}  # only while all is asked
+    found = audit(fault, {"gives_logprobs": False})
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert violated(found) == []
+
+
+def test_before_min_tokens_a_stop_string_does_not_count() -> None:
+    profile = Profile("min_tokens", lambda chance, vocabulary: {"temperature": 0.0, "min_tokens": 16})
+    with serve() as one, serve() as other:
+        first, second = side("audited", one), side("against", other)
+        found = run_remote(RemoteAudit(settings(8), first, second, profiles=(profile,), has_own_size=True))
+    assert found.decision is AuditDecision.CERTIFIED, found.reasons
+
+
 def test_a_lossy_setting_is_never_certified() -> None:
     lossy = {"vllm_config": {"speculative_config": {"rejection_sample_method": "fly"}}}
     found = audit({"settings": lossy}, {}, num_answers=4)
@@ -127,7 +183,7 @@ def test_a_lossy_setting_is_never_certified() -> None:
 @pytest.mark.long
 def test_a_server_that_dies_leaves_doubt_and_can_be_resumed(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
-    with serve(fails_after=50) as one, serve() as other:
+    with serve(fails_after=95) as one, serve() as other:
         plan = RemoteAudit(
             settings(),
             side("audited", one),
@@ -154,6 +210,16 @@ def test_a_server_that_dies_leaves_doubt_and_can_be_resumed(tmp_path: Path) -> N
         assert kept > 10
         assert f"{kept} replies are from an earlier run" in whole.notes
         assert one.num_requests - asked < 40 + 80
+        chat = ServerSide("audited", side("audited", one).address, raw=True)
+        plan = RemoteAudit(
+            settings(),
+            chat,
+            side("against", other),
+            has_own_size=True,
+            journal=AuditJournal(file, resume=True),
+        )
+        with pytest.raises(ConfigError, match=r"answers of another audit \(raw differ"):
+            run_remote(plan)
     with serve() as one, serve() as other:
         plan = RemoteAudit(
             settings(seed=1),
@@ -184,6 +250,9 @@ def test_refusals() -> None:
         run_remote(RemoteAudit(settings(), side("audited", fake)))
     with (
         serve(fails_after=0) as fake,
+        serve() as other,
         pytest.raises(RemoteError, match="does not answer: HTTP 500: the engine died"),
     ):
+        run_remote(RemoteAudit(settings(), side("audited", fake), side("against", other)))
+    with serve() as fake, pytest.raises(ConfigError, match="--against is the audited server itself"):
         run_remote(RemoteAudit(settings(), side("audited", fake), side("against", fake)))

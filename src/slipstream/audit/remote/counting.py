@@ -37,13 +37,17 @@ class CounterWatch:
             if grown is None:
                 check.skipped = f"{self._where}: the counters decreased, as when a server restarts"
                 return check, []
-            found = disagreements(self._counts(grown), grown)
-            if not found or time.monotonic() > deadline_s:
+            counts = self._counts(grown)
+            found = disagreements(counts, grown)
+            why = _excuse(counts, grown)
+            if not found or why or time.monotonic() > deadline_s:
                 break
             time.sleep(_EVERY_S)
-        if found and self._moves():
-            check.skipped = "other requests are served at the same time"
-            return check, [f"not judged, because of other traffic: {text}" for text in found]
+        if found and not why and self._moves():
+            why = "other requests are served at the same time"
+        if found and why:
+            check.skipped = why
+            return check, [f"not judged, because {why}: {text}" for text in found]
         check.num_compared = sum(
             value is not None
             for value in (grown.num_output_tokens, grown.num_prompt_tokens, grown.num_requests)
@@ -87,3 +91,12 @@ class CounterWatch:
         first, _ = read_counters(self._address)
         time.sleep(_EVERY_S * 2)
         return read_counters(self._address)[0] != first
+
+
+def _excuse(counts: ClientCounts, grown: Counters) -> str:
+    """Why counters that disagree say nothing of an audit's answers; empty where they do."""
+    if counts.num_failed:
+        return "requests failed, whose tokens a server may count"
+    if grown.num_requests is not None and grown.num_requests > counts.num_requests:
+        return "the server answered other requests too"
+    return ""
