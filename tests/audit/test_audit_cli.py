@@ -82,3 +82,7 @@ def test_a_fault_of_the_audit_itself_is_no_verdict(monkeypatch: pytest.MonkeyPat
     done = run("--spec", "ngram")
     assert done.exit_code == 2
     assert "the audit itself failed, and nothing is certified: ZeroDivisionError: of its own" in done.stderr
+    monkeypatch.setattr("slipstream.audit.local.run_local", lambda plan: None)
+    done = run("--spec", "ngram")
+    assert done.exit_code == 2, "nor is a certificate that cannot be shown"
+    assert "the audit itself failed, and nothing is certified: AttributeError" in done.stderr

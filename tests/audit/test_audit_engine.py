@@ -131,14 +131,17 @@ def test_a_lossy_verifier_is_never_certified(
 
 
 def test_without_draft_tokens_nothing_is_told(
-    with_speculation: Callable[[SpeculativeConfig], Engine], off: Engine
+    with_speculation: Callable[[SpeculativeConfig], Engine], off: Engine, tmp_path: Path
 ) -> None:
     speculative = SpeculativeConfig("ngram", options={"prompt_lookup_min": 40, "prompt_lookup_max": 41})
-    found = certify(LocalAudit(settings(3), speculative), with_speculation(speculative), off)
-    assert found.decision is AuditDecision.COULD_NOT_TELL
-    assert found.reasons == [
-        "no draft token was checked, so nothing of speculation was seen; give other prompts"
-    ]
+    file = tmp_path / "answers.jsonl"
+    for resume in (False, True):
+        plan = LocalAudit(settings(3), speculative, journal=AuditJournal(file, resume))
+        found = certify(plan, with_speculation(speculative), off)
+        assert found.decision is AuditDecision.COULD_NOT_TELL
+        assert found.reasons == [
+            "no draft token was checked, so nothing of speculation was seen; give other prompts"
+        ]
     with pytest.raises(ConfigError, match="there is no speculation to audit"):
         run_local(LocalAudit(settings(), SpeculativeConfig()))
 
@@ -190,6 +193,9 @@ def test_an_interrupted_audit_is_resumed(
     assert again.journal.num_resumed == 4
     assert whole.decision is AuditDecision.CERTIFIED, whole.reasons
     assert whole.data.num_requests == 6
+    deeper = replace(DRAFT, options={**DRAFT.options, "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match=r"the answers of another audit \(speculation differ"):
+        certify(LocalAudit(settings(6), deeper, journal=AuditJournal(file, resume=True)), on, off)
 
 
 PARAMS = {

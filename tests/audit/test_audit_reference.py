@@ -16,6 +16,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.audit.certificate import Certificate
 from slipstream.audit.decision import AuditDecision
 from slipstream.audit.mix import FULL, PLAIN, SERVED, Profile
+from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.remote.audit import RemoteAudit, run_remote
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.settings import AuditSettings
@@ -85,6 +86,25 @@ def test_a_reference_replays_our_noise(url: str, reference: Engine) -> None:
     assert found.ties["observed"] == 0
     [same] = [check for check in found.checks if check.name == "same tokens"]
     assert same.num_compared == 10
+
+
+class ForgetfulSide(ServerSide):
+    """Loses the token ids of one answer."""
+
+    async def ask(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
+        reply = await super().ask(client, request, stream)
+        for answer in reply.answers if request.number == 3 else ():
+            answer.token_ids = None
+        return reply
+
+
+def test_an_answer_that_cannot_be_scored_leaves_doubt(url: str, reference: Engine) -> None:
+    settings = AuditSettings(read_workload("sample"), num_answers=4, max_tokens=8, num_prompts=4)
+    side = ForgetfulSide("audited", ServerAddress(f"{url}/v1", "pair", f"{url}/metrics", timeout_s=60))
+    plan = RemoteAudit(settings, side, reference=reference, profiles=SERVED, has_own_size=True)
+    found = run_remote(plan)
+    assert found.decision is AuditDecision.COULD_NOT_TELL
+    assert found.reasons == ["1 of 4 answers came without token ids, and the reference scores no others"]
 
 
 @pytest.mark.long

@@ -17,11 +17,16 @@ from slipstream.audit.statistics.power import (
     smallest_shift,
     smallest_temperature,
 )
-from slipstream.audit.statistics.proportions import excess_p_value, upper_bound
 from slipstream.audit.statistics.samples import PAD, code_points, padded
 from slipstream.audit.statistics.sequential import SequentialTest
-from slipstream.audit.statistics.ties import flip_probabilities, flip_test, tail_probability
+from slipstream.audit.statistics.ties import (
+    flip_probabilities,
+    flip_test,
+    smallest_rejected,
+    tail_probability,
+)
 from slipstream.audit.statistics.wealth import Wealth
+from slipstream.audit.ties import Rounding
 
 # ---- samples and MMD
 
@@ -99,6 +104,23 @@ def test_mmd_finds_a_difference_and_refuses_nothing_to_compare() -> None:
     assert test.statistic > test.smallest_detectable > 0
     with pytest.raises(ValueError, match="both sources"):
         mmd_test([(padded([[1]], 2), padded([], 2))])
+
+
+def test_no_discrepancy_is_claimed_that_could_not_be_found() -> None:
+    generator = np.random.default_rng(7)
+    alone = [(generator.integers(0, 9, (1, 8)), generator.integers(0, 9, (1, 8))) for _ in range(30)]
+    assert mmd_test(alone, num_permutations=199).smallest_detectable is None, (
+        "two answers have no other order"
+    )
+    strata = [(generator.integers(0, 3, (20, 8)), generator.integers(0, 3, (20, 8)))]
+    often, seldom, never = (
+        mmd_test(strata, num_permutations=999, level=level).smallest_detectable
+        for level in (0.05, 0.005, 5e-4)
+    )
+    assert often is not None
+    assert seldom is not None
+    assert often < seldom
+    assert never is None, "so few permutations give no p-value below that"
 
 
 # ---- betting
@@ -325,36 +347,68 @@ def test_expected_flips_are_not_underestimated() -> None:
     assert alarms <= 2
 
 
-def test_excess_is_fishers_exact_test() -> None:
-    total = sum(
-        math.comb(9, k) * math.comb(11, 5 - k) for k in range(4, 6)
-    )  # of 5 cut answers, 4 or 5 among these 9 of 20
-    assert excess_p_value(4, 9, 1, 11) == pytest.approx(total / math.comb(20, 5))
-    assert excess_p_value(9, 3000, 0, 3000) < 0.01 < excess_p_value(6, 3000, 0, 3000)
-    with pytest.raises(ValueError, match="shares"):
-        excess_p_value(4, 3, 0, 3)
+def test_the_fewest_events_that_are_rejected() -> None:
+    chances = np.array([0.5, 0.2, 0.05, 0.1])
+    for level in (0.5, 0.1, 0.01, 1e-3):
+        tails = [tail_probability(chances, number) for number in range(6)]
+        assert smallest_rejected(chances, level) == next(n for n, tail in enumerate(tails) if tail < level)
+    assert smallest_rejected(np.zeros(9), 0.01) == 1
+    assert smallest_rejected(np.ones(3), 0.01) == 4, "more than there are"
 
 
-def test_upper_bounds() -> None:
-    assert upper_bound(0, 300, 0.99) == pytest.approx(smallest_rate(300, 0.99))
-    bound = upper_bound(2, 50, 0.95)
-    few = sum(math.comb(50, k) * bound**k * (1 - bound) ** (50 - k) for k in range(3))
-    assert few == pytest.approx(0.05)
-    assert upper_bound(5, 5, 0.99) == smallest_rate(0, 0.99) == 1.0
+def test_rates_that_would_have_shown() -> None:
+    assert smallest_rate(0, 0.99) == 1.0
     assert (1 - smallest_rate(100, 0.9)) ** 100 == pytest.approx(0.1)
 
 
-def test_power_is_what_simulation_says() -> None:
-    """The log of a likelihood ratio at the smallest detectable size is enough in `POWER` of the draws."""
+@pytest.mark.parametrize("information", [2_000.0, 200_000.0])
+def test_power_is_what_simulation_says(information: float) -> None:
+    """At the smallest detectable temperature one of the gamblers has enough wealth in `POWER` of the draws."""
     generator = np.random.default_rng(3)
-    information = 20_000.0
-    size = smallest_temperature(information, 0.99) * math.sqrt(information)
-    log_ratios = generator.normal(size**2 / 2, size, 20_000)
-    assert np.mean(log_ratios >= math.log(100)) == pytest.approx(POWER, abs=0.01)
-    assert smallest_temperature(0.0, 0.99) == smallest_shift(1, 0.99) == math.inf
+    factors = [math.exp(bet) for bet in (-0.05, -0.02, 0.02, 0.05)]
+    size = smallest_temperature(information, 0.99, factors, 17)
+    draws = generator.normal(size=20_000) * math.sqrt(information)  # of the score
+    enough = []
+    for bet in (0.02, 0.05):
+        log_wealth = (size * bet - bet**2 / 2) * information + bet * draws - math.log(17)
+        enough.append(np.mean(log_wealth >= math.log(100)))
+    assert max(enough) == pytest.approx(POWER, abs=0.01)
+
+
+def test_no_temperature_between_the_bets_is_claimed() -> None:
+    assert smallest_temperature(1e12, 0.99, (0.98, 1.02), 17) == pytest.approx(-math.log(0.98) / 2, rel=1e-3)
+    few, many = (smallest_temperature(2e4, 0.99, (0.98, 1.02), number) for number in (1, 17))
+    assert few < many
+    assert smallest_temperature(0.0, 0.99, (0.98, 1.02), 17) == smallest_shift(1, 0.99) == math.inf
     assert smallest_shift(1000, 0.99) < smallest_shift(100, 0.99) < smallest_shift(100, 0.999)
 
 
 def test_scores_without_tokens() -> None:
     empty = np.zeros(0)
     assert TokenScores(empty, empty, empty).impossible == []
+
+
+def test_a_given_margin_does_not_explain_flips_at_far_larger_ones() -> None:
+    far = [np.full(2000, 0.05)]
+    test = Rounding(given=1e-3).test(far, 3, 0.0025)
+    assert test is not None
+    assert test.p_value < 1e-6
+    assert test.figures["expected"] < 1e-6
+    near = Rounding(given=1e-3).test([np.full(6, 1e-4)], 3, 0.0025)
+    assert near is not None
+    assert near.p_value > 0.2
+
+
+def test_differences_of_unknown_margin_are_always_tested_where_some_are_expected() -> None:
+    """Else the number of tests, and so the level of each, would depend on what was found."""
+    noisy = Rounding(np.full(50, 1e-3))
+    for num_unknown in (0, 1):
+        test = noisy.unknown_test(1000, num_unknown, 0.0025)
+        assert test is not None
+        assert test.p_value > 0.5
+    assert "differences of unknown margin" in test.smallest
+    exact = Rounding(np.zeros(50))
+    assert exact.unknown_test(1000, 0, 0.0025) is None
+    found = exact.unknown_test(1000, 1, 0.0025)
+    assert found is not None
+    assert found.p_value == 0.0

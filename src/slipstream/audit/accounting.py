@@ -22,7 +22,6 @@ class Knowledge:
     """The model's end tokens; None where they are not known."""
     count: Callable[[str], int] | None = None
     """Counts the tokens of a text; None without a tokenizer."""
-    is_ours: bool = False
 
 
 def account(

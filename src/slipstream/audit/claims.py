@@ -20,25 +20,20 @@ class SmallestDeviations:
     _sentences: list[str] = field(default_factory=list)
     _figures: dict[str, Any] = field(default_factory=dict)
 
-    def add_identity(self, identity: AnswerComparison) -> None:
-        """Answers that were compared token for token."""
+    def add_identity(self, identity: AnswerComparison, tie_margin: float) -> None:
+        """Answers that were compared token for token, up to near-ties."""
         answers, tokens = identity.check.num_compared, identity.num_tokens
-        if not answers:
+        if not tokens:
             return
         rate, by_token = smallest_rate(answers, self.confidence), smallest_rate(tokens, self.confidence)
         self._figures["share_of_answers"] = rate
         self._figures["share_of_tokens"] = by_token
+        ties = f" (near-ties are margins up to {tie_margin:.2g} nats)" if tie_margin else ""
         self._sentences.append(
-            f"a fault that changes {rate:.2%} of the answers, or {by_token:.3%} of the tokens, would have shown "
-            f"at least once with a probability of {self.confidence:g}"
+            f"a fault that changes at random {rate:.2%} of the answers that were compared token for token, or "
+            f"{by_token:.3%} of their tokens, would have shown at least once with a probability of "
+            f"{self.confidence:g}{ties}"
         )
-
-    def add_rate(self, name: str, num: int, what: str) -> None:
-        """Something that was seen `num` times without a violation."""
-        if num:
-            rate = smallest_rate(num, self.confidence)
-            self._figures[name] = rate
-            self._sentences.append(f"{what} in {rate:.2%} of the answers would have shown")
 
     def add_tests(self, tests: Seq[AuditTest]) -> None:
         """What the tests could have told."""

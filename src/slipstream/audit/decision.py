@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from slipstream.audit.findings import AuditCheck, AuditTest
 
+MAX_TESTS = 4
+"""At most so many tests share the chance of a false alarm: near-ties, differences of unknown margin, two of samples."""
+
 
 class AuditDecision(StrEnum):
     """What an audit concludes."""

@@ -9,11 +9,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slipstream import __version__
 from slipstream.audit.accounting import Knowledge, account
 from slipstream.audit.answering import Streamed, answer_all, answer_params, sampling_params
 from slipstream.audit.certificate import AuditData, Certificate
 from slipstream.audit.claims import SmallestDeviations
-from slipstream.audit.decision import AuditDecision, Evidence, decide
+from slipstream.audit.decision import MAX_TESTS, AuditDecision, Evidence, decide
 from slipstream.audit.findings import AuditCheck
 from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
@@ -22,7 +23,7 @@ from slipstream.audit.mix import FULL, Profile
 from slipstream.audit.progress import AuditMeter, audit_meter
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.replaying import Replayer
-from slipstream.audit.sampled import distribution_test
+from slipstream.audit.sampled import distribution_tests
 from slipstream.audit.settings import AuditSettings, data_hash, make_requests
 from slipstream.audit.ties import Rounding, joined
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -54,23 +55,19 @@ class LocalAudit:
 
 
 @dataclass(slots=True)
-class _Drafted:
-    """What the audited side drafted."""
+class _Streams:
+    """What the updates of the audited side add up to."""
 
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    streams: AuditCheck = field(
+    check: AuditCheck = field(
         default_factory=lambda: AuditCheck("streams", "what the updates add up to against the whole answers")
     )
 
-    def add(self, reply: AuditReply, output: RequestOutput, streamed: Streamed) -> None:
-        """Count a finished request."""
-        self.num_draft_tokens += output.metrics.num_draft_tokens
-        self.num_accepted_tokens += output.metrics.num_accepted_tokens
+    def add(self, reply: AuditReply, streamed: Streamed) -> None:
+        """Compare a finished request with its updates."""
         for answer in reply.answers:
             same = streamed.token_ids.get(answer.index) == answer.token_ids
             same = same and streamed.text.get(answer.index) == answer.text
-            self.streams.expect(
+            self.check.expect(
                 same, f"request {reply.request}: the stream is not the whole answer", reply.request
             )
 
@@ -100,20 +97,20 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
     for request in requests:
         sampling_params(request).check_vocabulary(off.model.vocab_size)
     audit.journal.open(_key(audit, requests))
-    drafted = _Drafted()
+    streams = _Streams()
     repeatable = {r.number: on.reproduces(sampling_params(r)) for r in requests}
     compared = [request for request in requests if repeatable[request.number]]
     complete = True
     try:
         with audit_meter(len(requests) + len(compared)) as shown:
-            _ask(audit, on, ON, requests, settings.concurrency, drafted, shown)
+            _ask(audit, on, ON, requests, settings.concurrency, streams, shown)
             # Another order and other batches: neither may change an answer.
-            _ask(audit, off, OFF, compared[::-1], max(1, settings.concurrency // 2), _Drafted(), shown)
+            _ask(audit, off, OFF, compared[::-1], max(1, settings.concurrency // 2), _Streams(), shown)
     except KeyboardInterrupt:
         complete = False
     finally:
         audit.journal.close()
-    return _Judging(audit, on, off, prompts, requests, repeatable, drafted, complete).certificate()
+    return _Judging(audit, on, off, prompts, requests, repeatable, streams, complete).certificate()
 
 
 @dataclass
@@ -126,7 +123,7 @@ class _Judging:
     prompts: Seq[Prompt]
     requests: Seq[AuditRequest]
     repeatable: Mapping[int, bool]
-    drafted: _Drafted
+    streams: _Streams
     complete: bool
 
     def certificate(self) -> Certificate:
@@ -135,19 +132,23 @@ class _Judging:
         replayer = Replayer(self.off)
         rounding = self._rounding(replayer, mine)
         identity = self._identity(replayer, rounding, mine, theirs)
-        ties = rounding.test(self._gaps(replayer, rounding, identity, mine, theirs), identity.num_ties)
+        level = settings.alpha / MAX_TESTS
+        gaps = self._gaps(replayer, rounding, identity, mine, theirs)
+        ties = rounding.test(gaps, identity.num_ties, level)
         sampled = [r for r in self.requests if not self.repeatable[r.number] and r.number in mine]
-        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown)
+        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level)
         tests = [test for test in (ties, unknown) if test is not None]
         if sampled:
-            tests.append(distribution_test(replayer, sampled, mine, settings.confidence))
+            tests += distribution_tests(replayer, sampled, mine, settings.confidence)
         by_number = {request.number: request for request in self.requests}
-        known = Knowledge(replayer.end_tokens, is_ours=True)
-        checks = [identity.check, *account(by_number, mine, known), self.drafted.streams]
+        known = Knowledge(replayer.end_tokens)
+        checks = [identity.check, *account(by_number, mine, known), self.streams.check]
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
-        smallest.add_identity(identity)
+        smallest.add_identity(identity, rounding.tie_margin)
         smallest.add_tests(tests)
-        evidence = Evidence(checks, tests, lossy_settings(self.on), self._doubts(), (SAME, "distribution"))
+        evidence = Evidence(
+            checks, tests, lossy_settings(self.on), self._doubts(mine), (SAME, "distribution")
+        )
         decision, reasons = decide(evidence, settings.alpha)
         return Certificate(
             decision=decision,
@@ -162,7 +163,7 @@ class _Judging:
             ties=rounding.report(identity.num_ties, ties),
             smallest_deviations=smallest.as_json(),
             differences=[difference.as_json() for difference in identity.differences],
-            notes=self._notes(),
+            notes=self._notes(mine),
             provenance=provenance(num_threads=audit.engine_options.get("num_threads")),
             complete=self.complete,
         )
@@ -219,19 +220,18 @@ class _Judging:
             for answer in theirs[request.number].answers
         ]
 
-    def _doubts(self) -> list[str]:
+    def _doubts(self, mine: Mapping[int, AuditReply]) -> list[str]:
         doubts = [] if self.complete else ["the audit was interrupted"]
-        if not self.drafted.num_draft_tokens and not self.audit.journal.num_resumed:
+        if not any(reply.num_draft_tokens for reply in mine.values()):
             doubts.append(
                 "no draft token was checked, so nothing of speculation was seen; give other prompts"
             )
         return doubts
 
-    def _notes(self) -> list[str]:
-        drafted = self.drafted
-        notes = [
-            f"{drafted.num_draft_tokens:,} draft tokens were checked and {drafted.num_accepted_tokens:,} accepted"
-        ]
+    def _notes(self, mine: Mapping[int, AuditReply]) -> list[str]:
+        drafted = sum(reply.num_draft_tokens for reply in mine.values())
+        accepted = sum(reply.num_accepted_tokens for reply in mine.values())
+        notes = [f"{drafted:,} draft tokens were checked and {accepted:,} accepted"]
         if self.audit.journal.num_resumed:
             notes.append(f"{self.audit.journal.num_resumed:,} replies are from an earlier run")
         if failures := self.on.stats().num_draft_failures:
@@ -304,7 +304,7 @@ def _ask(
     side: str,
     requests: Seq[AuditRequest],
     concurrency: int,
-    drafted: _Drafted,
+    streams: _Streams,
     shown: AuditMeter,
 ) -> None:
     """Answer what the journal lacks."""
@@ -313,7 +313,7 @@ def _ask(
 
     def keep(reply: AuditReply, output: RequestOutput, streamed: Streamed) -> None:
         audit.journal.add(side, reply)
-        drafted.add(reply, output, streamed)
+        streams.add(reply, streamed)
         shown.advance(f"speculation {side}")
 
     answer_all(engine, missing, concurrency, keep)
@@ -341,7 +341,8 @@ def _key(audit: LocalAudit, requests: Seq[AuditRequest]) -> dict[str, Any]:
     """What a resumed audit must have in common."""
     return {
         "model": audit.model or "embedded pair",
-        "speculation": {"method": audit.speculative.method, "verifier": audit.speculative.verifier},
+        "version": __version__,
+        "speculation": {name: str(value) for name, value in asdict(audit.speculative).items()},
         "data": data_hash(requests),
         "engine": {name: str(value) for name, value in audit.engine_options.items()},
     }

@@ -27,10 +27,6 @@ LARGEST_MARGIN = 100.0
 _BISECTIONS = 30
 NOISE_ROWS, NOISE_TOPS = 16, 8
 """Tokens of a text, and log-probabilities of each, by which rounding is measured."""
-NOISE_ROWS, NOISE_TOPS = 16, 8
-"""Tokens of a text, and log-probabilities of each, by which rounding is measured."""
-EDGE = 1e-3
-"""Relative change of `top_p` and `min_p` that rounding of probabilities may make up for."""
 
 Floats = NDArray[np.float64]
 

@@ -74,11 +74,6 @@ def _differences(found: list[dict[str, Any]]) -> Grid:
     return grid
 
 
-def audit_remarks(certificate: Certificate) -> list[str]:
-    """What must be read beside the decision."""
-    return [] if certificate.complete else ["the audit is incomplete", *certificate.notes]
-
-
 def render_certificate(certificate: Certificate) -> str:
     """The page as HTML."""
     proof = certificate.provenance

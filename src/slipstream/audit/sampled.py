@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from slipstream.audit.answering import answer_params
+from slipstream.audit.decision import MAX_TESTS
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.replaying import Replayer
-from slipstream.audit.statistics.likelihood import ReferenceTest
+from slipstream.audit.statistics.likelihood import TEMPERATURES, ReferenceTest
 from slipstream.audit.statistics.power import smallest_temperature
 
 DISTRIBUTION = "distribution"
 
 
-def distribution_test(
-    replayer: Replayer,
-    requests: Seq[AuditRequest],
-    replies: Mapping[int, AuditReply],
-    confidence: float,
-    on_answer: Callable[[], None] = lambda: None,
-) -> AuditTest:
-    """Whether every sampled token was drawn from the reference's processed distribution."""
+def distribution_tests(
+    replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply], confidence: float
+) -> list[AuditTest]:
+    """Whether every sampled token was drawn from the reference's processed distribution. No test without a token."""
+    confidence = 1 - (1 - confidence) / MAX_TESTS
     bets = ReferenceTest(confidence)
     for request in requests:
         reply = replies.get(request.number)
@@ -33,9 +31,11 @@ def distribution_test(
         for answer in reply.answers:
             if answer.token_ids:
                 bets.add(replayer.scores(request.token_ids, answer.token_ids, params))
-                on_answer()
-    factor = math.exp(smallest_temperature(bets.information, confidence))
-    return AuditTest(
+    if not bets.num_tokens:
+        return []
+    size = smallest_temperature(bets.information, confidence, TEMPERATURES, bets.num_alternatives)
+    factor = math.exp(size) if size < math.log(max(TEMPERATURES)) else math.inf  # beyond that nobody bets
+    test = AuditTest(
         DISTRIBUTION,
         "every sampled token was drawn from the target's own processed distribution",
         bets.wealth.p_value,
@@ -50,3 +50,4 @@ def distribution_test(
         },
         smallest=f"a temperature that is wrong by a factor of {factor:.3f}" if math.isfinite(factor) else "",
     )
+    return [test]

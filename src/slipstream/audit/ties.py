@@ -11,11 +11,18 @@ import numpy as np
 
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.replaying import Floats
-from slipstream.audit.statistics.ties import flip_test, tail_probability
+from slipstream.audit.statistics.ties import (
+    flip_probabilities,
+    flip_test,
+    smallest_rejected,
+    tail_probability,
+)
 
 SAFETY = 2.0
 """A near-tie's margin may be this many times the largest measured difference of a log-probability."""
 UNKNOWN_FACTOR = 4.0
+_KNOWN = 1000
+"""A margin that the user gives counts as if so many measurements had shown it: of one alone the scale is unknown."""
 
 
 @dataclass
@@ -35,38 +42,44 @@ class Rounding:
         """Nats within which a difference is a near-tie."""
         return self.given if self.given is not None else SAFETY * self.largest
 
-    def test(self, gaps: Iterable[Floats], num_ties: int) -> AuditTest | None:
+    def test(self, gaps: Iterable[Floats], num_ties: int, level: float) -> AuditTest | None:
         """Whether rounding explains so many flipped near-ties; None where there were none and none were expected.
 
-        `gaps` are the distances of the two best choices at every compared position.
+        `gaps` are the distances of the two best choices at every compared position. A p-value below `level` rejects.
         """
         noise = self.noise
         if not self.largest and self.given:
-            noise = np.array([self.given / SAFETY])
+            noise = np.full(_KNOWN, self.given / SAFETY)
         if not np.any(noise) and not num_ties:
             return None
-        found = flip_test(np.concatenate([np.zeros(0), *gaps]), noise, num_ties)
+        margins = joined(list(gaps))
+        found = flip_test(margins, noise, num_ties)
+        needed = smallest_rejected(flip_probabilities(margins, noise), level)
         return AuditTest(
             "near-ties",
             "near-ties are broken as rounding alone would break them",
             found.p_value,
             asdict(found),
+            smallest=f"{needed:,} flipped near-ties",
         )
 
-    def unknown_test(self, num_tokens: int, num_unknown: int) -> AuditTest | None:
-        """Whether rounding explains so many differences of unknown margin among `num_tokens`; None without any.
+    def unknown_test(self, num_tokens: int, num_unknown: int, level: float) -> AuditTest | None:
+        """Whether rounding explains so many differences of unknown margin among `num_tokens`; None where there were
+        none and none were expected. A p-value below `level` rejects.
 
         A draw from two distributions with one random number differs with about the distance of the distributions, and
         at most a small multiple of it: half the mean difference of a log-probability, here times eight.
         """
-        if not num_unknown:
-            return None
         chance = min(1.0, UNKNOWN_FACTOR * float(np.abs(self.noise).mean())) if len(self.noise) else 0.0
+        if not num_unknown and not chance:
+            return None
+        chances = np.full(num_tokens, chance)
         return AuditTest(
             "differences of unknown margin",
             "answers differ only where rounding turned a draw around",
-            tail_probability(np.full(num_tokens, chance), num_unknown),
+            tail_probability(chances, num_unknown),
             {"observed": num_unknown, "expected": chance * num_tokens, "num_tokens": num_tokens},
+            smallest=f"{smallest_rejected(chances, level):,} differences of unknown margin",
         )
 
     def report(self, num_ties: int, test: AuditTest | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, SPECULATION, Json, chosen_speculation, print_json
 from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
 from slipstream.cli.output.console import notes, wide_results
-from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
+from slipstream.cli.output.writing import Overwrite, check_file, check_folder, unwritable, write_text
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -182,13 +182,15 @@ def audit(
             )
         else:
             certificate = _audit_engine(settings, subject, speculation, engine, profiles, journal)
-    except SlipstreamError:
+        _deliver(certificate, json, output)
+    except (SlipstreamError, BrokenPipeError):
         raise
     except Exception as error:  # 1 would say that the engine is not certified
+        if unwritable(error) is not None:
+            raise
         raise SlipstreamError(
             f"the audit itself failed, and nothing is certified: {type(error).__name__}: {error}"
         ) from error
-    _deliver(certificate, json, output)
     if not certificate.complete:
         raise typer.Exit(130)
     raise typer.Exit(certificate.exit_code)

@@ -21,7 +21,7 @@ from slipstream.audit.remote.judging import Asked, Judge
 from slipstream.audit.remote.pairs import SampledPairs
 from slipstream.audit.remote.probing import find_abilities, identify, probe_seeds
 from slipstream.audit.remote.repeating import Repeats, measure_repeats
-from slipstream.audit.remote.side import ServerSide
+from slipstream.audit.remote.side import WITHOUT_SPECULATION, ServerSide
 from slipstream.audit.replaying import Replayer
 from slipstream.audit.settings import AuditSettings, data_hash, make_requests
 from slipstream.client import connect
@@ -37,8 +37,6 @@ KNOWN_LENGTHS = frozenset({"slipstream", "vllm", "llamacpp", "sglang"})
 """Owners whose servers understand `ignore_eos`."""
 SAME_FILTERS = frozenset({"slipstream", "vllm", "sglang"})
 """Owners whose servers apply the temperature before top-p, as the reference does."""
-WITHOUT_SPECULATION = {"speculation": {"enabled": False}}
-"""What turns speculation off for a request, on Slipstream's own server."""
 NUM_NOISE_REQUESTS = 40
 """Requests by which it is told whether a server draws with the reference's noise."""
 UNKNOWN_VOCABULARY = 256
@@ -69,6 +67,11 @@ def run_remote(audit: RemoteAudit) -> Certificate:
     Raises `RemoteError` where a server does not answer, `ConfigError` for a comparison that is impossible, and
     `RequestError` for invalid prompts.
     """
+    first, second = audit.first.address, None if audit.second is None else audit.second.address
+    if second is not None and (first.url, first.model) == (second.url, second.model):
+        raise ConfigError(
+            f"--against is the audited server itself, {first.url}, which proves nothing; give one without speculation"
+        )
     identify(audit.first)
     sides = [audit.first]
     if audit.second is not None:
@@ -219,8 +222,13 @@ class _Run:
         return draws_alike(self._replayer, self._requests[:NUM_NOISE_REQUESTS], replies)
 
     def _key(self) -> dict[str, Any]:
+        """What a resumed audit must have in common: what is asked, how, and what the servers say of themselves."""
         return {
             "servers": [side.address.url for side in self._sides],
             "models": [side.address.model for side in self._sides],
+            "versions": [side.facts.version for side in self._sides],
+            "speculation": [side.facts.settings for side in self._sides],
+            "extra": [dict(side.extra) for side in self._sides],
+            "raw": [side.raw for side in self._sides],
             "data": data_hash(self._requests),
         }

@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.audit.accounting import Knowledge, account
 from slipstream.audit.certificate import Certificate
 from slipstream.audit.claims import SmallestDeviations
-from slipstream.audit.decision import AuditDecision, Evidence, decide
+from slipstream.audit.decision import MAX_TESTS, AuditDecision, Evidence, decide
 from slipstream.audit.findings import AuditCheck, AuditTest
 from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
@@ -24,7 +24,7 @@ from slipstream.audit.remote.pairs import BETTING, DISCREPANCY, SampledPairs
 from slipstream.audit.remote.repeating import Repeats, log_prob_differences
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.replaying import Floats, Replayer
-from slipstream.audit.sampled import DISTRIBUTION, distribution_test
+from slipstream.audit.sampled import DISTRIBUTION, distribution_tests
 from slipstream.audit.settings import AuditSettings
 from slipstream.audit.ties import Rounding, joined
 from slipstream.provenance import provenance, without_folders
@@ -32,6 +32,8 @@ from slipstream.workload.prompts import Prompt
 
 ROUNDING_FLOOR = 1e-3
 """Nats. Log-probabilities of two sides that differ by less are taken for differences of rounding."""
+LARGEST_ROUNDING = 1.0
+"""Nats. Two passes over one text that differ by more do not differ by rounding, not even in half precision."""
 MAX_FAILED_SHARE = 0.02
 """Failed requests beyond this share leave too much unseen."""
 LOG_PROBS = "log-probabilities"
@@ -68,8 +70,14 @@ class Judge:
         self._shares_noise = shares_noise
         self._by_number = {request.number: request for request in asked.requests}
         self._mine = asked.replies(0)
-        self._noise = joined([part for repeats in asked.repeats for part in repeats.noise])
+        measured = joined([part for repeats in asked.repeats for part in repeats.noise])
+        self._noise = measured[np.abs(measured) <= LARGEST_ROUNDING]
         self._doubts: list[str] = [asked.why_incomplete] if asked.why_incomplete else []
+        if len(self._noise) < len(measured):
+            self._doubts.append(
+                f"log-probabilities of the same text differ by up to {float(np.abs(measured).max()):.2g} nats when a "
+                f"server is asked twice, and more than {LARGEST_ROUNDING:g} is no rounding"
+            )
         self._log_probs = AuditCheck(
             LOG_PROBS, "reported log-probabilities of the same tokens behind the same text"
         )
@@ -83,9 +91,12 @@ class Judge:
         else:
             identity, rounding, gaps = self._by_reference(self._replayer)
             tests = self._distribution(self._replayer)
-        ties = rounding.test(gaps, identity.num_ties)
-        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown)
-        self._doubt_unknown(identity)
+            self._doubt_unscored()
+        level = settings.alpha / MAX_TESTS
+        ties = rounding.test(gaps, identity.num_ties, level)
+        unknown = None
+        if not self._doubts_unknown(identity):
+            unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level)
         tests = [*(test for test in (ties, unknown) if test is not None), *tests]
         known = Knowledge(None if self._replayer is None else self._replayer.end_tokens, self._count())
         checks = [
@@ -94,9 +105,9 @@ class Judge:
             *account(self._by_number, self._mine, known),
             *asked.extras,
         ]
-        self._doubt_failures()
+        notes = self._doubt_failures()
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
-        smallest.add_identity(identity)
+        smallest.add_identity(identity, rounding.tie_margin)
         smallest.add_tests(tests)
         lossy = [text for side in asked.sides for text in side.facts.lossy] + (
             lossy_settings(self._replayer.engine) if self._replayer is not None else []
@@ -116,7 +127,7 @@ class Judge:
             ties=rounding.report(identity.num_ties, ties),
             smallest_deviations=smallest.as_json(),
             differences=[difference.as_json() for difference in identity.differences],
-            notes=self._notes(),
+            notes=[*self._notes(), *notes],
             provenance=provenance(),
             complete=not asked.why_incomplete,
         )
@@ -173,8 +184,7 @@ class Judge:
         if self._shares_noise:
             return []
         sampled = [request for request in self._asked.requests if not request.is_greedy]
-        test = distribution_test(replayer, sampled, self._mine, self._asked.settings.confidence)
-        return [test] if test.figures["num_tokens"] else []
+        return distribution_tests(replayer, sampled, self._mine, self._asked.settings.confidence)
 
     # --- both ---------------------------------------------------------------------------------------------------
 
@@ -197,25 +207,37 @@ class Judge:
             self._log_probs.skipped = "the servers do not report them"
         return rounding
 
-    def _doubt_unknown(self, identity: AnswerComparison) -> None:
-        """Differences of unknown margin say nothing where rounding could not be measured."""
+    def _doubts_unknown(self, identity: AnswerComparison) -> bool:
+        """Whether differences of unknown margin say nothing, because rounding could not be measured."""
         inexact = any(repeats.num_different for repeats in self._asked.repeats)
-        if identity.num_unknown and inexact and not len(self._noise):
+        doubtful = bool(identity.num_unknown and inexact and not len(self._noise))
+        if doubtful:
             self._doubts.append(
                 f"{identity.num_unknown} answers differ, but the servers do not repeat themselves either and report no "
                 "log-probabilities, so nothing tells rounding from faults"
             )
+        return doubtful
 
-    def _doubt_failures(self) -> None:
-        asked = self._asked
-        for number, side in enumerate(asked.sides):
-            found = asked.journal.side(side.name).values()
-            errors = [reply.error for reply in found if reply.error is not None]
-            url = asked.sides[number].address.url
-            if len(errors) > MAX_FAILED_SHARE * len(asked.requests):
-                self._doubts.append(
-                    f"{len(errors)} of {len(asked.requests)} requests to {url} failed, the first: {errors[0]}"
-                )
+    def _doubt_failures(self) -> list[str]:
+        """Notes of the requests that failed; too many leave doubt."""
+        asked, notes = self._asked, list[str]()
+        for side in asked.sides:
+            errors = [
+                reply.error for reply in asked.journal.side(side.name).values() if reply.error is not None
+            ]
+            if errors:
+                url, num = side.address.url, len(asked.requests)
+                text = f"{len(errors)} of {num} requests to {url} failed, the first: {errors[0]}"
+                (self._doubts if len(errors) > MAX_FAILED_SHARE * num else notes).append(text)
+        return notes
+
+    def _doubt_unscored(self) -> None:
+        """A reference scores token ids only."""
+        answers = [answer for reply in self._mine.values() for answer in reply.answers]
+        if unscored := sum(answer.token_ids is None for answer in answers):
+            self._doubts.append(
+                f"{unscored} of {len(answers)} answers came without token ids, and the reference scores no others"
+            )
 
     def _count(self) -> Any:
         if self._replayer is None:
@@ -227,8 +249,7 @@ class Judge:
         if self._replayer is not None:
             return "the reference"
         other = self._asked.sides[1]
-        same = other.address.url == self._asked.sides[0].address.url
-        return "the same server without speculation" if same else other.address.url
+        return "the same server without speculation" if other.is_undrafted else other.address.url
 
     def _described_other(self) -> dict[str, Any]:
         if self._replayer is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
+from slipstream.audit.decision import MAX_TESTS
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.settings import AuditSettings
@@ -15,8 +17,6 @@ from slipstream.audit.statistics.sequential import SequentialTest
 BETTING, DISCREPANCY = "samples, by betting", "samples, by discrepancy"
 CHARACTERS_A_TOKEN = 4
 """Texts are compared up to so many characters for each token that was asked for."""
-_NUM_TESTS = 4
-"""At most so many tests share the chance of a false alarm; betting stops an audit only beyond its share."""
 
 
 class SampledPairs:
@@ -25,10 +25,12 @@ class SampledPairs:
     def __init__(self, settings: AuditSettings, enabled: bool) -> None:
         self._settings = settings
         self._enabled = enabled
-        self._bets = SequentialTest(1 - settings.alpha / _NUM_TESTS, settings.max_tokens)
+        self._level = settings.alpha / MAX_TESTS  # betting stops an audit only beyond its share
+        self._bets = SequentialTest(1 - self._level, settings.max_tokens)
         self._strata: dict[tuple[int, str], tuple[list[AuditAnswer], list[AuditAnswer]]] = {}
         self._numbers: dict[tuple[int, str], int] = {}
         self._by_text: bool | None = None
+        self._num_symbols = 0
 
     @property
     def is_enabled(self) -> bool:
@@ -47,19 +49,21 @@ class SampledPairs:
                 self._by_text = mine.token_ids is None or theirs.token_ids is None
             first.append(mine)
             second.append(theirs)
-            self._bets.add(number, self._symbols(mine), self._symbols(theirs))
+            symbols = self._symbols(mine), self._symbols(theirs)
+            self._num_symbols += sum(map(len, symbols))
+            self._bets.add(number, *symbols)
         return self._bets.rejects
 
     def tests(self) -> list[AuditTest]:
-        """Betting over the pairs as they came, and the discrepancy of all of them."""
-        if not self._bets.num_pairs:
+        """Betting over the pairs as they came, and the discrepancy of all of them; none where all were empty."""
+        if not self._num_symbols:
             return []
         mmd = mmd_test(
             [(self._rows(first), self._rows(second)) for first, second in self._strata.values()],
             seed=self._settings.seed,
+            level=self._level,
         )
-        confidence = self._settings.confidence
-        shift = smallest_shift(self._bets.num_pairs, confidence)
+        shift = smallest_shift(self._bets.num_pairs, 1 - self._level)
         return [
             AuditTest(
                 BETTING,
@@ -72,14 +76,18 @@ class SampledPairs:
                     "weights": self._bets.weights,
                     "compared": "characters" if self._by_text else "tokens",
                 },
-                smallest=f"a feature that is shifted by {shift:.2g} standard deviations of a pair's difference",
+                smallest=f"a feature that is shifted by {shift:.2g} standard deviations of a pair's difference"
+                if math.isfinite(shift)
+                else "",
             ),
             AuditTest(
                 DISCREPANCY,
                 "both sides sample alike (MMD with a Hamming kernel, permutations within each prompt)",
                 mmd.p_value,
                 asdict(mmd),
-                smallest=f"a squared discrepancy of {mmd.smallest_detectable:.2g}",
+                smallest=""
+                if mmd.smallest_detectable is None
+                else f"a squared discrepancy of {mmd.smallest_detectable:.2g}",
             ),
         ]
 

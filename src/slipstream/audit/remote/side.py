@@ -16,6 +16,8 @@ from slipstream.client import ServerAddress, error_of
 
 NUM_TOPS = 5
 """Alternatives asked for at each token."""
+WITHOUT_SPECULATION = {"speculation": {"enabled": False}}
+"""What turns speculation off for a request, on Slipstream's own server."""
 
 
 @dataclass
@@ -60,6 +62,11 @@ class ServerSide:
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+
+    @property
+    def is_undrafted(self) -> bool:
+        """Whether every request turns speculation off."""
+        return all(self.extra.get(name) == value for name, value in WITHOUT_SPECULATION.items())
 
     async def ask(
         self, client: httpx2.AsyncClient, request: AuditRequest, stream: bool = False

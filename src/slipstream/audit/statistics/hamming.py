@@ -8,6 +8,7 @@ would raise false alarms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -34,8 +35,8 @@ class MmdTest:
     num_first: int
     num_second: int
     num_permutations: int
-    smallest_detectable: float
-    """The statistic from which the p-value would have been below 0.01."""
+    smallest_detectable: float | None
+    """The statistic above which the test would have rejected; None where no relabelling of these answers could."""
 
 
 def hamming_kernel(answers: Integers) -> Floats:
@@ -46,10 +47,12 @@ def hamming_kernel(answers: Integers) -> Floats:
     return np.asarray(agree / answers.shape[1])
 
 
-def mmd_test(strata: Seq[Stratum], num_permutations: int = NUM_PERMUTATIONS, seed: int = 0) -> MmdTest:
+def mmd_test(
+    strata: Seq[Stratum], num_permutations: int = NUM_PERMUTATIONS, seed: int = 0, level: float = 0.01
+) -> MmdTest:
     """Whether both sources answer alike. Prompts that one source did not answer are left out.
 
-    Raises `ValueError` where no prompt is left, or without a permutation.
+    A p-value below `level` rejects. Raises `ValueError` where no prompt is left, or without a permutation.
     """
     strata = [stratum for stratum in strata if all(map(len, stratum))]
     if not strata or num_permutations < 1:
@@ -67,12 +70,23 @@ def mmd_test(strata: Seq[Stratum], num_permutations: int = NUM_PERMUTATIONS, see
             permuted[start : start + size] += weight * np.einsum("bi,bi->b", shuffled @ kernel, shuffled)
         total += weight
     # Equal statistics may differ in the last place: they count as at least the observed one.
-    reached = int((permuted >= observed - 1e-9 * max(1.0, abs(observed))).sum())
+    close = 1e-9 * max(1.0, abs(observed))
+    reached = int((permuted >= observed - close).sum())
+    smallest = _smallest_rejected(permuted, level, close)
     return MmdTest(
         observed / total,
         (1 + reached) / (1 + num_permutations),
         sum(len(first) for first, _ in strata),
         sum(len(second) for _, second in strata),
         num_permutations,
-        float(np.quantile(permuted, 0.99)) / total,
+        None if smallest is None else smallest / total,
     )
+
+
+def _smallest_rejected(permuted: Floats, level: float, close: float) -> float | None:
+    """The value above which a statistic is rejected; None where that is the largest that relabelling gives."""
+    most_reached = math.ceil(level * (1 + len(permuted)) - 1) - 1  # permutations that may reach it
+    ordered = np.sort(permuted)[::-1]
+    if most_reached < 0 or ordered[0] - ordered[min(max(most_reached, 1), len(ordered) - 1)] <= close:
+        return None
+    return float(ordered[most_reached])

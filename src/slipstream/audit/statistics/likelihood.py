@@ -116,6 +116,11 @@ class ReferenceTest:
         return max(self._log_wealths, key=self._log_wealths.__getitem__, default=None)
 
     @property
+    def num_alternatives(self) -> int:
+        """How many gamblers share the first wealth of 1; 0 before the first answer."""
+        return len(self._log_wealths)
+
+    @property
     def score_z(self) -> float:
         """Mean log-probability less its expectation, in standard errors: below 0 where tokens are too improbable."""
         return self._excess / math.sqrt(self._variance) if self._variance else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
 from scipy.stats import norm
 
@@ -17,17 +18,27 @@ def smallest_rate(num_trials: int, confidence: float) -> float:
     return float(-math.expm1(math.log1p(-confidence) / num_trials))
 
 
-def smallest_temperature(information: float, confidence: float, num_alternatives: int = 1) -> float:
-    """The smallest |log(T'/T)| that likelihood-ratio betting would have found with probability `POWER`.
+def smallest_temperature(
+    information: float, confidence: float, factors: Seq[float], num_alternatives: int
+) -> float:
+    """The smallest |log(T'/T)| that likelihood-ratio betting would have found with probability `POWER`, up or down.
 
-    `information` is the summed variance of the tokens' log-probabilities under the claim. With a temperature
-    exp(s) times the claimed one, the log wealth of the gambler who bets on it has the mean s² information / 2 and twice
-    that as its variance, for small s.
+    `information` is the summed variance of the tokens' log-probabilities under the claim. `factors` are the
+    temperatures that are bet on, over the claimed one, higher and lower ones, among `num_alternatives` that share the
+    first wealth of 1. Where the temperature is exp(s) times the claimed one, the log wealth of the gambler who bets
+    on exp(b) has the mean (s b - b²/2) information and the variance b² information, for small s and b. So he who bets
+    on 2 % finds nothing below 1 %, however many tokens there are.
     """
     if information <= 0:
         return math.inf
     needed = math.log(num_alternatives / (1 - confidence))
-    return _standardised(needed) / math.sqrt(information)
+    root, z = math.sqrt(information), float(norm.ppf(POWER))
+
+    def found(bet: float) -> float:
+        return (needed / (bet * root) + z) / root + bet / 2
+
+    bets = [math.log(factor) for factor in factors]
+    return max(min(found(bet) for bet in bets if bet > 0), min(found(-bet) for bet in bets if bet < 0))
 
 
 def smallest_shift(num_pairs: int, confidence: float, num_features: int = 6) -> float:
@@ -39,10 +50,6 @@ def smallest_shift(num_pairs: int, confidence: float, num_features: int = 6) -> 
     if num_pairs < 2:
         return math.inf
     needed = -math.log(1 - confidence) + num_features * math.log(num_pairs) / 2
-    return _standardised(needed) / math.sqrt(num_pairs)
-
-
-def _standardised(needed: float) -> float:
-    """The x with P(N(x²/2, x²) >= needed) = `POWER`: mean and variance of the log of a likelihood ratio."""
+    # The x with P(N(x²/2, x²) >= needed) = `POWER`: mean and variance of the log of a likelihood ratio.
     z = float(norm.ppf(POWER))
-    return z + math.sqrt(z * z + 2 * needed)
+    return (z + math.sqrt(z * z + 2 * needed)) / math.sqrt(num_pairs)

@@ -55,6 +55,23 @@ def flip_test(margins: Seq[float] | Floats, noise: Seq[float] | Floats, observed
     return FlipTest(len(chances), observed, float(chances.sum()), tail_probability(chances, observed))
 
 
+def smallest_rejected(chances: Floats, level: float) -> int:
+    """The smallest number of events of these probabilities that is rarer than `level`; one more than there are where
+    none is."""
+    mean = float(chances.sum())
+    low, high = (
+        0,
+        min(len(chances), math.ceil(mean + 10 * math.sqrt(mean) + 50)) + 1,
+    )  # so many are never likely
+    while low < high:
+        middle = (low + high) // 2
+        if tail_probability(chances, middle) < level:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
 def tail_probability(chances: Floats, observed: int) -> float:
     """P(at least `observed` of independent events with these probabilities): the Poisson binomial's upper tail.
 
