@@ -127,7 +127,7 @@ def test_what_no_rounding_explains_excuses_nothing() -> None:
     honest = audit(jitter, {}, num_answers=24)
     assert honest.decision is AuditDecision.COULD_NOT_TELL
     assert any("more than 1 is no rounding" in reason for reason in honest.reasons), honest.reasons
-    faulty = audit({**jitter, "flip_every": 12}, {}, num_answers=24)
+    faulty = audit({**jitter, "flip_every": 2, "flipped": range(65, 89)}, {}, num_answers=24)
     assert "same tokens" in violated(faulty)
     assert not any(one["is_tie"] for one in faulty.differences)
 
