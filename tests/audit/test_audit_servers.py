@@ -77,7 +77,9 @@ def test_faults_of_accounting_are_found_at_once() -> None:
     assert found.claim == "Nothing is certified."
 
 
-@pytest.mark.parametrize("fault", [{"cut_every": 12}, {"flip_every": 12}], ids=["cut", "another token"])
+@pytest.mark.parametrize(
+    "fault", [{"cut_every": 12}, {"flip_every": 2, "flipped": range(65, 89)}], ids=["cut", "another token"]
+)
 def test_another_text_is_found_under_seeds(fault: dict[str, Any]) -> None:
     found = audit(fault, {}, num_answers=24)
     assert found.decision is AuditDecision.NOT_CERTIFIED
