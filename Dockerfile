@@ -20,8 +20,7 @@ RUN useradd --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /home/slipstream/.cache
 WORKDIR /app
 EXPOSE 8000
-# The start loads a model, and on a CPU compiles the kernels once. The check reads SLIPSTREAM_PORT; it does not
-# see --port.
+# The start loads a model. The check reads SLIPSTREAM_PORT; it does not see --port.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['SLIPSTREAM_PORT']}/health\", timeout=4)"]
 # SIGTERM ends what is under way first: give `docker stop` more than --grace-period-s.
@@ -30,18 +29,18 @@ ENTRYPOINT ["slipstream"]
 CMD ["serve"]
 
 FROM base AS wheel
-COPY pyproject.toml README.md LICENSE NOTICE ./
-COPY src ./src
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip wheel --no-deps --wheel-dir /wheels .
-
-FROM base AS cpu
-# The kernels are compiled for the very processor that they run on (-march=native): at the first start, not here.
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     rm -f /etc/apt/apt.conf.d/docker-clean \
     && apt-get update \
     && apt-get install -y --no-install-recommends g++
+COPY pyproject.toml hatch_build.py README.md LICENSE NOTICE ./
+COPY src ./src
+# With the CPU kernels compiled, for each instruction set that they know.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    HATCH_BUILD_HOOK_ENABLE_CUSTOM=true pip wheel --no-deps --wheel-dir /wheels .
+
+FROM base AS cpu
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch

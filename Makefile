@@ -2,6 +2,7 @@
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
+# make wheel   a wheel with compiled CPU kernels in dist/, for this type of machine and those with a cross compiler
 # make docs    write the generated reference pages anew, then build the site in build/site
 # make clean   remove what the others made, .venv included
 
@@ -10,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long check docs clean install
+.PHONY: demo test test-long check wheel docs clean install
 
 install: $(STAMP)
 
@@ -36,6 +37,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# MACHINE-linux-gnu-g++, which Debian has, is a cross compiler.
+wheel: export HATCH_BUILD_HOOK_ENABLE_CUSTOM = true
+wheel: $(STAMP)
+	for machine in x86_64 aarch64; do \
+	  if test $$machine = $$(uname -m) || command -v $$machine-linux-gnu-g++ > /dev/null; then \
+	    SLIPSTREAM_WHEEL_MACHINE=$$machine $(BIN)/python -m hatchling build --target wheel || exit 1; \
+	  fi; \
+	done
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

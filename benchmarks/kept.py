@@ -53,12 +53,12 @@ class Kept:
     def put(self, name: str, value: Any) -> Any:
         """Keep a cell that was measured elsewhere; returns it as JSON gives it back."""
         self._cells[name] = json.loads(json.dumps(value))
-        _write(self.partial, {"settings": self._settings, "cells": self._cells})
+        write_result(self.partial, {"settings": self._settings, "cells": self._cells})
         return self._cells[name]
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the whole result; the cells are in it and need not be kept any more."""
-        _write(self.result, result)
+        write_result(self.result, result)
         self.partial.unlink(missing_ok=True)
         say(f"wrote {self.result.name}")
 
@@ -68,7 +68,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _write(file: Path, value: Mapping[str, Any]) -> None:
+def write_result(file: Path, value: Mapping[str, Any]) -> None:
     """In one move: a run that is killed leaves the file before or the file after."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.writing")

@@ -1,11 +1,16 @@
 """What a decoding step costs beside its linear layers: one request, no speculation, median of many steps.
 
     python -m benchmarks.step_cost [MODEL ...] --threads 2
+    python -m benchmarks.step_cost [MODEL ...] --contexts 128,1536,8192 --weights bfloat16,int8 --caches bfloat16,int8
 
 Steps of the engine and runs through the same packed weights alone take turns. *Outside* is the difference: attention,
 norms, rotary, sampling, scheduling and text together, so it bounds what is outside linears and attention from above.
 The weights are called one by one from Python, some 10 us each, which the pass does not pay: for a small model look at
 the step less the pass too.
+
+With --contexts it measures passes instead, of 1 to 16 rows behind so many tokens: how much of the memory's bandwidth
+one row reaches (bytes of weights and cache over its time), and v(n), the time of n rows over that of one. Bandwidth and
+passes take turns. Writes docs/benchmarks/context_cost.json.
 """
 
 from __future__ import annotations
@@ -20,13 +25,20 @@ from typing import Any
 import torch
 
 from benchmarks.kept import Kept
+from benchmarks.quantization import CACHES, WEIGHTS, names, types
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
+from slipstream.models import load_model
+from slipstream.models.cpu.native import instructions
 from slipstream.models.cpu.threads import operators
+from slipstream.profiling.floors import Survey
+from slipstream.profiling.floors import measure as profile
 from slipstream.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
+CONTEXT_RESULT = RESULT.with_name("context_cost.json")
 NUM_STEPS = 60
+ROW_COUNTS = (1, 2, 4, 5, 8, 16)
 
 
 def main() -> None:
@@ -35,8 +47,17 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", help="checkpoint folders beside the embedded target")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--contexts", type=_counts, help="measure passes behind so many tokens: 128,1536")
+    parser.add_argument("--weights", type=names(WEIGHTS), default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--caches", type=names(CACHES), default=["bfloat16"])
+    parser.add_argument(
+        "--budget", type=float, default=8.0, help="seconds of passes a model and pair of types"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.contexts:
+        measure_contexts(options)
+        return
     models = [EMBEDDED_TARGET, *options.models]
     kept = Kept(RESULT, {"threads": options.threads})
     rows = [
@@ -51,6 +72,70 @@ def main() -> None:
             f"{row['pass_ms']:.3f} ms; linears alone {row['linears_ms']:.3f} ms; outside {row['outside_ms']:.3f} ms, "
             f"{row['outside_share']:.1%}"
         )
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({int(word) for word in text.split(",")})
+
+
+def measure_contexts(options: argparse.Namespace) -> None:
+    """Every model, weight format and cache type; the models must allow so long texts."""
+    kept = Kept(
+        CONTEXT_RESULT, {"threads": options.threads, "contexts": options.contexts, "budget": options.budget}
+    )
+    rows = [
+        row
+        for model in options.models or [EMBEDDED_TARGET]
+        for weights in options.weights
+        for cache in options.caches
+        for row in kept.cell(
+            f"{Path(model).name}, {weights}, {cache} cache",
+            partial(pass_costs, model, weights, cache, options.contexts, options.budget),
+        )
+    ]
+    kept.finish({"provenance": {**provenance(), "instructions": instructions()}, "rows": rows})
+    for row in rows:
+        costs = ", ".join(f"v({rows}) {cost:.2f}" for rows, cost in row["verify_cost"].items())
+        print(
+            f"{row['model']} {row['weights']}, {row['cache']} cache, {row['context']:,} tokens: "
+            f"{row['step_ms']:.2f} ms, {row['bandwidth_share']:.2f} of {row['memory_bytes_per_s'] / 1e9:.1f} GB/s; "
+            f"{costs}"
+        )
+
+
+def pass_costs(
+    model: str, weights: str, cache: str, contexts: list[int], budget_s: float
+) -> list[dict[str, Any]]:
+    """One row a context."""
+    lm = load_model(model, cpu_kernels="native", **types(weights, cache))
+    if contexts[-1] + ROW_COUNTS[-1] > lm.context_length:
+        raise SystemExit(
+            f"{Path(model).name} has {lm.context_length} positions, too few for {contexts[-1]} tokens"
+        )
+    [measured] = profile([lm], Survey(ROW_COUNTS, tuple(contexts), budget_s), lambda done, total: None)
+    times = {(time.rows, time.context): time for time in measured.step_times}
+    rate = measured.memory_bytes_per_s.median
+    made = []
+    for context in contexts:
+        one = times[1, context]
+        made.append(
+            {
+                "model": Path(model).name,
+                "weights": weights,
+                "cache": cache,
+                "context": context,
+                "bytes_read": one.bytes_read,
+                "memory_bytes_per_s": rate,
+                "step_ms": 1e3 * one.median_s,
+                "step_ms_quartiles": [1e3 * one.q1_s, 1e3 * one.q3_s],
+                "repeats": one.repeats,
+                "bandwidth_share": one.bytes_read / one.median_s / rate,
+                "verify_cost": {
+                    rows: times[rows, context].median_s / one.median_s for rows in ROW_COUNTS[1:]
+                },
+            }
+        )
+    return made
 
 
 def measure(model: str, quantization: str | None) -> dict[str, Any]:

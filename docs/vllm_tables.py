@@ -18,20 +18,22 @@ from slipstream.serve.metrics.metrics import Metrics
 from slipstream.vllm_names import ANYTHING, Foreign
 
 ENGINE_NOTES = {
-    "dtype": "`half` and `float` are `float16` and `float32`; `torch.bfloat16` works too",
-    "quantization": "`int8`, `float32`, or a package's [weight format](../extend/weight-format.md): "
-    "a plain checkpoint is converted while it is loaded",
+    "dtype": "`half` and `float` are `float16` and `float32`; `torch.bfloat16` works too. On a CPU it says how weights "
+    "are kept; the arithmetic is float32",
+    "quantization": "`int8`, `bfloat16`, `float16`, `float32`, or a package's "
+    "[weight format](../extend/weight-format.md): a plain checkpoint is converted while it is loaded",
     "gpu_memory_utilization": "share of the device's whole memory for weights, keys and values; "
     "on a CPU the device is the machine",
     "max_model_len": "`-1` and `auto` are the model's own",
     "attention_backend": "the names are Slipstream's: `auto`, `native`, `packed`, `posed`, or a package's",
+    "kv_cache_dtype": "`auto`, `float32`, `bfloat16`, `float16`, `int8`; for `fp8` take `int8`",
     "seed": "where requests give none, their seeds are drawn from it",
 }
 """Engine keys that vLLM and Slipstream share, with a remark where the values differ."""
 ENGINE_SAME = (
     *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "quantization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "seed"),
-    *("generation_config", "override_generation_config", "attention_backend"),
+    *("generation_config", "override_generation_config", "attention_backend", "kv_cache_dtype"),
 )
 OUR_SAMPLING = {"structured"}
 """Fields of `SamplingParams` that vLLM has not."""

@@ -61,7 +61,7 @@ def kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     if native.unavailable() is None:
         own = tmp_path_factory.getbasetemp() / "cache"
         own.mkdir(exist_ok=True)
-        built = cache_folder() / f"kernels-{native.fingerprint()}.so"
+        built = cache_folder() / native.build().file_name
         if built.is_file():
             shutil.copy(built, own)
 

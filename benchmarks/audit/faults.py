@@ -68,11 +68,21 @@ class Fault:
 
 
 def _with(**changes: Any) -> Callable[[Asked, random.Random], Asked]:
-    """Serve every request with other parameters than it has."""
+    """Serve every sampled request with other parameters than it has."""
 
     def change(asked: Asked, _chance: random.Random) -> Asked:
         prompt, params = asked
-        return prompt, replace(params, **changes)
+        return prompt, params if params.greedy else replace(params, **changes)
+
+    return change
+
+
+def _with_temperature(told: float, served: float) -> Callable[[Asked, random.Random], Asked]:
+    """Serve requests of temperature `told` at `served`."""
+
+    def change(asked: Asked, _chance: random.Random) -> Asked:
+        prompt, params = asked
+        return prompt, replace(params, temperature=served) if params.temperature == told else params
 
     return change
 
@@ -114,8 +124,8 @@ FAULTS = (
         "residual not renormalised", {**DRAFT, "verifier": f"{PLACE}:UnnormalisedResidual"}, {}, seeds=False
     ),
     Fault("bonus row unprocessed", DRAFT, {}, during=faulty.unprocessed_bonus_rows),
-    Fault("temperature 0.8 served as 0.85", LOOKUP, {}, before=_with(temperature=0.85)),
-    Fault("temperature 0.8 served as 0.95", LOOKUP, {}, before=_with(temperature=0.95)),
+    Fault("temperature 0.8 served as 0.85", LOOKUP, {}, before=_with_temperature(0.8, 0.85)),
+    Fault("temperature 0.8 served as 0.95", LOOKUP, {}, before=_with_temperature(0.8, 0.95)),
     Fault("top_p ignored", LOOKUP, {}, before=_with(top_p=1.0)),
     Fault("float32 served as int8", LOOKUP, {"quantization": "int8"}),
     Fault("a tie broken otherwise", {**LOOKUP, "verifier": f"{PLACE}:OtherTies"}, {}),

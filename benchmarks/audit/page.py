@@ -24,31 +24,89 @@ def page(result: Mapping[str, Any]) -> str:
         "Made from [audit_power.json](audit_power.json). Do not edit; run the command below.",
         "",
         f"Embedded pair, {result['num_prompts']} prompts, answers of up to {result['max_tokens']} tokens, confidence",
-        f"{result['confidence']}. Each line: the median of the answers that it took over several audits of different",
-        "seeds, the most that it took, and in how many of the audits the fault was found. An audit has at most",
+        f"{result['confidence']}. What each fault is: `benchmarks/audit/faults.py`.",
+        "",
+        *([f"**Not measured yet:** {', '.join(missing)}.", ""] if (missing := result["missing"]) else []),
+        "## Through the statistics",
+        "",
+        "Answers come from a faulty engine, and the tests of `slipstream audit` see one after the other. Each line:",
+        "the median of the answers that it took over several audits of different seeds, the most that it took, and",
+        "in how many of the audits the fault was found. An audit has at most",
         f"{result['num_answers']} answers, {result['num_cut_answers']:,} for cut answers, and from samples alone",
         f"{result['num_pairs']:,} of either side.",
+        "Under shared seeds the first 25 answers are greedy. The reference scores sampled answers only.",
         "",
         "| fault | kind of audit | median | most | found | by |",
         "|---|---|---:|---:|---:|---|",
     ]
     for fault, kinds in result["faults"].items():
+        kinds = {kind: audits for kind, audits in kinds.items() if kind != "samples alone"}
+        if samples := result.get("samples", {}).get(fault):
+            kinds["samples alone"] = samples
         lines += [_row(fault, kind, kinds[kind]) for kind in KINDS if kind in kinds]
-    lines += ["", "Honest engines, drafts of a model judged by shared noise and by rejection:", ""]
-    lines += ["| kind of audit | audits | false alarms |", "|---|---:|---:|"]
+    if honest := result.get("honest"):
+        lines += _honest(honest, result["num_pool"])
     lines += [
-        f"| {kind} | {each['num_audits']} | {each['num_false_alarms']} |"
-        for kind, each in result["honest"].items()
+        "",
+        "## Through the command",
+        "",
+        "The same faults in a server of ours, over HTTP, audited by what `slipstream audit URL --against URL` and",
+        "`slipstream audit URL --reference embedded` run, one audit each. The other URL is ours without speculation:",
+        "with shared seeds where both draw alike, else from samples alone. Parameters are the command's own mix, so",
+        "each set of them has fewer answers than above.",
+        "",
+        "| server | kind of audit | asked | answered | tokens each | decision | by |",
+        "|---|---|---:|---:|---:|---|---|",
     ]
+    lines += [_verb_row(each) for each in result.get("verb", ())]
     lines += [
         "",
-        f"The honest audits of the last two kinds are drawn from pools of {result['num_pool']:,} answers a side, so",
-        "some of them share answers.",
-        "",
-        f"`{origin['command']}`, {origin['date']}, commit {str(origin['commit'])[:12]}.",
+        f"`{origin['command']}`, {origin['date']}; {_measured_at(result['commits'])}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _honest(honest: Mapping[str, Any], num_pool: int) -> list[str]:
+    lines = [
+        "",
+        "## Honest engines",
+        "",
+        "Drafts of a model, judged by shared noise (shared seeds) and by rejection (the others), also through the",
+        "statistics:",
+        "",
+        "| kind of audit | audits | false alarms |",
+        "|---|---:|---:|",
+    ]
+    lines += [
+        f"| {kind} | {each['num_audits']} | {each['num_false_alarms']} |" for kind, each in honest.items()
+    ]
+    return [
+        *lines,
+        "",
+        f"All but those under shared seeds are drawn from pools of {num_pool:,} answers a side (half as many",
+        "more with top_p for the reference), so some of them share answers and they are not independent. Those under",
+        "shared seeds have answers of their own each; there is no chance in them.",
+    ]
+
+
+def _measured_at(commits: Mapping[str, str]) -> str:
+    return "measured with what landed as " + ", ".join(
+        f"{str(commit)[:7]} ({part})" for part, commit in commits.items()
+    )
+
+
+def _verb_row(each: Mapping[str, Any]) -> str:
+    kind = each["kind"]
+    if kind == "against":
+        kind = (
+            "samples alone" if any(name.startswith("samples") for name in each["tests"]) else "shared seeds"
+        )
+    wrong = "" if each["is_right"] else " (wrong)"
+    return (
+        f"| {each['fault']} | {kind} | {each['num_asked']:,} | {each['num_answers']:,} | {each['max_tokens']} | "
+        f"{each['decision']}{wrong} | {'; '.join(each['signs']) or '-'} |"
+    )
 
 
 def _row(fault: str, kind: str, audits: list[Mapping[str, Any]]) -> str:

@@ -23,7 +23,16 @@ import psutil
 
 from benchmarks.handoff.environment import write_command
 from benchmarks.handoff.page import page
-from benchmarks.handoff.steps import SLIPSTREAM, alarm, audit, bench, dashboard, load, wait_for
+from benchmarks.handoff.steps import (
+    SLIPSTREAM,
+    alarm,
+    audit,
+    bench,
+    dashboard,
+    load,
+    unreachable,
+    wait_for,
+)
 from slipstream.provenance import provenance, without_folders
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/handoff.json"
@@ -111,6 +120,8 @@ def use(ready: dict[str, Any], folder: Path, quick: bool, answers: int) -> dict[
     if not quick:
         found["alarm"] = alarm(url, watch_url, ready["model"], say)
         say(f"alarm: {found['alarm']['alarms']}")
+    found["unreachable"] = unreachable(ready["pids"][0], watch_url)
+    say(f"held: {found['unreachable']}")
     found["realised"] = dashboard(watch_url)["speculation"]["realised"]
     return found
 

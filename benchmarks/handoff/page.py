@@ -11,7 +11,11 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# A recorded hand-off to vLLM",
         "",
-        f"`{origin['command']}` on {origin['date']} at commit {str(origin['commit'])[:7]}: the embedded pair,",
+        "```sh",
+        origin["command"],
+        "```",
+        "",
+        f"On {origin['date']} at commit {str(origin['commit'])[:7]}: the embedded pair,",
         f"handed to vLLM {result['vllm']} on {origin['num_cores']} cores ({origin['cpu']}) by",
         "[`slipstream handoff vllm`](../guides/handoff.md). A second instance without speculation is the off side.",
         f"{result.get('remark', '')}Raw result: [handoff.json](handoff.json).".strip(),
@@ -32,8 +36,17 @@ def page(result: dict[str, Any]) -> str:
             f"{alarm['learned']['state']}; then {alarm['requests_at_temperature_1.6']} requests at temperature 1.6: "
             f"{raised} |"
         )
+    if held := result.get("unreachable"):
+        raised = "; ".join(one["message"] for one in held["alarms"]) or "none was raised"
+        after = f", cleared once it went on: {'yes' if held['cleared'] else 'no'}" if held["alarms"] else ""
+        lines.append(
+            f"| alarm of a held server | its process was stopped for {held['after_s']:.0f} s: {raised}{after} |"
+        )
     if certificate is not None:
-        lines.append(f"| audit, on against off | {certificate.get('decision')} |")
+        reasons = "; ".join(certificate["reasons"])
+        lines.append(
+            f"| audit, on against off | {certificate['decision']}{f': {reasons}' if reasons else ''} |"
+        )
     stop = result["stop"]
     lines.append(
         f"| stop | Ctrl-C: exit code {stop['exit_code']}, {stop['left']} of {stop['processes']} processes left |"
@@ -46,11 +59,7 @@ def _bench(name: str, key: str, result: dict[str, Any]) -> list[str]:
     for figures in result[key]["figures"]:
         server = figures["server"] or {}
         acceptance = server.get("acceptance")
-        drafted = (
-            f", α {acceptance['acceptance_rate']:.2f}, τ {acceptance['acceptance_length']:.2f}"
-            if acceptance
-            else ""
-        )
+        drafted = f", α {acceptance['rate']:.2f}, τ {acceptance['length']:.2f}" if acceptance else ""
         rows.append(
             f"| {name}, {figures['concurrency']} at once | {figures['num_requests']} answers, {figures['num_failed']} "
             f"failed, {figures['tokens_per_s']:.1f} tokens a second{drafted} |"

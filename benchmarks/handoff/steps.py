@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 
 from slipstream.assets import sample_prompts
 from slipstream.client import ServerAddress, ask, connect
@@ -109,6 +110,24 @@ def alarm(
         "alarms": said["alarms"],
         "metrics": series,
     }
+
+
+def unreachable(pid: int, watch_url: str) -> dict[str, Any]:
+    """Hold the server's process until the alarm of a server that does not answer, then let it go on."""
+
+    def raised() -> list[dict[str, Any]]:
+        return [one for one in dashboard(watch_url)["alarms"] if one["kind"] == "server_unreachable"]
+
+    server = psutil.Process(pid)
+    started_s = time.monotonic()
+    server.suspend()
+    try:
+        alarms = wait_for(lambda: raised() or None, 120) or []
+    finally:
+        server.resume()
+    after_s = time.monotonic() - started_s
+    cleared = wait_for(lambda: None if raised() else True, 120)
+    return {"alarms": alarms, "after_s": after_s, "cleared": bool(cleared)}
 
 
 def wait_for(look: Callable[[], Any], timeout_s: float) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +17,37 @@ DRAFT = "embedded-draft"
 CONVERTED = {"openvino": "", "llamacpp": ".gguf"}
 """Peers that want a format of their own, and how their files' names end."""
 
-BITS = {"float32": 32, "int8": 8, "int4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4, "Q8_0": 8.5, "Q4_K_M": 4.85}
+"""Of one weight, with the scales where the format's name says what they are."""
 
 
 def target_path(model: Model, folder: Path) -> Path:
     """The checkpoint of the target; written where it is missing."""
-    if model.expand is None:
+    if model.expand is None and model.positions is None:
         return Path(EMBEDDED_TARGET)
-    target = folder / model.name
+    target = folder / model.folder
     if not (target / "config.json").is_file():
-        expand(EMBEDDED_TARGET, target, target_parameters=parse_count(model.expand))
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped
+        if model.expand is None:
+            shutil.copytree(EMBEDDED_TARGET, partial)
+        else:
+            count = parse_count(model.expand)
+            expand(EMBEDDED_TARGET, partial, target_parameters=count, dtype=model.stored)
+        if model.positions is not None:
+            allow(partial, model.positions)
+        partial.rename(target)
     return target
+
+
+def allow(checkpoint: Path, positions: int) -> None:
+    """Let the checkpoint's configuration allow so many tokens; rotary positions need no weights for them.
+
+    It was trained on fewer: what it writes behind more is no measure of quality or of acceptance.
+    """
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": positions}, indent=2) + "\n")
 
 
 def num_parameters(checkpoint: Path) -> int:
@@ -44,9 +66,9 @@ def paths_for(
     mode: Mode, model: Model, folder: Path, convert: Callable[[Path, Path, str], None]
 ) -> tuple[str, str]:
     """Target and draft as this mode's worker wants them; `convert(source, target, weights)` makes what is missing."""
-    checkpoints = {model.name: target_path(model, folder), DRAFT: Path(EMBEDDED_DRAFT)}
+    checkpoints = {model.folder: target_path(model, folder), DRAFT: Path(EMBEDDED_DRAFT)}
     if mode.peer not in CONVERTED:
-        return str(checkpoints[model.name]), str(checkpoints[DRAFT])
+        return str(checkpoints[model.folder]), str(checkpoints[DRAFT])
     paths = []
     for name, checkpoint in checkpoints.items():
         path = folder / "converted" / mode.peer / f"{name}-{mode.weights}{CONVERTED[mode.peer]}"

@@ -8,8 +8,13 @@ import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.peers.catalog import PEERS
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ROOT = Path(__file__).parents[2]
@@ -26,22 +31,56 @@ CMAKE_OPTIONS = (
 )
 
 
+LLAMA_TOOLS = ("llama-server", "llama-quantize")
+
+
 class EnvironmentFailed(Exception):
     """A peer cannot be installed here; the message is the reason that the report prints."""
 
 
-def ensure(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
+@dataclass(frozen=True)
+class Elsewhere:
+    """What lies ready outside of the folder of environments, as the command line says."""
+
+    environments: Mapping[str, Path] = field(default_factory=dict)
+    """By peer: an environment that is used as it is, whatever versions it holds; the results say which."""
+    llama_binaries: Path | None = None
+    """A folder with llama.cpp's `llama-server` and `llama-quantize`."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a place that does not hold what it should."""
+        reject_unknown(self.environments, PEERS[1:], "peer")
+        for peer, environment in self.environments.items():
+            if not (environment / "bin/python").exists():
+                raise ConfigError(
+                    f"--environments: {environment} is no environment for {peer}: it has no bin/python"
+                )
+        for name in LLAMA_TOOLS:
+            if self.llama_binaries is not None and not (self.llama_binaries / name).is_file():
+                raise ConfigError(f"--llama-binaries: there is no {name} in {self.llama_binaries}")
+
+
+NOWHERE = Elsewhere()
+
+
+def ensure(peer: str, folder: Path, say: Callable[[str], None], elsewhere: Elsewhere = NOWHERE) -> Path:
     """The interpreter that runs `peer`'s worker; its environment is built where it is missing or outdated.
 
     Slipstream runs in the interpreter of this process. Raises `EnvironmentFailed` with the reason.
     """
     if peer == "slipstream":
         return Path(sys.executable)
+    if peer in elsewhere.environments:
+        return elsewhere.environments[peer] / "bin/python"
     environment = folder / peer
     python = environment / "bin/python"
     stamp = environment / ".requirements"
     wanted = _fingerprint(peer)
-    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+    tools_missing = peer == "llamacpp" and not all(
+        (environment / "bin" / tool).exists() for tool in LLAMA_TOOLS
+    )
+    compiling = tools_missing and elsewhere.llama_binaries is None
+    if stamp.is_file() and stamp.read_text() == wanted and python.exists() and not compiling:
         return python
     say(f"{peer}: building its environment in {environment}")
     if not python.exists():
@@ -49,14 +88,16 @@ def ensure(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
     for arguments in _installs(peer):
         _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
     _install_optional(peer, python, say)
-    if peer == "llamacpp" and not (environment / "bin/llama-server").exists():
-        say("llamacpp: compiling llama-server, about ten minutes on two cores")
-        _build_llama_server(environment)
+    if compiling:
+        say("llamacpp: compiling it, about ten minutes on two cores")
+        _build_llama_tools(environment)
     stamp.write_text(wanted)
     return python
 
 
-def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]:
+def process_environment(
+    peer: str, folder: Path, threads: int, elsewhere: Elsewhere = NOWHERE
+) -> dict[str, str]:
     """Environment variables of a peer's worker: threads, no network, and what its own documentation recommends."""
     variables = {
         **os.environ,
@@ -68,6 +109,9 @@ def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]
         variables["PYTHONPATH"] = str(ROOT / "src")
     if peer == "openvino":
         variables["OPENVINO_TELEMETRY_OPTOUT"] = "1"
+    if peer == "llamacpp":
+        environment = elsewhere.environments.get(peer, folder / peer)
+        variables["LLAMA_BINARIES"] = str(elsewhere.llama_binaries or environment / "bin")
     if peer == "vllm":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with two cores the other process only takes time
@@ -77,7 +121,7 @@ def process_environment(peer: str, folder: Path, threads: int) -> dict[str, str]
             "VLLM_USE_AOT_COMPILE": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor-cache"),
             "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),  # compiled graphs, from the second start on
-            "LD_PRELOAD": ":".join(_vllm_preloads(folder / "vllm")),
+            "LD_PRELOAD": ":".join(_vllm_preloads(elsewhere.environments.get(peer, folder / peer))),
         }
     return variables
 
@@ -111,7 +155,7 @@ def _install_optional(peer: str, python: Path, say: Callable[[str], None]) -> No
             say(f"{peer}: {file.name} could not be installed: {failure}")
 
 
-def _build_llama_server(environment: Path) -> None:
+def _build_llama_tools(environment: Path) -> None:
     sources = environment / "sources"
     sources.mkdir(exist_ok=True)
     pip = [str(environment / "bin/python"), "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -125,10 +169,10 @@ def _build_llama_server(environment: Path) -> None:
     tool = environment / "bin/cmake"
     make_program = f"-DCMAKE_MAKE_PROGRAM={environment / 'bin/ninja'}"
     _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS])
-    _run(
-        [str(tool), "--build", str(build), "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)]
-    )
-    (build / "bin/llama-server").rename(environment / "bin/llama-server")
+    parallel = str(os.cpu_count() or 1)
+    _run([str(tool), "--build", str(build), "--target", *LLAMA_TOOLS, "--parallel", parallel])
+    for name in LLAMA_TOOLS:
+        (build / "bin" / name).rename(environment / "bin" / name)
 
 
 def _run(command: list[str]) -> None:

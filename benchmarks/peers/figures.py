@@ -1,4 +1,4 @@
-"""Arithmetic of the report: paired ratios, geometric means over tasks, bootstrap intervals. No files, no clock."""
+"""Arithmetic of the reports: paired ratios, geometric means, bootstrap and Student's intervals. No files, no clock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from benchmarks.peers.results import Sample
 
@@ -21,10 +22,12 @@ class Ratio:
     value: float
     low: float
     high: float
-    """Ends of the 95 % bootstrap interval."""
+    """Ends of the 95 % interval."""
     num_pairs: int
 
     def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.value:.2f} (one pair)"
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
@@ -63,6 +66,18 @@ def over_tasks(ratios: Mapping[str, Sequence[float]], *, seed: int = 0) -> Ratio
     means = resampled.mean(axis=1)
     low, high = np.exp(np.quantile(means, [0.025, 0.975]))
     return Ratio(value, float(low), float(high), sum(len(values) for values in logs))
+
+
+def student(ratios: Sequence[float]) -> Ratio | None:
+    """Geometric mean of a few pairs with Student's interval of their logarithms; None without a pair."""
+    if not ratios:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, count = statistics.mean(logs), len(logs)
+    if count == 1:
+        return Ratio(ratios[0], 0.0, math.inf, 1)
+    reach = float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(logs) / math.sqrt(count)
+    return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), count)
 
 
 def best_by_task(by_mode: Mapping[str, Iterable[Sample]]) -> list[Sample]:

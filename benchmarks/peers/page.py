@@ -1,6 +1,7 @@
-"""Writes the page and the picture of the results, from the JSON alone.
+"""Writes the page and the picture of results, from their JSON alone.
 
 python -m benchmarks.peers.page                # docs/benchmarks/cpu_peers.json -> cpu.md and cpu_peers.svg beside it
+                                               # and cpu_contexts.json, if it is there, in the same way
 python -m benchmarks.peers.page RESULTS.json PAGE.md
 """
 
@@ -9,29 +10,46 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks.peers import contexts_picture, contexts_report
 from benchmarks.peers.picture import MODEL, picture
 from benchmarks.peers.report import page
 from benchmarks.peers.results import Results, load
 from slipstream.errors import SlipstreamError
 
 ROOT = Path(__file__).parents[2]
+PAGES = {"cpu_peers.json": "cpu.md", "cpu_contexts.json": "cpu_contexts.md"}
+"""What lies in docs/benchmarks, and its page beside it."""
 
 
 def write(results: Results, source: Path, target: Path) -> list[Path]:
     """Write the page `target` of the results in `source`, and the picture where its model was measured."""
-    target.write_text(page(results, source.name), encoding="utf-8")
-    if not any(key.startswith(f"{MODEL}: ") for key in results.modes):
-        return [target]
     drawing = source.with_suffix(".svg")
-    drawing.write_text(picture(results), encoding="utf-8")
+    if results.settings.get("contexts"):
+        drawn = contexts_picture.picture(results)
+        target.write_text(
+            contexts_report.page(results, source.name, drawing.name if drawn else None), encoding="utf-8"
+        )
+    else:
+        measured = any(key.startswith(f"{MODEL}: ") for key in results.modes)
+        drawn = picture(results) if measured else None
+        target.write_text(page(results, source.name), encoding="utf-8")
+    if drawn is None:
+        return [target]
+    drawing.write_text(drawn, encoding="utf-8")
     return [target, drawing]
 
 
 def main(arguments: list[str]) -> int:
-    source = Path(arguments[0]) if arguments else ROOT / "docs/benchmarks/cpu_peers.json"
-    target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("cpu.md")
+    folder = ROOT / "docs/benchmarks"
+    pages = {folder / source: folder / name for source, name in PAGES.items() if (folder / source).is_file()}
+    if arguments:
+        source = Path(arguments[0])
+        target = (
+            Path(arguments[1]) if len(arguments) > 1 else source.with_name(PAGES.get(source.name, "cpu.md"))
+        )
+        pages = {source: target}
     try:
-        written = write(load(source), source, target)
+        written = [path for source, target in pages.items() for path in write(load(source), source, target)]
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

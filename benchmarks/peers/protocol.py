@@ -69,6 +69,10 @@ class Worker:
             times.user + times.system for times in (process.cpu_times() for process in self._processes())
         )
 
+    def process_ids(self) -> list[int]:
+        """The worker's and its children's."""
+        return [process.pid for process in self._processes()]
+
     def resident_bytes(self) -> int:
         return sum(process.memory_info().rss for process in self._processes())
 

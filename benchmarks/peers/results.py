@@ -32,6 +32,10 @@ class Sample:
     """Processor time of the worker during the call."""
     other_cpu_s: float
     """Processor time of everything else on the machine during the call: idle workers, other programs, the host."""
+    session: int = 0
+    """Which start of the driver took it."""
+    peak_memory_bytes: int | None = None
+    """The worker's highest resident size up to the end of the call; shorter prompts were asked before."""
 
     @property
     def cell(self) -> tuple[str, int, str, int]:

@@ -19,6 +19,7 @@ from slipstream.vllm_names import own_speculation
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 CPU_KERNELS = ("auto", "native", "torch")
 
 
@@ -169,16 +170,25 @@ class EngineConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    """`auto` is the checkpoint's own type on a GPU and float32 on a CPU."""
+    """On a GPU the type that the model computes in; `auto` is the checkpoint's own. On a CPU the type that weights are
+    kept in, and the arithmetic is float32: `auto` keeps those of a 16-bit checkpoint as they are stored, which gives
+    the text of `float32`, bit for bit; `bfloat16` and `float16` round other weights, once. Without the native kernels,
+    and for models with weights that these do not read (experts), a CPU computes in the type itself, and `auto` is
+    float32."""
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
     """Weight format of the linear layers, on a CPU. `int8`: 8-bit integers, one scale an output and one a row of
     activations. Changes the model a little, not the exactness of speculation: rows do not depend on each other.
-    `float32`: as without. A package can add formats; loading the model checks the name."""
+    `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats; loading the model checks the name."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values of the target and of draft models are held. They are rounded once, when they are written:
+    with any type the text is the same with and without speculation and in any batch. A smaller type changes the model a
+    little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the checkpoint's own
+    type, if the native kernels run whole passes; else the type that is computed in."""
     cpu_kernels: str = "auto"
-    """`native`: our own, compiled once by the machine's C++ compiler. `torch`: PyTorch's operators, slower. `auto`:
-    native where there is a compiler."""
+    """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
+    slower. `auto`: native where they can be had."""
     attention_backend: str = "auto"
     """How models attend over their caches: `native`, `packed` (PyTorch), `posed` (for models that ask a cache), or one
     that a package brings. `auto`: the best built-in one that can run the model."""
@@ -212,6 +222,7 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(path))
         check_types(self, "engine")
         reject_unknown([self.dtype], DTYPES, "dtype")
+        reject_unknown([self.kv_cache_dtype], KV_CACHE_DTYPES, "kv_cache_dtype")
         reject_unknown([self.cpu_kernels], CPU_KERNELS, "cpu_kernels")
         if not self.model:
             raise ConfigError("model must be the path of a checkpoint folder or a hub id")

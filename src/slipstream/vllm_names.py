@@ -132,7 +132,6 @@ _TEXT_ONLY = "models read and write text only"
 _CAPTURE = "steps are not compiled or captured; omit it"
 _MERGED = "give lora the folder of an adapter, which is merged into the model when it is loaded"
 _HUB = "set HF_HOME, HF_TOKEN or HF_HUB_OFFLINE in the environment"
-_OWN_DTYPE = "keys and values are kept in dtype; set that"
 _SPECULATION = "use speculative_config"
 _CONFIG = "edit the checkpoint's config.json"
 
@@ -177,9 +176,8 @@ ENGINE = {
     "num_scheduler_steps": Foreign((1,)),
     "preemption_mode": Foreign(("recompute",), "preempted requests are computed again"),
     "cpu_offload_gb": Foreign((0, 0.0), "use a smaller checkpoint, or quantization on a CPU"),
-    "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
-    "calculate_kv_scales": Foreign((False,), _OWN_DTYPE),
-    "override_attention_dtype": Foreign((), _OWN_DTYPE),
+    "calculate_kv_scales": Foreign((False,), "kv_cache_dtype int8 has a scale a head and token"),
+    "override_attention_dtype": Foreign((), "set kv_cache_dtype"),
     "enable_chunked_prefill": Foreign(
         (True,), "prompts are computed in chunks of max_num_batched_tokens; raise that"
     ),
@@ -282,6 +280,11 @@ def own_engine_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     if "dtype" in own:
         name = str(own["dtype"]).removeprefix("torch.")  # it may be torch's own
         own["dtype"] = _DTYPES.get(name, name)
+    if "kv_cache_dtype" in own:
+        name = str(own["kv_cache_dtype"]).removeprefix("torch.")
+        if name.startswith("fp8"):
+            raise ConfigError(f"kv_cache_dtype {name!r} is not supported; int8 is as small")
+        own["kv_cache_dtype"] = _DTYPES.get(name, name)
     if dropped:
         logger.warning("ignored, because it has no effect here: %s", ", ".join(sorted(dropped)))
     return own
@@ -295,7 +298,7 @@ SPECULATIVE = {
     "revision": Foreign(),
     "code_revision": Foreign(),
     "draft_load_config": Foreign(),
-    "kv_cache_dtype": Foreign(("auto",), _OWN_DTYPE),
+    "kv_cache_dtype": Foreign(("auto",), "draft models keep theirs as the target does; set the engine's"),
     "draft_sample_method": Foreign(("greedy",), "this drafter does not sample"),
     "parallel_drafting": Foreign(
         (False,), "draft models draft token by token; see medusa for heads in parallel"

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import serve
 from typer.testing import CliRunner
 
+from slipstream.audit.remote import counting
 from slipstream.cli.main import app
 
 SMALL = ["--answers", "4", "--max-tokens", "8", "--prompts", "2"]
@@ -51,7 +52,8 @@ def test_refusals(case: str) -> None:
     assert done.stdout == ""
 
 
-def test_exit_codes_and_files(tmp_path: Path) -> None:
+def test_exit_codes_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "PATIENCE_S", 0.0)  # the fake engine's counters are never late
     folder = tmp_path / "audit"
     with serve() as one, serve() as other, serve(usage_factor=2) as faulty:
         done = run(one.url, "--against", other.url, *SMALL, "--output", str(folder))

@@ -17,7 +17,7 @@ from benchmarks.audit.faulty import OtherTies, UnnormalisedResidual, unprocessed
 from benchmarks.audit.page import page
 from slipstream.audit.scoring import score_rows
 from slipstream.audit.statistics.power import POWER, smallest_shift
-from slipstream.audit.statistics.sequential import SequentialTest
+from slipstream.audit.statistics.sequential import GAMBLERS, SequentialTest
 from slipstream.core import Proposal, ProposalKind
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
@@ -122,11 +122,58 @@ def test_rounding_at_the_edge_of_a_nucleus_is_no_alarm() -> None:
     assert plain.log_probs[0] == pytest.approx(math.log(0.04), abs=1e-4)
 
 
+FILTERS = {
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.15},
+    "top_k": {"top_k": 3},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_keeps_either_of_two_near_tokens(name: str) -> None:
+    """In 16 bits another one may be the last of a nucleus; one that is far behind may not."""
+    params = SamplingParams(temperature=1.0, **FILTERS[name])
+    logits = torch.tensor([[0.5, 0.342, 0.076, 0.072, 0.01]]).log()
+
+    def impossible(token: int, rounding: float) -> bool:
+        found = score_rows(
+            logits, [token], params, lambda given: LogitsProcessor(given, [0], (), (), 5), rounding
+        )
+        alternatives = [float(row[0]) for row in found.alternatives.values()]
+        assert bool(found.impossible) or all(map(math.isfinite, alternatives)), "no bet is lost for good"
+        return bool(found.impossible)
+
+    assert impossible(3, 0.0)
+    assert not impossible(3, 0.1)
+    assert impossible(4, 0.1)
+
+
+def test_an_honest_engine_in_16_bits_is_not_accused_at_the_edges_of_its_filters() -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    generator = torch.Generator().manual_seed(3)
+    exact = 40 + torch.randn(400, 64, generator=generator) * 2.5  # logits of 40 have steps of a quarter
+    served = exact.bfloat16().float()
+    rounding = 2 * float((exact - served).abs().max())
+
+    def processor(given: SamplingParams) -> LogitsProcessor:
+        return LogitsProcessor(given, [0], (), (), 64)
+
+    paths: list[list[int]] = [[] for _ in exact]
+    drawn = processor(params).log_probs(served, (), paths).exp().multinomial(1, generator=generator)
+    answer = drawn[:, 0].tolist()
+    assert score_rows(exact, answer, params, processor).impossible, "else this shows nothing"
+    honest = score_rows(exact, answer, params, processor, rounding)
+    assert honest.impossible == []
+    assert of_scores([honest]).after is None
+    unfiltered = exact.mul(1 / 0.8).softmax(-1).multinomial(1, generator=generator)[:, 0].tolist()
+    assert of_scores([score_rows(exact, unfiltered, params, processor, rounding)]).after == 1
+
+
 @pytest.mark.long
 def test_a_shift_of_the_smallest_detectable_size_is_found() -> None:
     """Answers that differ in their lengths alone, by what `smallest_shift` says."""
     num_pairs, found = 120, 0
-    shift = smallest_shift(num_pairs, 0.99)
+    shift = smallest_shift(num_pairs, 0.99, len(GAMBLERS))
     generator = np.random.default_rng(4)
     for _ in range(20):
         test = SequentialTest(0.99, length=200)

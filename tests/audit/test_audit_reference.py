@@ -88,6 +88,17 @@ def test_a_reference_replays_our_noise(url: str, reference: Engine) -> None:
     assert same.num_compared == 10
 
 
+def test_a_lossy_verifier_of_our_server_is_refused_at_once(reference: Engine) -> None:
+    lossy = SpeculativeConfig("draft_model", "faulty_verifiers:LossyCoupled", DRAFT.options)
+    with running(make_engine(None, lossy, MEMORY, reference)) as url:
+        found = audit(url, None, 40, FULL)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    [reason] = found.reasons
+    assert reason.endswith("says lossy = True, which changes the text")
+    assert found.data.num_answers == 0
+    assert found.audited["speculation"]["speculation"]["verifier"] == "faulty_verifiers:LossyCoupled"
+
+
 class ForgetfulSide(ServerSide):
     """Loses the token ids of one answer."""
 

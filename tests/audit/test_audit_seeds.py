@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
 from slipstream.audit.reference import draws_alike
+from slipstream.audit.remote import probing
 from slipstream.audit.remote.margins import reported_margin
 from slipstream.audit.remote.probing import probe_seeds
 from slipstream.audit.remote.side import ServerSide
@@ -40,6 +42,12 @@ class Drawing(ServerSide):
         chance = random.Random(f"wrong {self.noise} {request.seed}")
         tokens = [token if chance.random() >= self.wrong else 9 for token in tokens]
         return AuditReply(request.number, [AuditAnswer(text="".join(map(str, tokens)))])
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These servers need no client, and to make one takes longer than to ask them."""
+    monkeypatch.setattr(probing, "connect", lambda address: nullcontext())
 
 
 def drawing(**behaviour: Any) -> Drawing:

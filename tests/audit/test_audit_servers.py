@@ -8,16 +8,26 @@ from typing import Any
 import pytest
 from fake_engine import MODEL, FakeEngine, serve
 
+from slipstream.audit.accounting import Knowledge, account
 from slipstream.audit.certificate import Certificate
 from slipstream.audit.decision import AuditDecision
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.mix import Profile
+from slipstream.audit.records import AuditRequest
+from slipstream.audit.remote import counting
 from slipstream.audit.remote.audit import RemoteAudit, run_remote
+from slipstream.audit.remote.reading import ReplyReader
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.settings import AuditSettings
 from slipstream.client import ServerAddress
 from slipstream.errors import ConfigError, RemoteError
 from slipstream.workload.reading import read_workload
+
+
+@pytest.fixture(autouse=True)
+def prompt_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine's counters are never late."""
+    monkeypatch.setattr(counting, "PATIENCE_S", 0.0)
 
 
 def side(name: str, fake: FakeEngine) -> ServerSide:
@@ -179,6 +189,7 @@ def test_a_lossy_setting_is_never_certified() -> None:
     lossy = {"vllm_config": {"speculative_config": {"rejection_sample_method": "fly"}}}
     found = audit({"settings": lossy}, {}, num_answers=4)
     assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert found.data.num_answers == 0, "nothing that it answers can certify it"
     assert "rejection_sample_method = 'fly'" in found.reasons[0]
 
 
@@ -242,6 +253,18 @@ def test_what_servers_lack_is_said() -> None:
     assert skipped["streams"] == "the server does not stream"
     assert skipped["log-probabilities"] == "the servers do not report them"
     assert found.decision is AuditDecision.CERTIFIED, found.reasons
+
+
+@pytest.mark.parametrize(("told", "outcomes"), [(4, ["held", "held"]), (9, ["violated", "violated"])])
+def test_an_entry_of_log_probabilities_may_be_several_tokens(told: int, outcomes: list[str]) -> None:
+    """llama.cpp gives one for all tokens of a character: the `°` here is at most two, the answer at most four."""
+    reader = ReplyReader(0)
+    entries = [{"token": token, "id": 5, "logprob": -1.0} for token in ("5", "°", "C")]
+    choice = {"message": {"content": "5°C"}, "finish_reason": "length", "logprobs": {"content": entries}}
+    reader.add({"choices": [choice], "usage": {"completion_tokens": told}})
+    request = AuditRequest(0, prompt=0, task="math", params={}, max_tokens=told, seed=0)
+    usage, ends, _ = account({0: request}, {0: reader.reply()}, Knowledge())
+    assert [usage.outcome, ends.outcome] == outcomes
 
 
 def test_refusals() -> None:

@@ -151,7 +151,7 @@ def _answers(generator: np.random.Generator, heat: float, num: int) -> list[list
     return tokens[:, 1:].tolist()
 
 
-def test_what_a_guess_wins_it_loses_if_the_answers_change_places() -> None:
+def test_what_a_bet_wins_it_loses_if_the_answers_change_places() -> None:
     """The two factors have the mean 1 whatever was learned: the wealth is a martingale."""
     generator = np.random.default_rng(7)
     cold, hot = _answers(generator, 1.0, 40), _answers(generator, 1.6, 40)
@@ -237,7 +237,7 @@ def _filtered(rows: np.ndarray, kept: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kept", [(7,), (4,), (3, 4), (4, 5)])
-def test_no_gambler_can_win_in_an_honest_world(kept: tuple[int, ...]) -> None:
+def test_no_bet_is_more_than_fair_in_an_honest_world(kept: tuple[int, ...]) -> None:
     """Enumerated over the vocabulary: the mean factor is at most 1 under every claim."""
     raw = _rows(3, 1)
     claims = [_filtered(raw, number) for number in kept]
@@ -363,7 +363,7 @@ def test_rates_that_would_have_shown() -> None:
 
 @pytest.mark.parametrize("information", [2_000.0, 200_000.0])
 def test_power_is_what_simulation_says(information: float) -> None:
-    """At the smallest detectable temperature one of the gamblers has enough wealth in `POWER` of the draws."""
+    """At the smallest detectable temperature one of the alternatives has enough wealth in `POWER` of the draws."""
     generator = np.random.default_rng(3)
     factors = [math.exp(bet) for bet in (-0.05, -0.02, 0.02, 0.05)]
     size = smallest_temperature(information, 0.99, factors, 17)
@@ -379,8 +379,8 @@ def test_no_temperature_between_the_bets_is_claimed() -> None:
     assert smallest_temperature(1e12, 0.99, (0.98, 1.02), 17) == pytest.approx(-math.log(0.98) / 2, rel=1e-3)
     few, many = (smallest_temperature(2e4, 0.99, (0.98, 1.02), number) for number in (1, 17))
     assert few < many
-    assert smallest_temperature(0.0, 0.99, (0.98, 1.02), 17) == smallest_shift(1, 0.99) == math.inf
-    assert smallest_shift(1000, 0.99) < smallest_shift(100, 0.99) < smallest_shift(100, 0.999)
+    assert smallest_temperature(0.0, 0.99, (0.98, 1.02), 17) == smallest_shift(1, 0.99, 8) == math.inf
+    assert smallest_shift(1000, 0.99, 8) < smallest_shift(100, 0.99, 8) < smallest_shift(100, 0.999, 8)
 
 
 def test_scores_without_tokens() -> None:

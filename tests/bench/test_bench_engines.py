@@ -129,7 +129,7 @@ def test_engines_share_the_target() -> None:
 
 
 def test_where_memory_is_short_one_engine_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_module, "available_bytes", lambda device: KV)
+    monkeypatch.setattr(engines_module, "available_bytes", lambda device: KV // 2)
     result = run(plan(DRAFT, repeats=2, questions=QUESTIONS[:2]))
     assert result.interleaved_by == "round"
     order = [(t.repeat, t.configuration, t.batch) for t in result.timings]

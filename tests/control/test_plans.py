@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.control.policy import MAX_AGE, SEARCH_SHARE, Plan, Policy, load_bucket
+from slipstream.control.plans import MAX_AGE, Plan, load_bucket
+from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.types import (
     MAX_TASKS,
     Call,

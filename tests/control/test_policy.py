@@ -11,7 +11,8 @@ import pytest
 from world import PLAN_S, FakeClock, Machine, Simulated, World, chain
 
 from slipstream.control.explore import MAX_TRIAL_STEPS, NUM_OFF_STEPS
-from slipstream.control.policy import MAX_AGE, SEARCH_SHARE, Policy
+from slipstream.control.plans import MAX_AGE
+from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.types import (
     MAX_TASKS,
     Call,

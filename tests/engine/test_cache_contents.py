@@ -52,14 +52,14 @@ def check_entries(
     for entries in contents:
         length = len(entries.token_ids)
         width = len(feature_layers) * lm.hidden_size
-        fresh = KVPool(lm.shapes, length, lm.dtype, lm.device, width)
+        fresh = KVPool(lm.shapes, length, lm.dtype, lm.device, width, lm.cache_dtype)
         hidden = lm.forward([RowGroup(fresh.slots, 0, entries.token_ids, [])], fresh, feature_layers).hidden
         if feature_layers:
             fresh.features.copy_(torch.cat([hidden[layer] for layer in feature_layers], dim=-1))
         held = list(entries.slots)
         assert len(held) == length
         for ours, theirs in zip(cache.pool.tensors, fresh.tensors, strict=True):
-            equal = (ours[held] - theirs).abs() <= tolerance
+            equal = (ours[held].float() - theirs.float()).abs() <= tolerance
             differs = (~equal).reshape(length, -1).any(dim=1).nonzero().flatten().tolist()
             assert differs == [], f"entries {differs} of {entries} are not those of its text"
     return sum(len(entries.token_ids) for entries in contents)
@@ -99,18 +99,26 @@ def history(engine: Engine, rng: random.Random, prompts: list[list[int]], tolera
     return num + check_all(engine, tolerance)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+CASES = [
+    *((name, "auto") for name in SPECS),
+    *(("off", "int8"), ("chain", "float32"), ("tree", "bfloat16"), ("tree", "int8"), ("layer_skip", "int8")),
+]
+"""What drafts, and how keys and values are held."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
 def engine(request: pytest.FixtureRequest) -> Engine:
-    spec = SPECS[request.param]
-    plain = LLM(kv_cache_bytes=64 * 2**20).engine
+    spec, cache = SPECS[request.param[0]], request.param[1]
+    plain = LLM(kv_cache_bytes=64 * 2**20, kv_cache_dtype=cache).engine
     per_token = plain.model.kv_bytes_per_token
     if spec is not None:
-        drafter = LLM(speculative_config=spec, kv_cache_bytes=64 * 2**20).engine.drafter
+        drafter = LLM(speculative_config=spec, kv_cache_bytes=64 * 2**20, kv_cache_dtype=cache).engine.drafter
         per_token += drafter.kv_bytes_per_token()
         per_token += len(drafter.feature_layers()) * plain.model.hidden_size * plain.model.dtype.itemsize
     return LLM(
         speculative_config=spec,
         kv_cache_bytes=NUM_SLOTS * per_token,
+        kv_cache_dtype=cache,
         max_model_len=224,
         max_num_seqs=6,
         max_num_batched_tokens=80,
@@ -129,9 +137,9 @@ def test_entries_are_those_of_their_text_in_many_histories(engine: Engine, promp
 
 def test_a_moved_neighbour_is_found(prompts: list[list[int]]) -> None:
     """The check itself: one number in one entry is enough."""
-    engine = LLM(kv_cache_bytes=4 * 2**20).engine
+    engine = LLM(kv_cache_bytes=4 * 2**20, kv_cache_dtype="float32").engine
     history(engine, random.Random(3), prompts)
     held = next(held for held in engine.runner.cache.accounting.contents() if held.token_ids)
-    engine.runner.cache.pool.values[2][held.slots[len(held.slots) // 2], 0, 3] += 1e-6
+    engine.runner.cache.pool.values[2][0, held.slots[len(held.slots) // 2], 3] += 1e-6
     with pytest.raises(AssertionError, match="are not those of its text"):
         check_all(engine)

@@ -179,7 +179,7 @@ def test_steps_by_a_cached_plan_say_the_same(
     for _ in range(2):
         assert texts(llm, prompts[:6], params) == texts(plain, prompts[:6], params)
     assert searches[False] > searches[True] > 0
-    assert sum(output.metrics.num_draft_tokens for output in llm.generate(prompts[:6], params)) > 0
+    assert any(method.num_steps for method in policy.report().methods)
     assert llm.engine.integrity() == []
 
 

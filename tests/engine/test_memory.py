@@ -49,7 +49,7 @@ def test_too_little_memory_says_how_much_is_needed(
     plain: LLM, spec: dict[str, Any] | None, max_model_len: int | None
 ) -> None:
     """The advice, taken literally, is enough for a request of the length that was asked for."""
-    options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 3}
+    options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 3, "kv_cache_dtype": "float32"}
     with pytest.raises(CapacityError, match="kv_cache_bytes to at least") as caught:
         LLM(speculative_config=spec, kv_cache_bytes=100_000, **options)
     assert "\n" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_no_drafter_shortens_the_context_in_silence(make_llm: MakeLLM, spec: dic
 def test_a_share_of_free_memory_that_a_drafter_shortens_is_said(
     plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("slipstream.engine.memory.available_bytes", lambda device: 10 * 2**20)
+    monkeypatch.setattr("slipstream.engine.memory.available_bytes", lambda device: 5 * 2**20)
     plan = plan_memory(EngineConfig("x"), plain.engine.model, 0, 4000, max_draft_tokens=4)
     assert plan.max_model_len < 204 - 64
     assert f"with it; for texts that end alike set max_model_len to {plan.max_model_len}" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.model.growth import Growth, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.rows import Rows
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
@@ -25,6 +28,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
 }
+NOT_FINITE = -1
+"""What the kernels return in place of a token where the logits are not finite; see `Chains.tokens`."""
 PARAMS = SamplingParams(temperature=0.8, max_tokens=12, seed=3, ignore_eos=True)
 
 
@@ -39,7 +44,7 @@ def test_whoever_computes_logits(
     """One sequence's rows are damaged, in a batch of two: the other one keeps its drafter."""
     sick, sound = prompts[0], prompts[5]
     llm = make_llm(SPECS[name])
-    grow = Growth.grow
+    grow, take_chain = Growth.grow, Growth.take_chain
 
     def damaged(self: Growth, logits: torch.Tensor, peaks: Peaks | None = None) -> Any:
         if self.sequence.id == 0 and self.nodes:  # not at once: half a draft is there already
@@ -47,8 +52,12 @@ def test_whoever_computes_logits(
             peaks = None if peaks is None else Peaks.of(logits, [self])
         return grow(self, logits, peaks)
 
+    def damaged_chain(self: Growth, token_ids: Seq[int]) -> None:
+        take_chain(self, [*token_ids[:1], NOT_FINITE] if self.sequence.id == 0 else token_ids)
+
     with monkeypatch.context() as patched:
         patched.setattr(Growth, "grow", damaged)
+        patched.setattr(Growth, "take_chain", damaged_chain)
         outputs = llm.generate([sick, sound], PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == texts(plain, [sick, sound])
     assert outputs[0].metrics.num_draft_tokens == 0 < outputs[1].metrics.num_draft_tokens
@@ -76,7 +85,11 @@ def test_a_damaged_draft_writes_no_text(
             output.logits[:, 7] = value
         return output
 
+    def damaged_chains(self: Decoder, rows: Rows, *_: Any) -> list[list[int]]:
+        return [[NOT_FINITE]] * rows.num_logit_rows
+
     monkeypatch.setattr(CausalLM, "forward", damaged)
+    monkeypatch.setattr(Decoder, "draft", damaged_chains)
     assert texts(llm, prompts[:2]) == texts(off, prompts[:2])
     assert llm.engine.stats().num_draft_failures == 2
 
@@ -94,12 +107,17 @@ def test_no_entry_of_a_damaged_text_is_reused(
     def damaged(groups: Any, pool: Any, *args: Any, **named: Any) -> ForwardOutput:
         output: ForwardOutput = forward(groups, pool, *args, **named)
         for group in groups:
-            pool.values[0][group.slots[group.num_past]] = math.nan
+            pool.values[0][:, group.slots[group.num_past]] = math.nan
         output.logits[:] = math.nan
         return output
 
+    def damaged_chains(rows: Rows, pool: Any, *_: Any) -> list[list[int]]:
+        damaged(rows.groups, pool)
+        return [[NOT_FINITE]] * rows.num_logit_rows
+
     with monkeypatch.context() as patched:
         patched.setattr(drafter.model, "forward", damaged)
+        patched.setattr(drafter.model.decoder, "draft", damaged_chains)
         assert texts(llm, [prompts[0]]) == texts(plain, [prompts[0]])
     assert drafter.cache.accounting.num_retained == 0
     assert llm.engine.stats().num_draft_failures == 1

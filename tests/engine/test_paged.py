@@ -81,6 +81,7 @@ def test_a_page_that_is_not_the_sequences_own_is_found(prompts: list[list[int]])
     held = max(engine.runner.cache.accounting.contents(), key=lambda held: len(held.slots))
     slots = torch.tensor(held.slots)
     assert (slots.diff() != 1).sum() >= len(slots) // PAGE - 1
-    engine.runner.cache.pool.keys[1][slots[-1]] = engine.runner.cache.pool.keys[1][slots[0]]
+    keys = engine.runner.cache.pool.keys[1]
+    keys[:, slots[-1]] = keys[:, slots[0]]
     with pytest.raises(AssertionError, match="are not those of its text"):
         check_all(engine, TOLERANCE)

@@ -109,11 +109,12 @@ def test_every_parameter_means_the_same_under_speculation(
                 assert [t for t, _ in a.top[:1]] == [t for t, _ in b.top[:1]] or len(a.top) == 0
 
 
-def test_logprobs_are_those_of_the_model(plain: LLM, prompts: list[list[int]]) -> None:
-    """Checked against a forward pass of plain Transformers."""
+def test_logprobs_are_those_of_the_model(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    """Checked against a forward pass of plain Transformers, which rounds no keys and values."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    plain = make_llm(kv_cache_dtype="float32")
     prompt = prompts[0]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     output = plain.generate(prompt, params)[0]
@@ -220,7 +221,7 @@ def test_preemption_of_trees_with_several_answers_and_prompt_logprobs(
 def test_one_long_request_is_limited_by_the_cache_not_crashed(
     make_llm: MakeLLM, prompts: list[list[int]]
 ) -> None:
-    llm = make_llm(kv_cache_bytes=300 * 15360)
+    llm = make_llm(kv_cache_bytes=300 * 15360, kv_cache_dtype="float32")
     limit = llm.engine.max_model_len
     assert limit < 300
     prompt = min(prompts, key=len)

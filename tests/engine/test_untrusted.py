@@ -71,8 +71,7 @@ class ScribblingDrafter(Drafter):
 
     def _scribble_over_the_cache(self) -> None:
         assert self.cache is not None
-        for tensor in (*self.cache.pool.keys, *self.cache.pool.values):
-            tensor.fill_(1.5)
+        self.cache.pool.fill(1.5)
 
     def _scribble_over_features(self) -> None:
         assert self.cache is not None

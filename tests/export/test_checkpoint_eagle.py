@@ -29,8 +29,10 @@ def record(model: str | Path = EMBEDDED_EAGLE3, **more: Any) -> SpeculativeRecor
     return SpeculativeRecord(model=str(model), **given)
 
 
-def random_head(folder: Path, own_embedding: bool = False, **changes: Any) -> Path:
-    """A head of random float16 weights for the embedded target, in EAGLE's own layout."""
+def random_head(
+    folder: Path, own_embedding: bool = False, target: str = EMBEDDED_TARGET, **changes: Any
+) -> Path:
+    """A head of random float16 weights for `target`, whose sizes it has, in EAGLE's own layout."""
     torch.manual_seed(0)
     config = EagleConfig(
         **{
@@ -53,8 +55,8 @@ def random_head(folder: Path, own_embedding: bool = False, **changes: Any) -> Pa
     if config.draft_vocab_size < config.vocab_size:
         head.draft_token_ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     if own_embedding:
-        head.embedding = torch.randn(4096, 320).half()
-    save_eagle(head, folder, target=EMBEDDED_TARGET, layout={1: "eagle", 3: "eagle3"}[config.version])
+        head.embedding = torch.randn(config.vocab_size, config.hidden_size).half()
+    save_eagle(head, folder, target=target, layout={1: "eagle", 3: "eagle3"}[config.version])
     return folder
 
 

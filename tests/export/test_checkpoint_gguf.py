@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,50 @@ from slipstream.draft.heads.checkpoints import read_checkpoint
 from slipstream.draft.heads.eagle_files import read_eagle
 from slipstream.errors import ModelError
 from slipstream.export.checkpoints import convert, convert_back
+from slipstream.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.export.checkpoints.gguf_shape import llama3_factors
 from slipstream.export.checkpoints.target_files import TargetFiles
 from slipstream.export.contract import ExportError
+from slipstream.export.record import SpeculativeRecord
 from slipstream.models import load_tokenizer
 from tests.export.test_checkpoint_eagle import equal, random_head, record
+from tests.unit.tokenizer_families import byte_fallback, byte_level, save_model
 
 gguf = pytest.importorskip("gguf", reason="the extra `export` is not installed")
 TEXT = "Show me tar.  1234 don't\n\té 日本 👍 <|end|><|user|>x"
 
 
-def fields_of(path: Any) -> dict[str, Any]:
-    return {name: field.contents() for name, field in gguf.GGUFReader(str(path)).fields.items()}
+def contents_of(path: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the file's keys, its tensors)."""
+    reader = gguf.GGUFReader(str(path))
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    return keys, {entry.name: entry for entry in reader.tensors}
 
 
-def tensors_of(path: Any) -> dict[str, Any]:
-    return {entry.name: entry for entry in gguf.GGUFReader(str(path)).tensors}
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> ConvertedCheckpoint:
+    """The embedded target and EAGLE-3 head."""
+    return convert(record(), "llama_cpp", tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with a short vocabulary, for what does not depend on the target."""
+    return save_model(byte_level(), tmp_path_factory.mktemp("small"), num_layers=6)
+
+
+def small_head(folder: Path, target: str, **changes: Any) -> Path:
+    sizes = {
+        "hidden_size": 32,
+        "target_hidden_size": 32,
+        "vocab_size": len(byte_level()),
+        "draft_vocab_size": 64,
+    }
+    return random_head(folder, target=target, **{**sizes, **changes})
 
 
 def test_a_pair_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    pair = record(EMBEDDED_DRAFT, method="draft_model")
-    made = convert(pair, "llama_cpp", tmp_path / "gguf")
+    made = convert(record(EMBEDDED_DRAFT, method="draft_model"), "llama_cpp", tmp_path / "gguf")
     theirs = record(str(made.draft), method="draft_model", target=str(made.target))
     back = convert_back(theirs, "llama_cpp", tmp_path / "back")
     assert equal(EMBEDDED_TARGET, str(back.target))
@@ -57,54 +82,54 @@ def test_a_pair_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert accepted[0] == accepted[1]
 
 
-def test_the_files_say_what_llama_cpp_reads(tmp_path: Path) -> None:
-    made = convert(record(), "llama_cpp", tmp_path)
-    target, head = fields_of(made.target), fields_of(made.draft)
+def test_the_files_say_what_llama_cpp_reads(embedded: ConvertedCheckpoint) -> None:
+    (target, weights), (head, tensors) = contents_of(embedded.target), contents_of(embedded.draft)
     assert target["general.architecture"] == "llama"
     assert target["tokenizer.ggml.pre"] == "smollm"  # digits one by one
     assert target["tokenizer.ggml.eos_token_id"] == 1
     assert target["tokenizer.ggml.add_bos_token"] is False
-    assert "output.weight" not in tensors_of(made.target)  # tied to the embedding
+    assert "output.weight" not in weights  # tied to the embedding
     assert head["general.architecture"] == "eagle3"
     assert head["eagle3.target_layers"] == [1, 3, 5]
     assert head["eagle3.norm_before_residual"] is False
     assert head["eagle3.target_hidden_size"] == 320
     for name in ("tokens", "token_type", "merges", "eos_token_id", "bos_token_id"):
         assert head[f"tokenizer.ggml.{name}"] == target[f"tokenizer.ggml.{name}"]
-    tensors = tensors_of(made.draft)
     assert "d2t" not in tensors
     assert "token_embd.weight" not in tensors
     assert all(entry.tensor_type.name == "F32" for entry in tensors.values() if len(entry.shape) == 1)
 
 
 @pytest.mark.parametrize("more", [{}, {"own_embedding": True, "norm_before_residual": True}])
-def test_a_pruned_head_has_absolute_ids_and_comes_back(more: dict[str, Any], tmp_path: Path) -> None:
-    head = random_head(tmp_path / "ours", draft_vocab_size=512, **more)
-    made = convert(record(head), "llama_cpp", tmp_path / "gguf")
-    ours = read_eagle(str(head), TargetFiles(EMBEDDED_TARGET))
-    d2t = tensors_of(made.draft)["d2t"]
+def test_a_pruned_head_has_absolute_ids_and_comes_back(
+    more: dict[str, Any], small: str, tmp_path: Path
+) -> None:
+    head = small_head(tmp_path / "ours", small, **more)
+    made = convert(record(head, target=small), "llama_cpp", tmp_path / "gguf")
+    ours = read_eagle(str(head), TargetFiles(small))
+    d2t = contents_of(made.draft)[1]["d2t"]
     assert d2t.tensor_type.name == "I64"
     assert d2t.data.tolist() == ours.draft_token_ids.tolist()  # not offsets
-    back = convert_back(record(str(made.draft)), "llama_cpp", tmp_path / "back")
+    back = convert_back(record(str(made.draft), target=small), "llama_cpp", tmp_path / "back")
     assert equal(head, str(back.draft))
-    assert read_eagle(str(back.draft), TargetFiles(EMBEDDED_TARGET)).config == ours.config
+    assert read_eagle(str(back.draft), TargetFiles(small)).config == ours.config
 
 
-def test_offsets_in_a_gguf_file_are_refused(tmp_path: Path) -> None:
-    head = random_head(tmp_path / "ours", draft_vocab_size=512)
-    made = convert(record(head), "llama_cpp", tmp_path / "gguf")
+def test_offsets_in_a_gguf_file_are_refused(small: str, tmp_path: Path) -> None:
+    head = small_head(tmp_path / "ours", small)
+    made = convert(record(head, target=small), "llama_cpp", tmp_path / "gguf")
     reader = gguf.GGUFReader(str(made.draft), "r+")
     entry = next(entry for entry in reader.tensors if entry.name == "d2t")
-    entry.data[:] = entry.data - range(512)
+    entry.data[:] = entry.data - range(64)
     del reader
     with pytest.raises(ModelError, match="absolute ids, not offsets"):
-        convert_back(record(str(made.draft)), "llama_cpp", tmp_path / "back")
+        convert_back(record(str(made.draft), target=small), "llama_cpp", tmp_path / "back")
 
 
-def test_heads_of_two_layers_numbers_are_refused(tmp_path: Path) -> None:
-    head = random_head(tmp_path / "ours", feature_layers=(1, 3))
+def test_heads_of_two_layers_numbers_are_refused(small: str, tmp_path: Path) -> None:
+    head = small_head(tmp_path / "ours", small, feature_layers=(1, 3))
     with pytest.raises(ExportError, match="reads 2 hidden states"):
-        convert(record(head), "llama_cpp", tmp_path / "gguf")
+        convert(record(head, target=small), "llama_cpp", tmp_path / "gguf")
 
 
 def test_bfloat16_and_biases_keep_their_bits(tmp_path: Path) -> None:
@@ -116,31 +141,26 @@ def test_bfloat16_and_biases_keep_their_bits(tmp_path: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=4096,
+        vocab_size=len(byte_level()),
         eos_token_id=1,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
     folder = tmp_path / "qwen"
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
-    load_tokenizer(EMBEDDED_TARGET).save_pretrained(folder)
-    off = record(EMBEDDED_DRAFT, method="draft_model", target=str(folder))
-    made = convert(off, "llama_cpp", tmp_path / "gguf")
-    theirs = record(str(made.draft), method="draft_model", target=str(made.target))
-    back = convert_back(theirs, "llama_cpp", tmp_path / "back")
+    byte_level().save_pretrained(folder)
+    alone = SpeculativeRecord(method="ngram", target=str(folder), depth=4)
+    made = convert(alone, "llama_cpp", tmp_path / "gguf")
+    back = convert_back(replace(alone, target=str(made.target)), "llama_cpp", tmp_path / "back")
     assert equal(folder, str(back.target))
-    assert tensors_of(made.target)["blk.0.attn_q.weight"].tensor_type.name == "BF16"
+    assert contents_of(made.target)[1]["blk.0.attn_q.weight"].tensor_type.name == "BF16"
 
 
-def test_what_llama_cpp_would_read_differently_is_refused(tmp_path: Path) -> None:
-    from tests.unit.tokenizer_families import byte_fallback
-
+def test_what_llama_cpp_would_read_differently_is_refused(small: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
-    for file in Path(EMBEDDED_TARGET).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(small, folder)
     config = json.loads((folder / "config.json").read_text())
-    pair = record(EMBEDDED_DRAFT, method="draft_model", target=str(folder))
+    pair = record(small, method="draft_model", target=str(folder))
     for changes, what in (
         ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
         ({"model_type": "gemma"}, "gemma"),
@@ -153,16 +173,16 @@ def test_what_llama_cpp_would_read_differently_is_refused(tmp_path: Path) -> Non
     byte_fallback().save_pretrained(folder)
     with pytest.raises(ExportError, match="bytes as a fallback"):
         convert(pair, "llama_cpp", tmp_path / "gguf")
+    assert not (tmp_path / "gguf").exists()  # not the draft model either, which could be written
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_refused(embedded: ConvertedCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"none")
     for path, what in ((tmp_path / "x.gguf", "no GGUF file"), (tmp_path / "y.gguf", "there is no file")):
         with pytest.raises(ModelError, match=what):
             convert_back(record(path), "llama_cpp", tmp_path / "back")
-    made = convert(record(), "llama_cpp", tmp_path)
     with pytest.raises(ModelError, match="holds a llama model"):
-        convert_back(record(str(made.target)), "llama_cpp", tmp_path / "back")
+        convert_back(record(str(embedded.target)), "llama_cpp", tmp_path / "back")
 
 
 def test_frequency_factors_are_those_of_transformers() -> None:
@@ -182,8 +202,9 @@ def test_frequency_factors_are_those_of_transformers() -> None:
     torch.testing.assert_close(plain / llama3_factors(rope, 128), theirs)
 
 
-def test_the_embedded_head_drafts_alike_after_the_round_trip(tmp_path: Path) -> None:
-    made = convert(record(), "llama_cpp", tmp_path / "gguf")
-    back = convert_back(record(str(made.draft)), "llama_cpp", tmp_path / "back")
+def test_the_embedded_head_drafts_alike_after_the_round_trip(
+    embedded: ConvertedCheckpoint, tmp_path: Path
+) -> None:
+    back = convert_back(record(str(embedded.draft)), "llama_cpp", tmp_path / "back")
     assert equal(EMBEDDED_EAGLE3, str(back.draft))
     assert read_checkpoint(str(back.draft))[0]["norm_before_residual"] is False

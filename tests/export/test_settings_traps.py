@@ -473,6 +473,13 @@ def test_literals_that_python_cannot_make_are_unknown(tmp_path: Path) -> None:
     assert imported("vllm", str(program)).method == "suffix"
 
 
+def test_llama_cpp_gives_no_log_probabilities_while_it_speculates() -> None:
+    wanted = "log-probability 0"
+    assert any(wanted in note for note in ENGINES["llama-cpp"].to_engine(draft_record()).notes)
+    off = replace(draft_record(), method="off", model=None, depth=None)
+    assert not any(wanted in note for note in ENGINES["llama-cpp"].to_engine(off).notes)
+
+
 def test_llama_cpp_samples_draft_models_and_no_heads() -> None:
     sampled = draft_record(draft_sampling="sampled", verify="rejection")
     setting = ENGINES["llama-cpp"].to_engine(sampled)

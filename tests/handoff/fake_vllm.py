@@ -120,6 +120,9 @@ class Engine:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = (
+        True  # else each answer waits 40 ms for the client's acknowledgement of its header
+    )
     engine: Engine
 
     def log_message(self, *args: Any) -> None:

@@ -30,8 +30,7 @@ def test_subset_is_the_model_with_those_layers(family: str, cpu_kernels: str, tm
     save_tiny(FAMILIES[family](), tmp_path)
     lm = load_model(str(tmp_path), cpu_kernels=cpu_kernels)
     pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
-    for tensor in (*pool.keys, *pool.values):
-        tensor.fill_(float("nan"))
+    pool.fill(float("nan"))
     if family in REFUSED:
         with pytest.raises(ConfigError, match=f"{family}.* cannot run some of its layers"):
             lm.forward([RowGroup(pool.slots, 0, TEXT, [0])], pool, layers=[0, 2])

@@ -235,7 +235,9 @@ def test_images_are_pinned_and_run_without_privileges() -> None:
         assert "/health" in health
         command = json.loads(health[health.index("[") :])
         compile(command[2], "healthcheck", "exec")
-    assert any("g++" in rest for name, rest in stages["cpu"] if name == "RUN"), "kernels are compiled there"
+    runs = [" ".join(rest for name, rest in stages[stage] if name == "RUN") for stage in ("wheel", "cpu")]
+    assert "g++" in runs[0]
+    assert "HATCH_BUILD_HOOK_ENABLE_CUSTOM=true" in runs[0], "kernels are compiled there"
 
 
 def commands() -> list[list[str]]:

@@ -20,6 +20,10 @@ LONG = [300 + 7 * number % 3500 for number in range(700)]
 """More rows than a step computes of a prompt whose log-probabilities are wanted."""
 
 
+ROUNDING = 2e-2
+"""In nats: keys and values are rounded to float16, as the checkpoint is stored; the reference is float32."""
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
     return AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
@@ -50,11 +54,11 @@ def test_log_probabilities_are_those_of_transformers(
     assert {len(values) for values in shown.values()} == {len(ids)}
     assert shown["token_logprobs"][0] is shown["top_logprobs"][0] is None
     own = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(shown["token_logprobs"][1:]), own, atol=2e-3, rtol=0)
+    torch.testing.assert_close(torch.tensor(shown["token_logprobs"][1:]), own, atol=ROUNDING, rtol=0)
     best = expected.topk(2, dim=-1).values
     for row, top in zip(best, shown["top_logprobs"][1:], strict=True):
         assert 1 <= len(top) <= 2  # two tokens may have one text
-        assert max(top.values()) == pytest.approx(row[0].item(), abs=2e-3)
+        assert max(top.values()) == pytest.approx(row[0].item(), abs=ROUNDING)
 
 
 def test_shape(shared: TestClient, plain: LLM) -> None:

@@ -288,6 +288,7 @@ def test_who_does_not_read_is_not_waited_for(make_app: MakeApp, monkeypatch: pyt
             connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n")
         wait_until(lambda: closed_for(app, "not_read") == 1, 5.0)
         wait_until(lambda: _num_open(app) == 0)
+        assert closed_for(app, "not_read") == 1
 
 
 def test_who_reads_slowly_gets_all_before_the_connection_closes(
@@ -311,6 +312,7 @@ def test_who_reads_nothing_of_the_last_answer_is_not_waited_for(
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         wait_until(lambda: closed_for(app, "not_read") == 1)
         wait_until(lambda: _num_open(app) == 0)
+        assert closed_for(app, "not_read") == 1
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
@@ -418,6 +420,8 @@ def test_a_client_that_leaves_differs_from_one_that_only_stops_sending(
             with connect(url) as connection:
                 connection.sendall(raw)
                 wait_until(lambda: app.state.service.admission.num_answers == 1)
+                time.sleep(0.1)
+                assert app.state.service.admission.num_answers == 1, "it is there, though it sends no more"
             wait_until(lambda: app.state.service.admission.num_answers == 0, 2.0)
 
 

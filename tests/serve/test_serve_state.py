@@ -27,6 +27,7 @@ def test_models(client: TestClient) -> None:
     [model] = listed["data"]
     assert (model["id"], model["object"], model["owned_by"]) == (MODEL, "model", "slipstream")
     assert model["root"].endswith("target")
+    assert model["speculation"] == {"method": "draft_model", "verifier": "coupled", "lossy": False}
     assert client.get(f"/v1/models/{MODEL}").json() == model
     for other in ("gpt-4", "some/model", f"{MODEL}/x"):
         answer = client.get(f"/v1/models/{other}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ class Fake:
             print("out of luck", file=sys.stderr)
             sys.stderr.flush()
             os._exit(3)
+        if options.get("stop"):
+            os.kill(os.getpid(), signal.SIGTERM)
         if options.get("one_at_a_time") and len(prompts) > 1:
             raise Refused("one at a time")
         short = options.get("short", 0)

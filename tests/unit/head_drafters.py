@@ -11,13 +11,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, save_hydra
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads import head_drafter
+from slipstream.draft.heads.head_drafter import HeadDrafter
+from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa import MedusaDrafter
+from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.sampling.params import SamplingParams
@@ -36,6 +40,12 @@ CONFORMS: list[tuple[dict[str, Any], str]] = [
     ({"tree_choices": CHOICES}, "rejection"),
 ]
 """Shapes and verifiers that the conformance kit tries."""
+
+
+def force(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have heads computed by the CPU kernels (`native`) or as PyTorch modules (`torch`)."""
+    if kernels == "torch":
+        monkeypatch.setattr(head_drafter, "fuse_heads", lambda *_: None)
 
 
 @functools.cache
@@ -63,6 +73,14 @@ def random_heads(method: str, num_heads: int = 4, hidden_size: int = HIDDEN, voc
         parameter.data += torch.randn(parameter.shape, generator=generator) * 0.05
     save(heads, Path(folder))
     return folder
+
+
+def reference(drafter: HeadDrafter) -> Any:
+    """The drafter's heads, read anew, as PyTorch modules over layers of its weight format."""
+    load = load_medusa if isinstance(drafter, MedusaDrafter) else load_hydra
+    heads = load(drafter.options.model, target().project)
+    target().pack_beside(heads, drafter.options.quantization)
+    return heads
 
 
 def text(length: int, seed: int = 0) -> list[int]:

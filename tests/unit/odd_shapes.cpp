@@ -1,6 +1,6 @@
-// The CPU kernels over odd shapes, for a build with sanitizers: no access outside a buffer, no undefined behaviour, and
-// the same bits for a row in any company. Buffers are exactly as large as the kernels are promised, and cache entries
-// that nobody wrote are NaN, so that reading one shows.
+// The CPU kernels over odd shapes: no access outside a buffer and no undefined behaviour (in a build with sanitizers), the
+// same bits for a row in any company, and a digest of all results, which every build must print alike. Buffers are exactly
+// as large as the kernels are promised, and cache entries that nobody wrote are NaN, so that reading one shows.
 //
 // usage: odd_shapes SEED NUM_CASES; prints one line and exits 1 at the first row that differs.
 #include <cmath>
@@ -16,9 +16,15 @@ namespace {
 
 std::mt19937_64 generator;
 
-int between(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
+// The library's distributions are not the same on every machine.
+int between(int low, int high) { return low + int(generator() % uint64_t(high - low + 1)); }
 
-float number() { return std::normal_distribution<float>()(generator); }
+// About normal: of mean 0 and variance 1.
+float number() {
+  int64_t sum = 0;
+  for (int i = 0; i < 12; ++i) sum += generator() >> 40;
+  return float(double(sum - 6 * (int64_t(1) << 24)) / (1 << 24));
+}
 
 std::vector<float> numbers(size_t size) {
   std::vector<float> values(size);
@@ -38,11 +44,29 @@ struct Exact {
   T& operator[](size_t i) const { return data[i]; }
 };
 
+// FNV-1a over the bits of all results. The sign and the payload of a NaN are the processor's own.
+uint64_t digest = 14695981039346656037u;
+
+void take(const float* values, size_t size) {
+  for (size_t i = 0; i < size; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    digest = (digest ^ (values[i] != values[i] ? 0x7fc00000u : bits)) * 1099511628211u;
+  }
+}
+
 bool same_bits(const float* a, const float* b, size_t size) { return std::memcmp(a, b, size * sizeof(float)) == 0; }
 
-[[noreturn]] void differs(const char* what, int number_of_case) {
-  std::printf("case %d: %s has other bits in company than alone\n", number_of_case, what);
+[[noreturn]] void differs(const char* what, int number_of_case, const char* than = "in company than alone") {
+  std::printf("case %d: %s has other bits %s\n", number_of_case, what, than);
   std::exit(1);
+}
+
+// As bfloat16 numbers near these, as float16 other finite ones.
+Exact<uint16_t> upper_halves(const std::vector<float>& values) {
+  Exact<uint16_t> halves(values.size());
+  for (size_t i = 0; i < values.size(); ++i) std::memcpy(&halves[i], (const char*)&values[i] + 2, 2);
+  return halves;
 }
 
 struct Packed {
@@ -58,8 +82,13 @@ struct Packed {
         sums(kind == INT8 ? slipstream_padded_out(out) : 0),
         bias(biased ? slipstream_padded_out(out) : 0) {
     Exact<float> exact(weight);
+    Exact<uint16_t> upper = upper_halves(weight);
     if (kind == INT8)
       slipstream_pack_int8(exact.get(), in, out, (int8_t*)panels.get(), scales.get(), sums.get(), threads);
+    else if (kind == BFLOAT16)
+      slipstream_pack_bfloat16(upper.get(), in, out, (uint16_t*)panels.get(), threads);
+    else if (kind == FLOAT16)
+      slipstream_pack_float16(upper.get(), in, out, (uint16_t*)panels.get(), threads);
     else
       slipstream_pack_float32(exact.get(), in, out, (float*)panels.get(), threads);
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
@@ -73,34 +102,65 @@ std::unique_ptr<Packed> random_linear(int kind, int in, int out, bool biased, in
   return std::make_unique<Packed>(kind, weight, in, out, biased, threads);
 }
 
+// The same products of the weights that are read back, in float32.
+void check_widened(const Packed& packed, const Exact<float>& rows, int n, const Exact<float>& expected, int number_of_case) {
+  const int in = packed.linear.in, out = packed.linear.out;
+  Exact<int64_t> all(out);
+  for (int i = 0; i < out; ++i) all[i] = i;
+  std::vector<float> weight(size_t(out) * in);
+  slipstream_unpack(&packed.linear, all.get(), out, weight.data());
+  Packed wide(FLOAT32, weight, in, out, false, 1);
+  wide.linear.bias = packed.linear.bias;
+  Exact<float> products(size_t(n) * out);
+  slipstream_multiply(&wide.linear, rows.get(), n, products.get(), 2);
+  if (!same_bits(products.get(), expected.get(), products.size)) 
+    differs("a product with 16-bit weights", number_of_case, "than in float32");
+}
+
 void check_products(int number_of_case) {
-  const int kind = between(0, 1), in = between(1, 150), out = between(1, 200), n = between(1, 40), threads = between(1, 3);
+  const int kind = between(0, 3), in = between(1, 150), out = between(1, 200), n = between(1, 40), threads = between(1, 3);
   auto packed = random_linear(kind, in, out, between(0, 1), threads);
   Exact<float> rows(numbers(size_t(n) * in)), together(size_t(n) * out);
   const float odd[] = {0.0f, 1e-42f, 3e38f, INFINITY, NAN};
   if (between(0, 1)) rows[between(0, n * in - 1)] = odd[between(0, 4)];
   slipstream_multiply(&packed->linear, rows.get(), n, together.get(), threads);
+  take(together.get(), together.size);
   for (int row = 0; row < n; ++row) {
     Exact<float> single(std::vector<float>(rows.get() + size_t(row) * in, rows.get() + size_t(row + 1) * in)), alone(out);
     slipstream_multiply(&packed->linear, single.get(), 1, alone.get(), between(1, 3));
     if (!same_bits(alone.get(), together.get() + size_t(row) * out, out)) differs("a product", number_of_case);
   }
+  if (kind == BFLOAT16 || kind == FLOAT16) check_widened(*packed, rows, n, together, number_of_case);
   Exact<int64_t> indices(n);
   for (int i = 0; i < n; ++i) indices[i] = between(0, out - 1);
   Exact<float> unpacked(size_t(n) * in);
   slipstream_unpack(&packed->linear, indices.get(), n, unpacked.get());
+  take(unpacked.get(), unpacked.size);
 }
 
 // A random small model with everything that the structs point at.
 struct Network {
   std::vector<std::unique_ptr<Packed>> weights;
   std::vector<std::unique_ptr<Exact<float>>> vectors;
+  std::unique_ptr<Exact<uint16_t>> halves;
   std::vector<Layer> layers;
   Model model{};
 
   const float* vector(int size) {
     vectors.push_back(std::make_unique<Exact<float>>(numbers(size)));
     return vectors.back()->get();
+  }
+
+  void embed(int kind) {
+    std::vector<float> table = numbers(size_t(model.vocab) * model.hidden);
+    model.embedding_kind = kind == INT8 ? FLOAT32 : kind;
+    if (model.embedding_kind == FLOAT32) {
+      vectors.push_back(std::make_unique<Exact<float>>(table));
+      model.embedding = vectors.back()->get();
+    } else {
+      halves = std::make_unique<Exact<uint16_t>>(upper_halves(table));
+      model.embedding = halves->get();
+    }
   }
 
   Linear linear(int kind, int in, int out, bool biased) {
@@ -111,16 +171,19 @@ struct Network {
   // Gate and up in alternating panels, each padded with zeros, as native.py lays them out.
   Linear gate_up(int kind, int hidden, int intermediate) {
     const int padded = (intermediate + PANEL - 1) / PANEL * PANEL;
+    const std::vector<float> drawn = numbers(size_t(2) * intermediate * hidden);
     std::vector<float> weight(size_t(2) * padded * hidden);
-    for (int output = 0; output < 2 * padded; ++output)
-      if (output / (2 * PANEL) * PANEL + output % PANEL < intermediate)
-        for (int k = 0; k < hidden; ++k) weight[size_t(output) * hidden + k] = number() / std::sqrt(float(hidden));
+    for (int i = 0; i < 2 * intermediate; ++i) {
+      const int which = i / intermediate, output = i % intermediate;
+      const int row = (2 * (output / PANEL) + which) * PANEL + output % PANEL;
+      for (int k = 0; k < hidden; ++k) weight[size_t(row) * hidden + k] = drawn[size_t(i) * hidden + k] / std::sqrt(float(hidden));
+    }
     weights.push_back(std::make_unique<Packed>(kind, weight, hidden, 2 * padded, false, 2));
     return weights.back()->linear;
   }
 
   Network() {
-    const int kind = between(0, 1);
+    const int kind = between(0, 3);
     model.num_layers = between(1, 3);
     model.hidden = between(1, 70);
     model.num_kv_heads = between(1, 3);
@@ -133,7 +196,7 @@ struct Network {
     model.attention_scale = 1.0f / std::sqrt(float(model.head_dim));
     model.rotary_scale = 1.0f;
     model.inverse_frequencies = vector(model.rotary_dim / 2);
-    model.embedding = between(0, 1) ? vector(model.vocab * model.hidden) : nullptr;
+    if (between(0, 1)) embed(kind);
     model.final_norm = vector(model.hidden);
     model.head = linear(kind, model.hidden, model.vocab, false);
     const bool biased = between(0, 1), normed = between(0, 1);
@@ -155,16 +218,28 @@ struct Network {
   }
 };
 
+// Nobody has written an entry yet: each is NaN, or of int8 numbers has the scale NaN.
 struct Cache {
-  std::vector<std::unique_ptr<Exact<float>>> keys, values;
-  std::vector<float*> key_addresses, value_addresses;
+  struct Side {
+    std::vector<std::unique_ptr<Exact<uint8_t>>> numbers;
+    std::vector<std::unique_ptr<Exact<float>>> scales;
+    std::vector<void*> number_addresses;
+    std::vector<float*> scale_addresses;
+  };
 
-  Cache(const Model& model, int num_slots) {
+  Side keys, values;
+  const int num_slots, type;
+
+  Cache(const Model& model, int num_slots, int type) : num_slots(num_slots), type(type) {
+    const size_t entries = size_t(num_slots) * model.num_kv_heads, bytes[] = {4, 2, 2, 1};
     for (int layer = 0; layer < model.num_layers; ++layer)
-      for (auto [store, addresses] : {std::pair{&keys, &key_addresses}, std::pair{&values, &value_addresses}}) {
-        store->push_back(std::make_unique<Exact<float>>(size_t(num_slots) * model.num_kv_heads * model.head_dim));
-        std::fill_n(store->back()->get(), store->back()->size, NAN);
-        addresses->push_back(store->back()->get());
+      for (Side* side : {&keys, &values}) {
+        side->numbers.push_back(std::make_unique<Exact<uint8_t>>(entries * model.head_dim * bytes[type]));
+        std::fill_n(side->numbers.back()->get(), side->numbers.back()->size, 0xff);
+        side->number_addresses.push_back(side->numbers.back()->get());
+        side->scales.push_back(std::make_unique<Exact<float>>(type == ENTRY_INT8 ? entries : 0));
+        std::fill_n(side->scales.back()->get(), side->scales.back()->size, NAN);
+        side->scale_addresses.push_back(side->scales.back()->get());
       }
   }
 };
@@ -199,9 +274,11 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
   const int count = int(rows.size());
   Batch batch{count,           count,           2,               model.num_layers, arrays[0].get(), arrays[1].get(),
               arrays[2].get(), arrays[3].get(), arrays[4].get(), arrays[5].get(),  arrays[6].get(), arrays[7].get(),
-              arrays[8].get(), cache.key_addresses.data(), cache.value_addresses.data(), taps_of, taps, logits.get(),
-              all_layers.data()};
+              arrays[8].get(), cache.keys.number_addresses.data(), cache.values.number_addresses.data(), taps_of, taps,
+              logits.get(), all_layers.data(), cache.num_slots, cache.type, cache.keys.scale_addresses.data(),
+              cache.values.scale_addresses.data()};
   slipstream_forward(&model, &batch, scratch, between(1, 3));
+  for (const Exact<float>* results : {&first, &last, &logits}) take(results->get(), results->size);
   return {logits.get(), logits.get() + logits.size};
 }
 
@@ -212,13 +289,15 @@ Row committed(const std::vector<int64_t>& text, int start, int position) {
 // A text row by row, then the same text in chunks beside another one, then its end as one path of a tree.
 void check_passes(int number_of_case) {
   Network network;
-  const int length = between(2, 40), vocab = network.model.vocab;
+  // Now and then more than one partition.
+  const int length = between(0, 19) ? between(2, 40) : between(2, 2 * PARTITION + 40), vocab = network.model.vocab;
   std::vector<int64_t> text(length), other(length);
   for (int64_t& token : text) token = between(0, vocab - 1);
   for (int64_t& token : other) token = between(0, vocab - 1);
   const int num_slots = 4 * length + 8;
   Scratch* scratch = slipstream_new_scratch();
-  Cache lone(network.model, num_slots), shared(network.model, num_slots);
+  const int type = between(0, 3);
+  Cache lone(network.model, num_slots, type), shared(network.model, num_slots, type);
   std::vector<std::vector<float>> alone;
   for (int i = 0; i < length; ++i) alone.push_back(forward(network, lone, scratch, {committed(text, 0, i)}));
 
@@ -260,6 +339,185 @@ void check_passes(int number_of_case) {
   slipstream_free_scratch(scratch);
 }
 
+// A pass over texts of equal length from `begin` on, each behind the slot where it starts; the last rows' logits are wanted.
+struct TextRows {
+  std::vector<std::unique_ptr<Exact<int64_t>>> columns;
+  Exact<float> logits;
+  int64_t layers[3] = {0, 1, 2};
+  Batch batch{};
+
+  TextRows(const Model& model, Cache& cache, const std::vector<std::vector<int64_t>>& texts, const std::vector<int>& starts, int begin)
+      : logits(texts.size() * model.vocab) {
+    std::vector<int64_t> token, position, slot, run_begin, run_length, wanted;
+    for (size_t i = 0; i < texts.size(); ++i) {
+      for (int at = begin; at < int(texts[i].size()); ++at) {
+        token.push_back(texts[i][at]);
+        position.push_back(at);
+        slot.push_back(starts[i] + at);
+        run_begin.push_back(starts[i]);
+        run_length.push_back(at + 1);
+      }
+      wanted.push_back(token.size() - 1);
+    }
+    auto column = [&](const std::vector<int64_t>& values) {
+      columns.push_back(std::make_unique<Exact<int64_t>>(values));
+      return columns.back()->get();
+    };
+    batch.num_rows = int(token.size());
+    batch.num_logit_rows = int(wanted.size());
+    batch.num_layers = model.num_layers;
+    batch.tail_begin = column(std::vector<int64_t>(token.size() + 1));
+    batch.token_ids = column(token), batch.positions = column(position), batch.slots = column(slot);
+    batch.run_begin = column(run_begin), batch.run_length = column(run_length), batch.logit_rows = column(wanted);
+    batch.keys = cache.keys.number_addresses.data(), batch.values = cache.values.number_addresses.data();
+    batch.key_scales = cache.keys.scale_addresses.data(), batch.value_scales = cache.values.scale_addresses.data();
+    batch.num_slots = cache.num_slots, batch.entry_type = cache.type;
+    batch.logits = logits.get();
+    batch.layers = layers;
+  }
+};
+
+// Random chains behind `count` rows.
+struct RandomChains {
+  int count, depth;
+  Exact<int64_t> lengths, token_ids;
+  Exact<float> temperatures;
+  Exact<uint64_t> keys;
+  Chains chains;
+
+  RandomChains(int count, int num_tokens, int most)
+      : count(count), depth(std::min(between(1, 5), most)), lengths(count), token_ids(size_t(count) * depth), temperatures(count),
+        keys(size_t(count) * depth) {
+    for (int i = 0; i < count; ++i) lengths[i] = between(1, depth), temperatures[i] = between(0, 2) * 0.5f;
+    for (int i = 0; i < count * depth; ++i) keys[i] = generator();
+    chains = {depth, num_tokens, lengths.get(), temperatures.get(), keys.get(), token_ids.get()};
+  }
+
+  // Whether a chain has these tokens where `next(chain, level)` makes the logits of each in turn.
+  template <typename Next>
+  void check(const char* what, int number_of_case, Next next) {
+    for (int chain = 0; chain < count; ++chain)
+      for (int level = 0; level < lengths[chain]; ++level) {
+        const size_t place = size_t(chain) * depth + level;
+        const std::vector<float> logits = next(chain, level);
+        if (choose(logits.data(), chains.num_tokens, temperatures[chain], keys[place]) != token_ids[place])
+          differs(what, number_of_case);
+        if (token_ids[place] < 0) break;  // none of its tokens may be drafted
+      }
+  }
+};
+
+// Whole chains of several texts, by a draft model or an EAGLE head, against those of each text level by level.
+void check_chains(int number_of_case) {
+  Network network;
+  Model& model = network.model;
+  const int count = between(1, 4), length = between(1, 12), kind = model.head.kind, room = length + 5;
+  const bool is_head = between(0, 1), fuses = between(0, 1);
+  Eagle eagle{};
+  if (is_head) {
+    model.num_layers = 1;
+    Layer& layer = network.layers[0];
+    layer.qkv = network.linear(kind, model.hidden * (fuses ? 2 : 1), layer.qkv.out, between(0, 1));
+    if (!fuses) layer.attention_norm = nullptr;
+    eagle.embedder = &network.model;
+    const int fc_in = fuses ? between(1, 150) : 2 * model.hidden;  // drawn first: arguments have no order
+    eagle.fc = network.linear(kind, fc_in, model.hidden, between(0, 1));
+    eagle.embedding_norm = fuses ? network.vector(model.hidden) : nullptr;
+    eagle.residual_is_normed = between(0, 1);
+    eagle.model = model;
+    if (!fuses) eagle.model.final_norm = nullptr;
+  }
+  Exact<int64_t> ids(model.vocab);
+  for (int i = 0; i < model.vocab; ++i) ids[i] = model.vocab - 1 - i;
+  if (is_head && between(0, 1)) {
+    eagle.token_ids = ids.get();
+    eagle.model.head = network.linear(kind, model.hidden, between(1, model.vocab), false);
+  }
+  const size_t width = is_head && fuses ? eagle.fc.in : model.hidden;
+  std::vector<std::vector<int64_t>> texts(count, std::vector<int64_t>(length));
+  std::vector<int> starts;
+  for (auto& text : texts) {
+    starts.push_back(int(starts.size()) * room);
+    for (int64_t& token : text) token = between(0, model.vocab - 1);
+  }
+  Exact<float> features(numbers(count * length * width)), made(size_t(count) * length * model.hidden);
+  Scratch* scratch = slipstream_new_scratch();
+  const int type = between(0, 3);
+  Cache cache(model, count * room, type), lone(model, count * room, type);
+  RandomChains random(count, between(1, model.vocab), 5);
+  {
+    TextRows rows(model, cache, texts, starts, 0);
+    States states{features.get(), made.get(), true};
+    if (is_head) slipstream_draft_eagle(&eagle, &rows.batch, &states, &random.chains, scratch, between(1, 3));
+    else slipstream_draft(&model, &rows.batch, &random.chains, scratch, between(1, 3));
+  }
+  std::vector<float> state;
+  random.check("a chain", number_of_case, [&](int chain, int level) {
+    auto& text = texts[chain];
+    if (level) text.push_back(random.token_ids[size_t(chain) * random.depth + level - 1]);
+    TextRows rows(model, lone, {text}, {starts[chain]}, level ? int(text.size()) - 1 : 0);
+    if (is_head) {
+      const int n = rows.batch.num_rows;
+      const float* own = features.get() + size_t(chain) * length * width;
+      Exact<float> given(level ? state : std::vector<float>(own, own + length * width)), last(size_t(n) * model.hidden);
+      States states{given.get(), last.get(), level == 0};
+      slipstream_eagle(&eagle, &rows.batch, &states, scratch, between(1, 3));
+      state.assign(last.get() + size_t(n - 1) * model.hidden, last.get() + size_t(n) * model.hidden);
+    } else {
+      slipstream_forward(&model, &rows.batch, scratch, between(1, 3));
+    }
+    return std::vector<float>(rows.logits.get(), rows.logits.get() + model.vocab);
+  });
+  slipstream_free_scratch(scratch);
+}
+
+// Medusa's and Hydra's chains against the heads one by one, each row alone.
+void check_heads(int number_of_case) {
+  Network network;  // the target
+  const int hidden = network.model.hidden, vocab = network.model.vocab, kind = network.model.head.kind;
+  const int num_heads = between(1, 4), num_blocks = between(1, 3), n = between(1, 5);
+  const bool hydra = between(0, 1), shared = between(0, 1);
+  std::vector<Block> blocks;
+  std::vector<Linear> outputs;
+  for (int head = 0; head < num_heads; ++head) {
+    for (int i = 0; i < num_blocks; ++i) {
+      const int in = hydra && !i ? (head + 2) * hidden : hidden;
+      blocks.push_back({network.linear(kind, in, hidden, between(0, 1)), {}});
+      if (in != hidden) blocks.back().shortcut = network.linear(kind, in, hidden, true);
+    }
+    outputs.push_back(network.linear(kind, hidden, vocab, between(0, 1)));
+  }
+  Heads heads{num_heads, num_blocks, hidden, vocab, blocks.data(), outputs.data(), shared};
+  Scratch* scratch = slipstream_new_scratch();
+  Exact<float> states(numbers(size_t(n) * hidden));
+  RandomChains random(n, between(1, vocab), num_heads);
+  std::vector<std::vector<int64_t>> last(n, std::vector<int64_t>(1));
+  for (auto& text : last) text[0] = between(0, vocab - 1);
+  if (hydra) {
+    Cache none(network.model, 0, ENTRY_FLOAT32);
+    TextRows rows(network.model, none, last, std::vector<int>(n), 0);
+    slipstream_draft_hydra(&heads, &network.model, &rows.batch, states.get(), &random.chains, scratch, between(1, 3));
+  } else {
+    Exact<float> logits(size_t(random.depth) * n * vocab);
+    HeadRows rows{n, 0, random.depth, 0, states.get(), logits.get()};
+    slipstream_draft_medusa(&heads, &rows, &random.chains, scratch, between(1, 3));
+  }
+  std::vector<float> input;
+  random.check("a head's chain", number_of_case, [&](int chain, int level) {
+    if (level == 0) input.assign(states.get() + size_t(chain) * hidden, states.get() + size_t(chain + 1) * hidden);
+    if (hydra) {
+      input.resize(input.size() + hidden);
+      const int64_t token = level ? random.token_ids[size_t(chain) * random.depth + level - 1] : last[chain][0];
+      embed(network.model, token, &input[input.size() - hidden]);
+    }
+    Exact<float> given(input), logits(vocab);
+    HeadRows row{1, level, 1, 0, given.get(), logits.get()};
+    slipstream_heads(&heads, &row, scratch, between(1, 3));
+    return std::vector<float>(logits.get(), logits.get() + vocab);
+  });
+  slipstream_free_scratch(scratch);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -268,8 +526,11 @@ int main(int, char** arguments) {
   for (int i = 0; i < num_cases; ++i) {
     check_products(i);
     check_passes(i);
+    check_chains(i);
+    check_heads(i);
   }
-  std::printf("%d cases on %s: equal in any company\n", num_cases, slipstream_instructions());
+  std::printf("%d cases on %s: equal in any company, digest %016llx\n", num_cases, slipstream_instructions(),
+              (unsigned long long)digest);
   std::fflush(stdout);
   std::_Exit(0);  // the kernels' threads never end
 }

@@ -7,7 +7,8 @@ from typing import Any
 from slipstream.profiling.profile import CostProfile, ProfileKey, Rate, StepTime
 
 KEY = ProfileKey(
-    "a CPU", 2, "cpu", 2, "llama-0123", "float32", None, "decoder", "a:B", "0.1.0", "2.13.0", "5.23.0"
+    *("a CPU", 2, "cpu", 2, "llama-0123", "float32", "float16", None),
+    *("decoder", "a:B", "0.1.0", "2.13.0", "5.23.0"),
 )
 
 

@@ -154,10 +154,10 @@ def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.Mon
     output = attention.attend(0, torch.randn(1, 4, 2, 8), entry, entry, Variant(1.0))
     assert output.shape == (1, 2, 4, 8)
     for (key, value), slot in zip(seen, [3, 12], strict=True):
-        assert key.data_ptr() == pool.keys[0][slot].data_ptr()
-        assert value.data_ptr() == pool.values[0][slot].data_ptr()
-    torch.testing.assert_close(pool.keys[0][9], entry[0, :, 0])
-    torch.testing.assert_close(pool.values[0][12], entry[0, :, 1])
+        assert key.data_ptr() == pool.keys[0][:, slot].data_ptr()
+        assert value.data_ptr() == pool.values[0][:, slot].data_ptr()
+    torch.testing.assert_close(pool.keys[0][:, 9], entry[0, :, 0])
+    torch.testing.assert_close(pool.values[0][:, 12], entry[0, :, 1])
 
 
 @pytest.mark.parametrize("slots", [range(9), [8, 2, 5, 1, 7, 0, 3]], ids=["contiguous", "scattered"])
@@ -170,7 +170,7 @@ def test_layers_of_one_pass_may_have_different_windows(slots: Any) -> None:
     for layer, window in enumerate([3, None, 5]):
         output = attention.attend(layer, query, entry, entry, Variant(0.5, window))
         seen = torch.tensor([slots[i] for i in range(7 - (window or 7), 7)])
-        keys, values = (pool.keys[layer][seen, 0], pool.values[layer][seen, 0])
+        keys, values = (pool.keys[layer][0, seen], pool.values[layer][0, seen])
         expected = torch.softmax(query[0, 0] @ keys.T * 0.5, dim=-1) @ values
         torch.testing.assert_close(output[0, 0], expected)
 

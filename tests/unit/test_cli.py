@@ -632,7 +632,7 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
         assert "`" not in about
     assert costs["ensemble"]["missing"] == "needs members"
     assert costs["self"]["weight_bytes"] == facts["num_parameters"]
-    assert facts["drafters"]["self"].startswith("runs, weights 8.3 MiB, keys and values 15.0 KiB a token: ")
+    assert facts["drafters"]["self"].startswith("runs, weights 8.3 MiB, keys and values 7.5 KiB a token: ")
     text = run("info", EMBEDDED_DRAFT, "--draft-for", EMBEDDED_TARGET, "--draft", str(files / "other_draft"))
     assert text.exit_code == 0, text.output
     assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)

@@ -27,18 +27,23 @@ LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
 
 
-@pytest.fixture(scope="module", params=["float32", "int8", "odd", "odd int8", "window"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(("embedded", "float16", "float16"), ("embedded", "float32", "float32")),
+        *(("embedded", "float32", "int8"), ("embedded", "int8", "bfloat16")),
+        *(("odd", "float32", "float16"), ("odd", "bfloat16", "float32"), ("odd", "int8", "float32")),
+        *(("window", "float32", "float32"), ("window", "bfloat16", "bfloat16"), ("window", "int8", "int8")),
+    ],
+    ids=lambda case: f"{case[0]}, {case[1]} weights, {case[2]} cache",
+)
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """The embedded target in both kinds of weight, and small models of awkward shapes."""
-    if request.param in ("float32", "int8"):
-        loaded = load_model(
-            EMBEDDED_TARGET, quantization=None if request.param == "float32" else "int8", cpu_kernels="native"
-        )
-    else:
-        loaded = load_model(
-            str(_awkward(request.param, tmp_path_factory.mktemp("odd"))), cpu_kernels="native"
-        )
+    """The embedded target and small models of awkward shapes, over every kind of weight and of cache."""
+    name, quantization, cache = request.param
+    path = EMBEDDED_TARGET if name == "embedded" else str(_awkward(name, tmp_path_factory.mktemp("odd")))
+    loaded = load_model(path, quantization=quantization, cpu_kernels="native", kv_cache_dtype=cache)
     assert loaded.decoder is not None
+    assert loaded.cache_dtype == getattr(torch, cache)
     return loaded
 
 
@@ -66,9 +71,8 @@ def _awkward(name: str, folder: Path) -> Path:
 
 def make_pool(lm: CausalLM, num_slots: int = 2 * LENGTH) -> KVPool:
     """Every entry that was not written is NaN, so that reading one shows."""
-    pool = KVPool(lm.shapes, num_slots, lm.dtype, lm.device)
-    for tensor in (*pool.keys, *pool.values):
-        tensor.fill_(float("nan"))
+    pool = KVPool(lm.shapes, num_slots, lm.dtype, lm.device, cache_dtype=lm.cache_dtype)
+    pool.fill(float("nan"))
     return pool
 
 
@@ -171,20 +175,18 @@ def test_only_the_wanted_rows_have_logits(lm: CausalLM, alone: Tensor) -> None:
     assert torch.equal(lm.forward(groups, pool).logits, alone[[8, 2, 1]])
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_weights_are_held_once(quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "each"), [(None, 2), ("float32", 4), ("int8", 1)])
+def test_weights_are_held_once(quantization: str | None, each: int) -> None:
     lm = load_model(EMBEDDED_TARGET, quantization=quantization, cpu_kernels="native")
     assert all(parameter.is_meta for parameter in lm.model.parameters())
-    each = 4 if quantization is None else 1
     assert each * lm.num_parameters <= lm.weight_bytes < each * lm.num_parameters * 1.05
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_row_that_is_no_number_shows_and_harms_no_other(quantization: str | None) -> None:
-    lm = load_model(EMBEDDED_TARGET, quantization=quantization, cpu_kernels="native")
+def test_a_row_that_is_no_number_shows_and_harms_no_other(lm: CausalLM) -> None:
     pool = make_pool(lm)
     expected = lm.forward([chain(0, 0, 4)], pool).logits
-    pool.values[0][LENGTH] = float("nan")
+    for tensor in pool.value_scales or pool.values:
+        tensor[:, LENGTH] = float("nan")
     sick = RowGroup(pool.slots[LENGTH:], 1, TEXT[:1], [0])
     both = lm.forward([chain(0, 0, 4), sick], pool).logits
     assert torch.equal(both[:4], expected)

@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.base import DraftContext
+from slipstream.draft.heads import eagle
 from slipstream.draft.heads.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from slipstream.errors import ConfigError, ModelError
-from slipstream.kv.pool import KVPool
+from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
+from slipstream.models.rows import Rows
 from slipstream.sampling.params import SamplingParams as Params
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
@@ -123,9 +125,14 @@ def noted_logits(head: EagleHead, seen: list[torch.Tensor], monkeypatch: Any) ->
     monkeypatch.setattr(EagleHead, "logits", noted)
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("kind", HEADS)
-def test_drafting_computes_what_training_trained(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_drafting_computes_what_training_trained(
+    kind: str, kernels: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Greedy chains of the engine's drafter against the training-time test on the text plus those very guesses."""
+    if kernels == "torch":
+        monkeypatch.setattr(eagle, "fuse_eagle", lambda *_: None)
     head = random_head(**HEADS[kind])
     depth = 1 if head.config.version == 1 else 4
     folder = save(head, tmp_path)
@@ -269,12 +276,20 @@ def test_a_method_takes_heads_of_its_version(tmp_path: Path) -> None:
         Eagle1Drafter(made.options, made.context)
 
 
-def test_int8_weights_are_a_quarter_and_guess_alike(tmp_path: Path) -> None:
+def test_int8_weights_are_half_and_guess_alike(tmp_path: Path) -> None:
     folder = save(random_head(), tmp_path)
     full, small = make(folder), make(folder, quantization="int8")
-    assert 0.2 < small.weight_bytes() / full.weight_bytes() < 0.35
+    assert 0.4 < small.weight_bytes() / full.weight_bytes() < 0.6
     with pytest.raises(ConfigError, match="int4"):
         make(folder, quantization="int4")
-    hidden = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
-    agree = full.head.logits(hidden).argmax(-1) == small.head.logits(hidden).argmax(-1)
+    agree = first_guesses(full) == first_guesses(small)
     assert float(agree.float().mean()) > 0.9
+
+
+def first_guesses(drafter: EagleDrafter) -> torch.Tensor:
+    """int64 [64]: the most probable token of each row, where rows have nothing to do with each other."""
+    features = torch.randn(64, 3 * 320, generator=torch.Generator().manual_seed(0))
+    rows = Rows([RowGroup(range(row, row + 1), 0, [row + 9], [0]) for row in range(64)])
+    pool = KVPool([LayerShape(5, 64, 64)], 64, torch.float32, torch.device("cpu"))
+    assert drafter.native is not None
+    return drafter.native.forward(rows, pool, features, from_target=True)[1].argmax(-1)

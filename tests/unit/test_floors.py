@@ -123,7 +123,11 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
     assert [done for done, _ in calls] == [*range(8 + 3 * 8), 32]
     assert calls[-1] == (32, 32)
     assert measured.key == floors.profile_key(draft)
-    assert (measured.key.dtype, measured.key.quantization, measured.key.device) == ("float32", None, "cpu")
+    assert (measured.key.dtype, measured.key.quantization, measured.key.device) == (
+        "float32",
+        "float16",
+        "cpu",
+    )
     assert measured.path == EMBEDDED_DRAFT
 
 
@@ -197,12 +201,17 @@ def test_the_key_tells_models_and_threads_apart_but_not_paths(draft: CausalLM, t
     shutil.copytree(EMBEDDED_DRAFT, tmp_path / "moved")
     assert key == floors.profile_key(load_model(str(tmp_path / "moved"), canary=False))
     assert key != floors.profile_key(tiny(LlamaConfig(**SHAPE)))
-    halved = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
+    rounded = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
+    wide = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="float32", canary=False))
+    assert [each.quantization for each in (key, rounded, wide)] == ["float16", "bfloat16", None]
+    assert key.dtype == rounded.dtype == "float32"
+    options = {"dtype": "bfloat16", "cpu_kernels": "torch"}
+    halved = floors.profile_key(load_model(EMBEDDED_DRAFT, **options, canary=False))
     assert (halved.dtype, halved.kernels) == ("bfloat16", "torch")
     assert halved.model == key.model
     paged = load_model(
         EMBEDDED_DRAFT,
-        dtype="bfloat16",
+        **options,
         canary=False,
         attention_backend="slipstream.testing.paged:PagedBackend",
     )

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from head_drafters import CONFORMS, VOCAB, computed, context, random_heads, target, text
+from head_drafters import (
+    CONFORMS,
+    VOCAB,
+    computed,
+    context,
+    force,
+    random_heads,
+    reference,
+    target,
+    text,
+)
 
 from slipstream.draft.heads.hydra import HydraDrafter, HydraOptions
 from slipstream.errors import ModelError
@@ -31,26 +41,34 @@ def read(state: torch.Tensor, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_chain_reads_its_own_guesses(quantization: str | None) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_chain_reads_its_own_guesses(
+    quantization: str | None, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(kernels, monkeypatch)
     drafter = make(quantization=quantization)
+    heads = reference(drafter)
     sequence, state = computed(drafter, text(40))
     token_ids = [sequence.token_ids[-1]]
     for head in range(4):
-        token_ids.append(int(drafter.heads.step(head, read(state, token_ids)[None]).argmax()))
+        token_ids.append(int(heads.step(head, read(state, token_ids)[None]).argmax()))
     assert list(drafter.propose([sequence], [4])[0].token_ids) == token_ids[1:]
     assert list(drafter.propose([sequence], [3])[0].token_ids) == token_ids[1:4]
 
 
-def test_every_branch_reads_its_own_path_in_a_batch() -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_every_branch_reads_its_own_path_in_a_batch(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parent's best child is what its head ranks first after the tokens of the parent's own path."""
+    force(kernels, monkeypatch)
     drafter = make(tree_top_k=3, num_draft_nodes=9)
+    heads = reference(drafter)
     pairs = [computed(drafter, text(length, length), number=length) for length in (40, 5, 17)]
     proposals = drafter.propose([sequence for sequence, _ in pairs], [9, 4, 9])
     assert [len(proposal) for proposal in proposals] == [9, 4, 9]
     for (sequence, state), proposal in zip(pairs, proposals, strict=True):
         for parent, children in proposal.children.items():
             path = [sequence.token_ids[-1], *(proposal.token_ids[node] for node in proposal.path(parent))]
-            logits = drafter.heads.step(len(path) - 1, read(state, path)[None])
+            logits = heads.step(len(path) - 1, read(state, path)[None])
             assert proposal.token_ids[children[0]] == int(logits.argmax())
 
 

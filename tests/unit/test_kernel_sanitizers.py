@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from slipstream.models.cpu import native
+from slipstream.models.cpu import builds, native
+from slipstream.models.cpu.builds import BUILDS, Build
 
 DRIVER = Path(__file__).with_name("odd_shapes.cpp")
 NUM_CASES = 300
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-INSTRUCTIONS = {
-    "x86-64": {"sse2"},
-    "x86-64-v3": {"avx2", "fma", "bmi2"},
-    "skylake-avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
-    "native": set(),
-}
-"""What a processor needs to run code that is compiled for `-march=` this; by the names of /proc/cpuinfo."""
-
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
 
 
-def has(instructions: set[str]) -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return instructions <= set(flags.split())
-
-
-def build(folder: Path, march: str, kernels: Path = native.SOURCES) -> Path:
+def compiled(folder: Path, build: Build, kernels: Path = builds.SOURCES) -> Path:
     """The driver with sanitizers; skips where the compiler has none."""
     program = folder / "odd_shapes"
-    flags = [*("-O1", "-g", f"-march={march}", "-ffp-contract=off", "-std=c++20", "-pthread"), *SANITIZERS]
+    flags = ["-O1", "-g", *build.flags, "-ffp-contract=off", "-std=c++20", "-pthread", *SANITIZERS]
     command = ["c++", *flags, f"-I{kernels}", str(DRIVER), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "cannot find" in done.stderr:  # libasan or libubsan
@@ -58,13 +44,11 @@ def run(program: Path, num_cases: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("march", INSTRUCTIONS)
-def test_odd_shapes_are_clean_and_equal_in_any_company(march: str, tmp_path: Path) -> None:
-    if platform.machine() != "x86_64" and march != "native":
-        pytest.skip("names x86 processors")
-    if not has(INSTRUCTIONS[march]):
-        pytest.skip(f"this processor has no {', '.join(sorted(INSTRUCTIONS[march]))}")
-    done = run(build(tmp_path, march), NUM_CASES)
+@pytest.mark.parametrize("build", BUILDS, ids=attrgetter("name"))
+def test_odd_shapes_are_clean_and_equal_in_any_company(build: Build, tmp_path: Path) -> None:
+    if build.machine not in (builds.machine(), "") or not build.needs <= builds.processor_flags():
+        pytest.skip("not for this processor")
+    done = run(compiled(tmp_path, build), NUM_CASES)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert f"{NUM_CASES} cases" in done.stdout
 
@@ -74,14 +58,14 @@ def test_odd_shapes_are_clean_and_equal_in_any_company(march: str, tmp_path: Pat
     [
         (
             "linear.h",
-            "for (int k = 0; k < linear.in; ++k)\n    out[k]",
-            "for (int k = 0; k <= linear.in; ++k)\n    out[k]",
+            "for (int k = 0; k < in; ++k) out[k] = Weights::widened",
+            "for (int k = 0; k <= in; ++k) out[k] = Weights::widened",
             "AddressSanitizer",
         ),
         (
             "attention.h",
-            "int size() const { return length + num_tail; }",
-            "int size() const { return length + num_tail - (num_tail > 2); }",
+            "end = run + int(tail_end - tail_begin);",
+            "end = run + int(tail_end - tail_begin) - (tail_end - tail_begin > 2);",
             "a node of a tree",
         ),
         (
@@ -90,15 +74,21 @@ def test_odd_shapes_are_clean_and_equal_in_any_company(march: str, tmp_path: Pat
             "store(out + r * UNIT + c * LANES, R > 3 ? total[r][c] * 1.0000002f : total[r][c]);",
             "has other bits in company",
         ),
+        (
+            "widen.h",
+            "(floats)(both << 16)",
+            "(floats)(both << 16 | 1)",
+            "has other bits than in float32",
+        ),
     ],
-    ids=["writes-behind-a-row", "misses-an-ancestor", "rounds-by-company"],
+    ids=["writes-behind-a-row", "misses-an-ancestor", "rounds-by-company", "widens-wrong"],
 )
 def test_a_planted_fault_is_found(file: str, before: str, after: str, finding: str, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
-    shutil.copytree(native.SOURCES, kernels)
+    shutil.copytree(builds.SOURCES, kernels)
     source = (kernels / file).read_text()
     assert before in source, "the kernels have changed: plant the fault anew"
     (kernels / file).write_text(source.replace(before, after))
-    done = run(build(tmp_path, "native", kernels), 50)
+    done = run(compiled(tmp_path, native.build(), kernels), 50)
     assert done.returncode != 0
     assert finding in done.stdout + done.stderr

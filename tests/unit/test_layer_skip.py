@@ -42,8 +42,7 @@ def make(target: CausalLM, verifier: str = "coupled", **options: Any) -> LayerSk
 def attached(drafter: LayerSkipDrafter, target: CausalLM) -> KVCache:
     """The target's cache; entries that were not written are NaN."""
     cache = KVCache(target.shapes, 512, target.dtype, target.device)
-    for tensor in (*cache.pool.keys, *cache.pool.values):
-        tensor.fill_(float("nan"))
+    cache.pool.fill(float("nan"))
     drafter.attach(cache)
     return cache
 
@@ -128,9 +127,9 @@ def test_no_slot_is_written_behind_the_reserved_ones(target: CausalLM, budget: i
     compute(target, cache, seq)
     assert len(drafter.propose([seq], [budget])[0]) == budget
     end = cache.accounting.slots(seq.id)[seq.num_computed + 1 + budget]
-    assert all(bool(keys[end:].isnan().all()) for keys in cache.pool.keys)
-    assert not bool(cache.pool.keys[0][end - budget - 1].isnan().any())
-    assert bool(cache.pool.keys[LAST][end - budget - 1].isnan().all())
+    assert all(bool(keys[:, end:].isnan().all()) for keys in cache.pool.keys)
+    assert not bool(cache.pool.keys[0][:, end - budget - 1].isnan().any())
+    assert bool(cache.pool.keys[LAST][:, end - budget - 1].isnan().all())
 
 
 def test_while_the_prompt_is_computed_it_proposes_nothing(target: CausalLM) -> None:
@@ -156,7 +155,7 @@ def test_the_text_is_the_targets(options: dict[str, Any], quantization: str | No
     assert llm.engine.stats().num_draft_failures == 0
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
     weights = llm.engine.drafter.memory_bytes() / llm.engine.model.weight_bytes
-    assert weights == 0 if quantization is None else 0.2 < weights < 0.3
+    assert weights == 0 if quantization is None else 0.4 < weights < 0.6
 
 
 def test_each_tenant_has_a_search_of_its_own(target: CausalLM) -> None:

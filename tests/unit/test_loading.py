@@ -70,7 +70,7 @@ def test_a_loaded_model(checkpoint: Path) -> None:
     assert lm.kv_bytes_per_token == 2 * 2 * (4 + 4) * 4  # layers, key heads, key and value width, bytes
     assert lm.weight_bytes == 4 * lm.num_parameters
     assert not is_cost_expanded(lm)
-    assert load_model(str(checkpoint), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(str(checkpoint), dtype="bfloat16", cpu_kernels="torch").dtype == torch.bfloat16
 
 
 def test_no_folder(tmp_path: Path) -> None:

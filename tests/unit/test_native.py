@@ -1,21 +1,24 @@
-"""Compiling the CPU kernels: once, for this machine, and doing without where that is impossible."""
+"""Finding the CPU kernels: the build for this machine, compiled once, and doing without where that is impossible."""
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.config import cache_folder
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, loading
-from slipstream.models.cpu import native
+from slipstream.models.cpu import builds, native
+from slipstream.models.cpu.builds import BUILDS, Build
 from slipstream.models.linear.float32 import Float32
 from slipstream.models.linear.int8 import Int8
 
@@ -24,10 +27,10 @@ from slipstream.models.linear.int8 import Int8
 def forgotten() -> Iterator[None]:
     """No library is loaded yet, and none is afterwards."""
     native._load.cache_clear()
-    loading._warn_once.cache_clear()
+    loading.warn_once.cache_clear()
     yield
     native._load.cache_clear()
-    loading._warn_once.cache_clear()
+    loading.warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -82,14 +85,78 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     assert "set SLIPSTREAM_CACHE to a folder that can be written" in caplog.text
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "skylake-avx512", "native"])
-def test_the_kernels_compile_for_other_processors(processor: str) -> None:
-    source = str(native.SOURCES / "kernels.cpp")
-    flags = [*(flag for flag in native.FLAGS if not flag.startswith("-march")), f"-march={processor}"]
-    command = ["c++", *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", source]
+@pytest.mark.skipif(builds.machine() != "x86_64", reason="names x86 processors")
+@pytest.mark.parametrize(
+    "build", [build for build in BUILDS if build.machine != "aarch64"], ids=attrgetter("name")
+)
+def test_every_build_compiles(build: Build) -> None:
+    command = [*build.command(["c++"], Path("/dev/null")), "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+ZEN_4 = "avx2 fma bmi1 bmi2 f16c movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+ALDER_LAKE = "avx2 fma bmi1 bmi2 f16c movbe abm avx_vnni"
+
+
+@pytest.mark.parametrize(
+    ("processor", "flags", "names"),
+    [
+        ("x86_64", ZEN_4, ["avx512_vnni", "avx512", "avx2"]),
+        ("x86_64", ALDER_LAKE, ["avx2_vnni", "avx2"]),
+        ("x86_64", "avx", []),
+        ("aarch64", "fp asimd asimddp", ["neon_dotprod", "neon"]),
+        ("aarch64", "fp asimd", ["neon"]),
+        ("riscv64", "", ["generic"]),
+    ],
+)
+def test_a_processor_runs_what_it_has_instructions_for(processor: str, flags: str, names: list[str]) -> None:
+    assert [build.name for build in builds.runnable(flags.split(), processor)] == names
+    if names:
+        assert builds.choose("", flags.split(), processor).name == names[0]
+        assert builds.choose(names[-1], flags.split(), processor).name == names[-1]
+
+
+def test_a_processor_without_a_build_says_so() -> None:
+    with pytest.raises(LookupError, match="neither AVX2 with FMA nor NEON"):
+        builds.choose("", ["avx"], "x86_64")
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("forced", "message"),
+    [
+        ("avx1024", r"SLIPSTREAM_CPU_ISA is 'avx1024', and must be one of avx512_vnni, .*; this one runs "),
+        ("generic", r"SLIPSTREAM_CPU_ISA is 'generic', which is not for this processor; this one runs "),
+    ],
+)
+def test_a_build_that_cannot_run_is_refused(
+    forced: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CPU_ISA", forced)
+    with pytest.raises(ConfigError, match=message):
+        load_model(EMBEDDED_DRAFT)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_kernels_of_the_package_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they do not load: then it is as without them."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cached = cache_folder() / native.build().file_name
+    prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
+    for folder in (prebuilt, cache):
+        folder.mkdir()
+    shutil.copy(cached, prebuilt)
+    monkeypatch.setattr(builds, "PREBUILT", prebuilt)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
+    assert native.unavailable() is None
+    assert list(cache.iterdir()) == []
+    native._load.cache_clear()
+    broken = tmp_path / "broken"  # what is loaded from a path stays so
+    broken.mkdir()
+    (broken / cached.name).write_text("of another C library")
+    monkeypatch.setattr(builds, "PREBUILT", broken)
+    assert "there is no C++ compiler" in str(native.unavailable())
 
 
 def test_pytorchs_defaults_do_not_reach_the_kernels() -> None:
@@ -121,12 +188,12 @@ def test_the_structs_have_the_sizes_of_the_sources(tmp_path: Path) -> None:
     """A field that only one side has would shift all others."""
     program = tmp_path / "sizes.cpp"
     program.write_text(
-        f'#include <cstdio>\n#include "{native.SOURCES / "decoder.h"}"\n'
+        f'#include <cstdio>\n#include "{builds.SOURCES / "decoder.h"}"\n'
         "int main() { std::printf("
         '"%zu %zu %zu %zu", sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Batch)); }\n'
     )
     subprocess.run(
-        ["c++", "-std=c++20", "-march=native", str(program), "-o", str(tmp_path / "sizes")], check=True
+        ["c++", "-std=c++20", *native.build().flags, str(program), "-o", str(tmp_path / "sizes")], check=True
     )
     sizes = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout
     structs = (native.LinearStruct, native.LayerStruct, native.ModelStruct, native.BatchStruct)

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import environments, machine, run
+from benchmarks.peers import driver as driving
+from benchmarks.peers import environments, machine, model_run, run
 from benchmarks.peers.catalog import Catalog, Mode, Model, fill_in, load_catalog
+from benchmarks.peers.driver import Driver
+from benchmarks.peers.environments import Elsewhere
+from benchmarks.peers.groups import grouped
+from benchmarks.peers.model_run import run_models
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, load, resume
+from benchmarks.peers.selection import selected
 from benchmarks.peers.workload import Question, questions
 from slipstream.errors import ConfigError
 
@@ -110,7 +116,7 @@ def test_the_draft_is_filled_in_at_any_depth() -> None:
 
 
 def test_modes_that_load_alike_share_a_process() -> None:
-    groups = run.grouped(load_catalog().modes)
+    groups = grouped(load_catalog().modes)
     transformers = [group for group in groups if group.peer == "transformers"]
     assert [len(group.modes) for group in transformers] == [3]
     assert all(len(group.modes) == 1 for group in groups if group.peer == "openvino")
@@ -128,24 +134,30 @@ MODES = [
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Driver:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver whose every peer is the fake one, on a machine that counts as measured."""
     asked = [Question("a", 0, [[1]]), Question("b", 0, [[2]]), Question(BATCH, 0, [[1], [2]])]
-    monkeypatch.setattr(run, "questions", lambda model: asked)
-    monkeypatch.setattr(environments, "ensure", lambda peer, folder, say: Path(sys.executable))
+    for module in (driving, model_run):
+        monkeypatch.setattr(module, "questions", lambda model: asked)
+    monkeypatch.setattr(environments, "ensure", lambda peer, folder, say, elsewhere: Path(sys.executable))
     monkeypatch.setattr(machine, "others_share", lambda: 0.0)
     monkeypatch.setattr(machine, "read_bandwidth_bytes_per_s", lambda threads: 1e10)
-    monkeypatch.setattr(run, "provenance", lambda: {"date": "today"})
+    monkeypatch.setattr(driving, "provenance", lambda: {"date": "today"})
     options = argparse.Namespace(
-        venvs=tmp_path, models_dir=tmp_path, threads=2, seed=0, out=tmp_path / "results.json"
+        venvs=tmp_path,
+        models_dir=tmp_path,
+        threads=2,
+        seed=0,
+        out=tmp_path / "results.json",
+        elsewhere=Elsewhere(),
     )
-    driver = run.Driver(options, Catalog([MODEL], MODES), Results({"models": {"embedded": {}}}, "code"))
+    driver = Driver(options, Catalog([MODEL], MODES), Results({"models": {"embedded": {}}}, "code"))
     monkeypatch.setattr(driver, "start", lambda peer, name: Worker(COMMAND, {}, ROOT, tmp_path / "log"))
     return driver
 
 
-def test_every_mode_answers_every_prompt_in_every_round(driver: run.Driver) -> None:
-    driver.run()
+def test_every_mode_answers_every_prompt_in_every_round(driver: Driver) -> None:
+    run_models(driver)
     results = load(driver.options.out)
     expected = {(r, task, 0) for r in range(2) for task in ("a", "b")}
     assert results.done("embedded", "vllm/off/float32") == expected | {(0, BATCH, 0), (1, BATCH, 0)}
@@ -159,23 +171,31 @@ def test_every_mode_answers_every_prompt_in_every_round(driver: run.Driver) -> N
     assert len(results.sessions) == 1
 
 
-def test_a_rerun_adds_only_what_is_missing(driver: run.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.run()
+def test_a_rerun_adds_only_what_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_models(driver)
     complete = list(driver.results.samples)
     lost = complete[2]
     results = load(driver.options.out)
     results.samples.remove(lost)
-    again = run.Driver(driver.options, driver.catalog, results)
+    again = Driver(driver.options, driver.catalog, results)
     monkeypatch.setattr(again, "start", driver.start)
-    again.run()
+    run_models(again)
     key = (lost.mode, lost.round, lost.task, lost.index)
     assert [(s.mode, s.round, s.task, s.index) for s in again.results.samples[len(complete) - 1 :]] == [key]
     assert len(again.results.samples) == len(complete)
     assert len(again.results.sessions) == 2
 
 
-def test_waves_when_memory_is_short(driver: run.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "RESERVE_BYTES", 2**60)
+def test_a_stopped_run_is_no_refusal(driver: Driver) -> None:
+    stopped = Mode("vllm", "stopped", "suffix", load={"other": 2}, call={"stop": True})
+    driver.catalog = Catalog([MODEL], [MODES[0], stopped])
+    with pytest.raises(SystemExit, match="was told to end"):
+        run_models(driver)
+    assert not load(driver.options.out).refused
+
+
+def test_waves_when_memory_is_short(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_run, "RESERVE_BYTES", 2**60)
     running: list[int] = []
     start = driver.start
 
@@ -186,7 +206,7 @@ def test_waves_when_memory_is_short(driver: run.Driver, monkeypatch: pytest.Monk
 
     workers: list[Worker] = []
     monkeypatch.setattr(driver, "start", one_more)
-    driver.run()
+    run_models(driver)
     assert set(running) == {0}
     assert len(driver.results.done("embedded", "vllm/off/float32")) == 6
     assert all(worker.process.poll() is not None for worker in workers)
@@ -222,7 +242,7 @@ def test_a_mode_that_was_changed_is_not_mixed_with_its_old_samples() -> None:
 
 def test_what_the_command_line_selects() -> None:
     def ask(*arguments: str) -> Catalog:
-        return run.selected(load_catalog(), run.parse_arguments(list(arguments)))
+        return selected(load_catalog(), run.parse_arguments(list(arguments)))
 
     quick = ask("--quick", "--models", "expanded-300m", "--peers", "vllm,openvino", "--modes", "off,int4")
     assert [model.name for model in quick.models] == ["expanded-300m"]

@@ -42,7 +42,7 @@ def test_a_quantised_target_has_no_cheaper_self() -> None:
         LLM(speculative_config={"method": "self"}, quantization="int8")
 
 
-def test_nearly_every_draft_token_is_accepted_and_the_memory_is_a_quarter() -> None:
+def test_nearly_every_draft_token_is_accepted_and_the_memory_is_half_of_the_targets() -> None:
     llm = LLM(speculative_config={"method": "self", "num_speculative_tokens": 4})
     (output,) = llm.generate(
         ["The quick brown fox"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -50,7 +50,7 @@ def test_nearly_every_draft_token_is_accepted_and_the_memory_is_a_quarter() -> N
     assert output.metrics.acceptance_rate > 0.8
     target = llm.engine.model.weight_bytes
     draft = llm.engine.drafter.memory_bytes() - llm.engine.drafter.cache.memory_bytes()  # type: ignore[attr-defined]
-    assert 0.2 * target < draft < 0.3 * target
+    assert 0.4 * target < draft < 0.6 * target
 
 
 def test_the_targets_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ VLLM_ENGINE_DEFAULTS: dict[str, Any] = {
     "swap_space": 4,
     "cpu_offload_gb": 0,
     "block_size": 16,
-    "kv_cache_dtype": "auto",
     "max_seq_len_to_capture": 8192,
     "max_logprobs": 20,
     "disable_log_stats": True,
@@ -117,6 +116,7 @@ class Model:
     weight_bytes = 40_000_000
     device = torch.device("cpu")
     quantization = None
+    weight_type = "float32"
 
 
 def slots(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> int:

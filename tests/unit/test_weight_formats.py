@@ -101,7 +101,8 @@ def widened(module: nn.Module) -> list[Widened]:
 def test_it_drafts_for_the_target_whose_weights_it_holds() -> None:
     cls, options = validate(SpeculativeConfig.from_short("self:toy"))
     assert options.quantization == "toy"
-    llm = LLM(speculative_config={"method": "self", "quantization": "toy", "num_speculative_tokens": 4})
+    spec = {"method": "self", "quantization": "toy", "num_speculative_tokens": 4}
+    llm = LLM(dtype="float32", speculative_config=spec)
     plain = LLM(speculative_config={"method": "off"})
     (answer,), (expected,) = (each.generate(["The quick brown fox"], GREEDY) for each in (llm, plain))
     assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -125,8 +126,8 @@ def test_info_names_it(name: str) -> None:
 
 
 def test_only_a_smaller_copy_drafts() -> None:
-    for target, draft in [("toy", "toy"), ("int8", "toy"), (None, "float32")]:
-        with pytest.raises(ConfigError, match=f"the target is {target or 'float32'} already"):
+    for target, draft in [("toy", "toy"), ("int8", "toy"), ("float32", "float32"), (None, "float16")]:
+        with pytest.raises(ConfigError, match=f"the target is {target or 'float16'} already"):
             LLM(quantization=target, speculative_config={"method": "self", "quantization": draft})
     LLM(quantization="toy", speculative_config={"method": "self", "quantization": "int8"})
 
@@ -134,7 +135,7 @@ def test_only_a_smaller_copy_drafts() -> None:
 def test_float32_can_be_asked_for() -> None:
     lm = load_model(EMBEDDED_TARGET, quantization="float32")
     assert lm.quantization is None
-    assert lm.weight_bytes == load_model(EMBEDDED_TARGET).weight_bytes
+    assert lm.weight_bytes == load_model(EMBEDDED_TARGET, dtype="float32").weight_bytes
 
 
 def test_an_unknown_format_raises_everywhere() -> None:
@@ -204,8 +205,11 @@ def test_formats_keep_the_contract(fmt: WeightFormat) -> None:
     check_weight_format(fmt, same_bits=fmt.kernel is not None)
 
 
-def test_float32_keeps_the_contract_to_the_rounding_of_its_kernels() -> None:
-    check_weight_format(weight_format(None), max_error=1e-5, same_bits=False)
+@pytest.mark.parametrize(("name", "max_error"), [("float32", 1e-5), ("bfloat16", 0.01), ("float16", 1e-3)])
+def test_floating_point_keeps_the_contract_to_the_rounding_of_its_kernels(
+    name: str, max_error: float
+) -> None:
+    check_weight_format(weight_format(name), max_error=max_error, same_bits=False)
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_model(tokenizer: Any, folder: Path, seed: int = 0) -> str:
-    """Write a random one-layer Llama that speaks `tokenizer`, and the tokenizer; returns the folder."""
+def save_model(tokenizer: Any, folder: Path, seed: int = 0, num_layers: int = 1) -> str:
+    """Write a random Llama that speaks `tokenizer`, and the tokenizer; returns the folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,

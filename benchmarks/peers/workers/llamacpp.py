@@ -13,16 +13,20 @@ import atexit
 import concurrent.futures
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workers.loop import Answers, Loaded, Refused, serve
 
 START_TIMEOUT_S = 120
+GGUF_TYPES = {"bfloat16": "BF16", "Q8_0": "Q8_0", "Q4_K_M": "Q4_K_M"}
+BINARIES = Path(os.environ.get("LLAMA_BINARIES", f"{sys.prefix}/bin"))
 
 
 class LlamaServer:
@@ -62,7 +66,8 @@ class LlamaServer:
 
 
 def load(request: dict[str, Any]) -> Loaded:
-    server = Path(sys.prefix) / "bin/llama-server"
+    server = BINARIES / "llama-server"
+    exact = request["weights"] == "float32"
     slots = request["max_num_seqs"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -73,7 +78,8 @@ def load(request: dict[str, Any]) -> Loaded:
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--threads", str(request["threads"]), "--threads-batch", str(request["threads"])),
         *("--parallel", str(slots), "--ctx-size", str(slots * request["max_model_len"])),
-        *("--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"),
+        *(("--cache-type-k", "f32", "--cache-type-v", "f32") if exact else ()),
+        *("--cache-ram", "0"),
         *extra,
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -84,7 +90,8 @@ def load(request: dict[str, Any]) -> Loaded:
     about = (version.stdout + version.stderr).strip().splitlines()
     lines = [line for line in about if line.startswith("version")]
     notes = [
-        "float32 weights and cache, prompt cache off, llama-server",
+        "float32 weights and cache" if exact else f"{request['weights']} weights, float16 cache",
+        "prompt cache off, llama-server",
         *([" ".join(extra)] if extra else []),
     ]
     return Loaded(
@@ -111,12 +118,24 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def convert(source: Path, target: Path, weights: str) -> None:
-    """Write a Llama checkpoint with tied embeddings as GGUF, every tensor in float32."""
+    """Write a Llama checkpoint with tied embeddings as GGUF; other types than float32 are llama.cpp's own work."""
+    if weights == "float32":
+        _write(source, target)
+        return
+    exact = target.with_name(target.name + ".float32")
+    _write(source, exact)
+    command = [str(BINARIES / "llama-quantize"), str(exact), str(target), GGUF_TYPES[weights]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    exact.unlink()
+    if done.returncode:
+        raise Refused(f"llama-quantize ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def _write(source: Path, target: Path) -> None:
+    """Every tensor in float32."""
     import gguf
     import numpy as np
-    from safetensors.numpy import load_file
 
-    assert weights == "float32"
     config = json.loads((source / "config.json").read_text())
     target.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(target, "llama")
@@ -136,8 +155,7 @@ def convert(source: Path, target: Path, weights: str) -> None:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     _add_tokenizer(writer, gguf, json.loads((source / "tokenizer.json").read_text()))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(source / "model.safetensors").items():
-        values = tensor.astype(np.float32)
+    for name, values in _tensors(source / "model.safetensors"):
         if name.endswith("q_proj.weight"):
             values = _interleaved(values, heads)
         elif name.endswith("k_proj.weight"):
@@ -147,6 +165,25 @@ def convert(source: Path, target: Path, weights: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    """Names and values in float32; NumPy has no bfloat16, so the file is read without its help."""
+    import numpy as np
+
+    data = np.memmap(file, np.uint8, "r")
+    start = 8 + int(data[:8].view(np.uint64)[0])
+    header = json.loads(data[8:start].tobytes())
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = about["data_offsets"]
+        raw = data[start + begin : start + end].tobytes()
+        if about["dtype"] == "BF16":
+            values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[about["dtype"]])
+        yield name, values.astype(np.float32).reshape(about["shape"])
 
 
 def _interleaved(weight: Any, heads: int) -> Any:

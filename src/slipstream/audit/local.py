@@ -139,7 +139,7 @@ class _Judging:
         unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level)
         tests = [test for test in (ties, unknown) if test is not None]
         if sampled:
-            tests += distribution_tests(replayer, sampled, mine, settings.confidence)
+            tests += distribution_tests(replayer, sampled, mine, settings.confidence, rounding.tie_margin)
         by_number = {request.number: request for request in self.requests}
         known = Knowledge(replayer.end_tokens)
         checks = [identity.check, *account(by_number, mine, known), self.streams.check]

@@ -66,7 +66,8 @@ class AuditAnswer:
     num_tokens: int | None = None
     """Tokens of the answer, as far as anything but `usage` says: its ids, or its log-probabilities."""
     num_hidden: int = 0
-    """Tokens at most that `num_tokens` may lack: log-probabilities often leave out the end token."""
+    """Tokens at most that `num_tokens` may lack: log-probabilities often leave out the end token, or parts of a
+    character."""
 
 
 @dataclass(slots=True)

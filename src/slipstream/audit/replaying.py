@@ -88,10 +88,12 @@ class Replayer:
             raw_log_probs=_numbers(logits.double().log_softmax(-1).gather(1, own)[:, 0]),
         )
 
-    def scores(self, prompt: Seq[int], answer: Seq[int], params: SamplingParams) -> TokenScores:
-        """Score the tokens of an `answer` that is not empty by the distributions behind them."""
+    def scores(
+        self, prompt: Seq[int], answer: Seq[int], params: SamplingParams, rounding: float = 0.0
+    ) -> TokenScores:
+        """Score the tokens of an `answer` that is not empty by the distributions behind them, as `score_rows`."""
         logits = self.logits([*prompt, *answer][:-1], len(prompt) - 1)  # [T, V]
-        return score_rows(logits, answer, params, lambda variant: self._processor(prompt, variant))
+        return score_rows(logits, answer, params, lambda variant: self._processor(prompt, variant), rounding)
 
     def margin(
         self, prompt: Seq[int], before: Seq[int], first: int, second: int, params: SamplingParams, seed: int

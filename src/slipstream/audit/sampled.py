@@ -18,9 +18,16 @@ DISTRIBUTION = "distribution"
 
 
 def distribution_tests(
-    replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply], confidence: float
+    replayer: Replayer,
+    requests: Seq[AuditRequest],
+    replies: Mapping[int, AuditReply],
+    confidence: float,
+    rounding: float,
 ) -> list[AuditTest]:
-    """Whether every sampled token was drawn from the reference's processed distribution. No test without a token."""
+    """Whether every sampled token was drawn from the reference's processed distribution. No test without a token.
+
+    `rounding` is the margin of near-ties in nats, within which a filter may keep one of two tokens or the other.
+    """
     confidence = 1 - (1 - confidence) / MAX_TESTS
     bets = ReferenceTest(confidence)
     for request in requests:
@@ -30,7 +37,7 @@ def distribution_tests(
             continue
         for answer in reply.answers:
             if answer.token_ids:
-                bets.add(replayer.scores(request.token_ids, answer.token_ids, params))
+                bets.add(replayer.scores(request.token_ids, answer.token_ids, params, rounding))
     if not bets.num_tokens:
         return []
     size = smallest_temperature(bets.information, confidence, TEMPERATURES, bets.num_alternatives)

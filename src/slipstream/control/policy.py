@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.bounded import BoundedDict
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
 from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
+from slipstream.control.plans import (
+    MAX_AGE,
+    Plan,
+    PlanByRules,
+    bounded,
+    most_common,
+    plan_key,
+)
 from slipstream.control.traffic import TaskUse, Traffic
 from slipstream.control.types import (
-    MAX_TASKS,
     ControlReport,
     Drafted,
     DrafterTraits,
@@ -40,8 +44,6 @@ from slipstream.profiling.break_even import break_even
 
 SEARCH_SHARE = 0.005
 """Of the time, for searching plans."""
-MAX_AGE = 384
-"""Steps after which a plan is searched anew, whatever the time that searches took."""
 MIN_AGE = 8
 """Steps for which a plan is kept, unless acceptance has changed."""
 KEPT_GAIN = 1.01
@@ -51,46 +53,6 @@ DRAFTS_GAIN = 1.05
 what they are worth is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
 FIRST_DEPTHS = 1, 4, 2
 """Of the first trial of a drafter, which shows what its levels cost."""
-
-
-def load_bucket(num_requests: int) -> int:
-    """Loads that share a plan differ by less than a fifth."""
-    return int(4 * math.log2(num_requests))
-
-
-@dataclass(slots=True)
-class Plan:
-    """What is done at one load, for the requests that it was made for and for those that come after them."""
-
-    usual: Choice = NOTHING
-    """For a task that is unknown: as most are drafted for."""
-    by_sequence: dict[int, Choice] = field(default_factory=dict)
-    by_task: BoundedDict[str, Choice] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
-    gains: BoundedDict[str, float] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
-    """Task to estimated speedup."""
-    gain: float | None = None
-    """Estimated speedup."""
-    searched_at: int = -MAX_AGE
-    """Step."""
-    undrafted_rate: float = 0.0
-    """Estimated tokens a second with its lookups alone."""
-    drafts_gain: float = 1.0
-    """The part of the estimated speedup that is not the lookups'."""
-    drafts: bool = False
-    """Some request of the step is drafted for, unless withheld."""
-    withheld: bool = False
-    """Nothing is drafted, because drafts measurably lose at this load."""
-
-    def choice(self, request: StepRequest) -> Choice:
-        """By request, then by task, then as usual; what a request was given it keeps as long as the plan holds."""
-        found = self.by_sequence.get(request.sequence_id)
-        if found is None:
-            found = self.by_sequence[request.sequence_id] = self.for_task(request.task)
-        return found
-
-    def for_task(self, task: str) -> Choice:
-        """For a request that the plan was not made for."""
-        return self.by_task.get(task, self.usual)
 
 
 class Policy:
@@ -124,9 +86,12 @@ class Policy:
         self._plans: dict[tuple[int, bool], Plan] = {}
         """By load bucket, and whether the step computes prompts too: then each draft token costs more."""
         self._fixed = fixed
-        self._num_requests = 1
-        """Of the last step."""
-        self._plan = Plan() if adaptive else self._given()
+        if adaptive:
+            self._plan = Plan()
+        elif fixed is not None:
+            self._plan = PlanByRules(fixed)
+        else:
+            self._plan = Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
         self._alone = self._plan
         """The last one for steps without prompts."""
         self._prompt_rows = Mean()
@@ -163,11 +128,11 @@ class Policy:
         if not requests:
             self._probes.give_up()  # nothing to compare with
             return []
-        self._num_requests = len(requests)
-        plan = self._plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self._plan
+        plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self._plan
+        self._plan = plan = plan.at(len(requests))
         if not num_prompt_rows:
             self._alone = plan
-        choices = [bounded(self._planned(plan, request), request) for request in requests]
+        choices = [bounded(plan.choice(request), request) for request in requests]
         plan.drafts = any(choice.drafts for choice in choices)
         if not plan.drafts:
             self.budget.withdraw("probe")  # there is nothing to compare
@@ -206,10 +171,6 @@ class Policy:
         ]
 
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
-        if self._fixed is not None:
-            return self._fixed.choice(task, self._num_requests).drafter
-        if not self.adaptive:
-            return 0
         plan = self._alone
         drafter = plan.for_task(task).drafter
         if plan.withheld or drafter == NOBODY:
@@ -223,22 +184,11 @@ class Policy:
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _given(self) -> Plan:
-        """What is done for a single request where nothing is learned."""
-        if self._fixed is None:
-            return Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
-        return Plan(usual=self._fixed.choice("", 1), drafts=True)
-
-    def _planned(self, plan: Plan, request: StepRequest) -> Choice:
-        if self._fixed is not None:
-            return self._fixed.choice(request.task, self._num_requests)
-        return plan.choice(request)
-
     def _plan_for(self, requests: Seq[StepRequest], num_prompt_rows: int) -> Plan:
         """The cached plan, or a new one."""
         if num_prompt_rows:
             self._prompt_rows.learn(float(num_prompt_rows))
-        key = _key(len(requests), num_prompt_rows)
+        key = plan_key(len(requests), num_prompt_rows)
         plan = self._plans.get(key)
         if plan is not None and not self._is_due(plan):
             return plan
@@ -287,9 +237,9 @@ class Policy:
             if request.limit > 0:  # what may have no drafts now says nothing of others, nor of its next steps
                 plan.by_sequence[request.sequence_id] = choice
                 by_task.setdefault(request.task, []).append((choice, tokens / slower))
-        plan.usual = _most_common(list(plan.by_sequence.values()) or [before.usual])
+        plan.usual = most_common(list(plan.by_sequence.values()) or [before.usual])
         for task, found in by_task.items():
-            plan.by_task[task] = _most_common([choice for choice, _ in found])
+            plan.by_task[task] = most_common([choice for choice, _ in found])
             plan.gains[task] = sum(gain for _, gain in found) / len(found)
         if nothing.tokens_per_s > 0:
             plan.gain = best.tokens_per_s / nothing.tokens_per_s
@@ -543,10 +493,7 @@ class Policy:
 
     def _task_report(self, task: str, use: TaskUse) -> TaskReport:
         plan = self._alone
-        if self._fixed is not None:
-            choice = self._fixed.choice(task, self._num_requests)
-        else:
-            choice = NOTHING if plan.withheld else plan.for_task(task)
+        choice = NOTHING if plan.withheld else plan.for_task(task)
         drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
         rates = [each.rate(task) for each in self.traffic.acceptance]
         known = [rate for rate in rates if rate is not None]
@@ -570,29 +517,5 @@ class Policy:
         return break_even(1, (self.step_cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)
 
 
-def bounded(choice: Choice, request: StepRequest) -> Choice:
-    """What of a choice the request may have."""
-    drafter, depth, lookup, min_tokens = choice
-    limit, allowed = request.limit, request.allowed
-    if (allowed is None and limit >= depth and limit >= min_tokens) or not choice.drafts:
-        return choice if limit > 0 else NOTHING
-    if limit < 1 or (drafter != NOBODY and allowed is not None and drafter not in allowed):
-        drafter = NOBODY
-    if limit < min_tokens or (lookup != NOBODY and allowed is not None and lookup not in allowed):
-        lookup, min_tokens = NOBODY, 0
-    if limit < 1 or drafter == lookup == NOBODY:
-        return NOTHING
-    return Choice(drafter, min(depth, limit) if drafter != NOBODY else 0, lookup, min_tokens)
-
-
-def _key(num_requests: int, num_prompt_rows: int) -> tuple[int, bool]:
-    return load_bucket(max(num_requests, 1)), num_prompt_rows > 0
-
-
 def _uses_drafters(problem: Problem, plan: Priced) -> bool:
     return any(problem.options[place].drafter != NOBODY for place in plan.places.tolist())
-
-
-def _most_common(choices: Seq[Choice]) -> Choice:
-    """The one that was made most often; of several the first."""
-    return Counter(choices).most_common(1)[0][0]

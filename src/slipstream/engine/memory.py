@@ -37,7 +37,7 @@ class MemoryPlan:
     max_model_len: int
     """Prompt and answer together; less than the model could when the cache is too small for more."""
     weight_format: str | None = None
-    """Of the target; None where its weights are the checkpoint's."""
+    """Of the target; None for float32."""
     activation_bytes: int = 0
     """What the largest passes of target and draft model compute with."""
     logit_bytes: int = 0
@@ -112,7 +112,8 @@ def plan_memory(
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
         )
-    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, model.quantization)
+    fmt = None if model.weight_type == "float32" else model.weight_type
+    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt)
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
@@ -146,7 +147,7 @@ def with_passes(
         activation_bytes=sum(activation_bytes(_sizes(each), limits) for each in models),
         logit_bytes=_sizes(model).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
         table_bytes=drafter.table_bytes(options, model.vocab_size, config.max_num_seqs, num_tokens),
-        packing_bytes=max(model.num_parameters * model.dtype.itemsize, model.weight_bytes),
+        packing_bytes=max(model.unpacked_bytes, model.weight_bytes),
     )
 
 

@@ -31,6 +31,7 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
         lora=config.lora,
         max_model_len=config.max_model_len,
         attention_backend=config.attention_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,

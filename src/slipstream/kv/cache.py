@@ -24,9 +24,10 @@ class KVCache:
         prefix_caching: bool = True,
         feature_width: int = 0,
         layout: type[SlotAccounting] = SegmentAccounting,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`layout` says which slots a sequence gets."""
-        self.pool = KVPool(shapes, num_slots, dtype, device, feature_width)
+        """`layout` says which slots a sequence gets; see `KVPool` for the rest."""
+        self.pool = KVPool(shapes, num_slots, dtype, device, feature_width, cache_dtype)
         self.accounting: SlotAccounting = layout(num_slots, self.pool.move, prefix_caching)
 
     def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.kv.slots import SlotMap
 
@@ -24,9 +26,12 @@ class LayerShape:
 
 
 class KVPool:
-    """Keys and values of every layer, one slot a token: `keys[layer]` is [slots, kv_heads, key_dim].
+    """Keys and values of every layer, one slot a token. Only the native kernels know their layout besides this class.
 
-    `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
+    `keys[layer]` is [kv_heads, slots, key_dim]: the entries of a head lie one behind the other, so that attention over
+    consecutive slots is one stream through memory. They are rounded to `cache_dtype` once, when they are written; int8
+    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. `features`, [slots, feature_width], are
+    hidden states that a drafter wants kept with them.
     """
 
     def __init__(
@@ -36,17 +41,34 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         feature_width: int = 0,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype` is that of features and of what is read, `cache_dtype` (None: the same) that of what is held."""
         self.num_slots = num_slots
-        self.keys = [
-            torch.empty(num_slots, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device)
-            for shape in shapes
-        ]
-        self.values = [
-            torch.empty(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
-            for shape in shapes
-        ]
+        self.dtype = dtype
+        self.cache_dtype = dtype if cache_dtype is None else cache_dtype
+
+        key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in shapes]
+        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in shapes]
+        scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
+        self._stacks: list[Tensor] = []
+        self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
+        self.values = self._by_layer(value_sizes, self.cache_dtype, device)
+        self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
+        self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
+
+    def _by_layer(
+        self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """A tensor [kv_heads, slots, ...] a layer; those of one size are parts of one stack."""
+        stacks = {
+            size: torch.empty(count, *size, dtype=dtype, device=device)
+            for size, count in Counter(sizes).items()
+        }
+        self._stacks += stacks.values()
+        parts = {size: iter(stack) for size, stack in stacks.items()}
+        return [next(parts[size]) for size in sizes]
 
     @property
     def slots(self) -> range:
@@ -54,9 +76,31 @@ class KVPool:
         return range(self.num_slots)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that is kept of a token, by slot."""
-        return [*self.keys, *self.values, *([self.features] if self.features.shape[1] else [])]
+    def tensors(self) -> list[Tensor]:
+        """All that is kept of a token: few views, of many layers each, whose first dimension is the slot."""
+        features = [self.features] if self.features.shape[1] else []
+        return [*(stack.movedim(2, 0) for stack in self._stacks), *features]
+
+    def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for."""
+        if self.cache_dtype == torch.int8:
+            key, self.key_scales[layer][:, where] = quantise(key)
+            value, self.value_scales[layer][:, where] = quantise(value)
+        self.keys[layer][:, where] = key.to(self.cache_dtype)
+        self.values[layer][:, where] = value.to(self.cache_dtype)
+
+    def read(self, layer: int, where: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these slots, [kv_heads, n, dim] each, as `dtype`; no copy where that is how they lie."""
+        keys, values = self.keys[layer][:, where].to(self.dtype), self.values[layer][:, where].to(self.dtype)
+        if self.cache_dtype != torch.int8:
+            return keys, values
+        key_scales, value_scales = self.key_scales[layer][:, where], self.value_scales[layer][:, where]
+        return keys * key_scales[..., None].to(self.dtype), values * value_scales[..., None].to(self.dtype)
+
+    def fill(self, number: float) -> None:
+        """Make every number of every entry this one. With NaN it shows who reads an entry that nobody wrote."""
+        for tensor in self.tensors:
+            tensor.fill_(1 if tensor.dtype == torch.int8 else number)
 
     def move(self, source: int, destination: int, count: int) -> None:
         """Copy `count` entries between slots; the ranges may overlap."""
@@ -79,9 +123,9 @@ class KVPool:
         for tensor in self.tensors:
             tensor[destinations] = tensor[sources]
 
-    def index(self, slots: SlotMap | torch.Tensor) -> slice | torch.Tensor:
+    def index(self, slots: SlotMap | Tensor) -> slice | Tensor:
         """What picks these slots out of a tensor of the pool: a slice, and so no copy, where they are contiguous."""
-        if isinstance(slots, torch.Tensor):
+        if isinstance(slots, Tensor):
             return slots
         if isinstance(slots, range) and slots.step == 1:
             return slice(slots.start, slots.stop)
@@ -93,5 +137,21 @@ class KVPool:
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token costs."""
-    return sum(shape.elements() for shape in shapes) * dtype.itemsize
+    """Bytes of keys and values that one token costs, scales included."""
+    scales = 2 * sum(shape.num_kv_heads for shape in shapes) if dtype == torch.int8 else 0
+    return sum(shape.elements() for shape in shapes) * dtype.itemsize + scales * torch.float32.itemsize
+
+
+def quantise(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., dim] -> int8 [..., dim] to the nearest, and the float32 scales [...] that undo it.
+
+    The native kernels do the same, bit for bit. An entry with a number that is not finite gets the scale NaN, so that
+    whoever sees it is NaN as well.
+    """
+    numbers = entries.float()
+    largest = numbers.abs().amax(dim=-1)
+    usable = largest.isfinite() & (largest >= 1e-30)
+    inverse = torch.where(usable, 127.0 / largest, 0.0)
+    integers = (numbers * inverse[..., None]).nan_to_num(0.0).round().to(torch.int8)
+    scales = torch.where(usable, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
+    return integers, scales

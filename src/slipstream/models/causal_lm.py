@@ -20,7 +20,7 @@ from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
 from slipstream.models.layers import LayerStack, layer_stack
-from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
+from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
@@ -53,6 +53,7 @@ class CausalLM:
         vocab_size: int,
         context_length: int,
         weight_format: WeightFormat,
+        dtype: torch.dtype,
     ) -> None:
         self.model = model
         self.path = path
@@ -61,9 +62,14 @@ class CausalLM:
         self.shapes = tuple(shapes)
         self.vocab_size = vocab_size
         self.context_length = context_length
-        self.dtype: torch.dtype = model.dtype
+        self.dtype = dtype
+        """In which rows, keys and values are computed."""
+        self.cache_dtype = self.dtype
+        """How keys and values are held (`kv_cache_dtype`)."""
         self.device: torch.device = model.device
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
+        """Of the weights as they were read."""
         self.weight_format = weight_format
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
@@ -88,8 +94,14 @@ class CausalLM:
 
     @property
     def quantization(self) -> str | None:
-        """The name of the weight format; None where the weights are the checkpoint's."""
-        return None if self.weight_format.name == UNCHANGED else self.weight_format.name
+        """The name of the weight format; None where it is one that `dtype` names."""
+        return None if self.weight_format.name in OF_DTYPE.values() else self.weight_format.name
+
+    @property
+    def weight_type(self) -> str:
+        """How the weights are held: the name of a weight format, or of the type that PyTorch computes in."""
+        packs = self.dtype == torch.float32
+        return self.weight_format.name if packs else str(self.dtype).removeprefix("torch.")
 
     @property
     def kernels(self) -> str:
@@ -101,7 +113,8 @@ class CausalLM:
     @property
     def runs_as(self) -> str:
         """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
-        weights = "" if self.quantization is None else f"{self.quantization} weights, "
+        fmt = self.weight_format.name
+        weights = "" if fmt == UNCHANGED else f"{fmt} weights, "
         kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
         return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}"
 
@@ -114,7 +127,8 @@ class CausalLM:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self.shapes, self.dtype)
+        """Of the cache, scales included."""
+        return bytes_per_token(self.shapes, self.cache_dtype)
 
     @property
     def kv_unit(self) -> int:
@@ -134,6 +148,7 @@ class CausalLM:
             prefix_caching,
             feature_width,
             self.backend.layout,
+            self.cache_dtype,
         )
 
     def trial_cache(self, num_tokens: int) -> tuple[KVPool, SlotMap]:
@@ -186,12 +201,20 @@ class CausalLM:
             if self._layer_stack is None:
                 self._layer_stack = layer_stack(self)
 
+    def format_beside(self, quantization: str | None) -> WeightFormat:
+        """The weight format of a head that runs beside this model; None takes this model's.
+
+        Raises `ConfigError` where the format cannot be used.
+        """
+        own = None if self.weight_format.name == UNCHANGED else self.weight_format.name
+        return checked_format(quantization or own, self.device, self.dtype)
+
     def pack_beside(self, module: nn.Module, quantization: str | None) -> None:
         """Pack the linear layers of a head that runs beside this model, for the same kernels.
 
         None takes this model's weight format. Raises `ConfigError` where the format cannot be used.
         """
-        fmt = checked_format(quantization or self.quantization, self.device, self.dtype)
+        fmt = self.format_beside(quantization)
         native = self.kernels != "torch"
         if native or fmt.name != UNCHANGED:
             pack_linears(module, fmt, native)

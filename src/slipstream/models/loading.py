@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,18 @@ from slipstream.models.files.folder import (
 )
 from slipstream.models.files.lora import chosen_adapter, merge_adapter
 from slipstream.models.files.quantized import settle_quantized
-from slipstream.models.linear.formats import check_quantization, checked_format
+from slipstream.models.linear.formats import OF_DTYPE, check_quantization, checked_format
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.longrope import settle_frequencies
+from slipstream.models.matrices import (
+    STORED,
+    has_only_plain_matrices,
+    matrix_dtype,
+    reading,
+    row_dtype,
+    settle_matrices,
+    widened,
+)
 from slipstream.models.support import check_config, context_length, unsupported
 from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
 
@@ -53,7 +63,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
-    """`auto` is float32 on a CPU and the checkpoint's own type on a GPU."""
+    """The type of a model in PyTorch: `auto` is float32 on a CPU and the checkpoint's own type on a GPU."""
     if name != "auto":
         dtype = getattr(torch, name)
     elif device.type == "cpu":
@@ -62,6 +72,41 @@ def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
         dtype = getattr(config, "dtype", None) or torch.float32
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def resolve_cache_dtype(
+    name: str, dtype: str, stored: torch.dtype | None, computed: torch.dtype, fused: bool
+) -> torch.dtype:
+    """How keys and values are held.
+
+    `name` and `dtype` are what was asked for, `stored` is the checkpoint's type and `computed` what the model computes
+    in. `auto` is the checkpoint's own type where our kernels run whole passes (`fused`): they widen what they read.
+    PyTorch's attention would copy the whole cache in every pass.
+    """
+    asked = name if name != "auto" or not fused else dtype
+    if asked != "auto":
+        chosen = getattr(torch, asked)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    return stored if fused and stored in (torch.bfloat16, torch.float16) else computed
+
+
+def settle_dtype(
+    name: str,
+    device: torch.device,
+    config: Any,
+    native: bool,
+    is_plain: Callable[[], bool],
+) -> tuple[torch.dtype, str | None]:
+    """The type that a model computes in, and the weight format that `name` asks for; None where it asks for none.
+
+    In the native kernels all arithmetic is float32, and 16 bits say how weights are kept. They can be where `is_plain`,
+    see `has_only_plain_matrices`; other models are PyTorch's in that type.
+    """
+    dtype = resolve_dtype(name, device, config)
+    if native and dtype in (torch.bfloat16, torch.float16) and is_plain():
+        return torch.float32, OF_DTYPE[dtype]
+    return dtype, None
 
 
 def resolve_kernels(name: str) -> str:
@@ -73,12 +118,12 @@ def resolve_kernels(name: str) -> str:
         return "native"
     if name == "native":
         raise ConfigError(f"cpu_kernels is native, but {reason}")
-    _warn_once(reason)
+    warn_once(reason)
     return "torch"
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
     log.warning(
         "%s. PyTorch's own operators are used instead, several times slower (--cpu-kernels torch asks for them)",
         reason,
@@ -90,6 +135,26 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     check_folder(path)
     with _one_line(f"cannot read the configuration of {_named(path)}"), silenced():
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
+    """The Transformers model without numbers. Its type is none that counts, and `config` stays as it is."""
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        with silenced(), torch.device("meta"):
+            model = make(
+                copy.deepcopy(config),
+                dtype=torch.bfloat16,  # experts' products have no other type on this device
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+            )
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelError(
+            f"no {config.model_type} model can be made of this configuration: {reason}"
+        ) from None
+    return model.eval()
 
 
 def read_config_file(file: str, *, trust_remote_code: bool = False) -> Any:
@@ -128,6 +193,7 @@ def load_model(
     lora: str | None = None,
     max_model_len: int | None = None,
     attention_backend: str = AUTO,
+    kv_cache_dtype: str = "auto",
 ) -> CausalLM:
     """Load a decoder-only Transformers model from a folder or the hub.
 
@@ -136,29 +202,49 @@ def load_model(
     attention that is not causal or bypasses the attention interface. `canary=False` skips the comparison
     with the model's own attention (about four passes of a dozen rows). `pack=False` keeps the Transformers model as it
     is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `attention_backend`,
-    `lora` and `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images, the language model
-    is loaded.
+    `kv_cache_dtype`, `lora` and `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that reads images,
+    the language model is loaded.
     """
     where = resolve_device(device)
     check_quantization(quantization)
     with _with_path(path):
         source = _open(path, revision, trust_remote_code, lora)
-        kind = resolve_dtype(dtype, where, source.config)
-        checked_format(quantization, where, kind)
+        stored = getattr(source.config, "dtype", None)  # Transformers overwrites it
         kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
         native = kernels == "native"
+        checked_format(quantization, where, resolve_dtype(dtype, where, source.config))
+        kind, asked = settle_dtype(
+            dtype,
+            where,
+            source.config,
+            native,
+            lambda: has_only_plain_matrices(meta_model(source.config, "eager", trust_remote_code)),
+        )
+        name = quantization or asked
+        fmt = checked_format(name, where, kind)
         backend = choose_backend(attention_backend, ModelTraits(source.config, where, kind, native))
-        model = _load_weights(source, kind, backend.attn_implementation)
-        return adapt(
+        read_as: torch.dtype | str | None = None
+        if native and kind == torch.float32 and dtype != "float32" and source.stores_its_numbers:
+            read_as = STORED if name is None or fmt.stored_dtype is None else fmt.stored_dtype
+        with reading(read_as):
+            model = _load_weights(source, kind, backend.attn_implementation)
+        kept = matrix_dtype(model)
+        if name is None and read_as == STORED and kept is not None:
+            name = OF_DTYPE.get(kept)
+        lm = adapt(
             model.to(where).eval(),
             path,
             max_model_len=max_model_len,
             canary=canary,
             pack=pack,
-            quantization=quantization,
+            quantization=name,
             native=native,
             attention_backend=attention_backend,
+            dtype=kind,
         )
+    fused = lm.decoder is not None
+    lm.cache_dtype = resolve_cache_dtype(kv_cache_dtype, dtype, stored, lm.dtype, fused)
+    return lm
 
 
 def load_plain(path: str, *, dtype: torch.dtype, attention: str) -> Any:
@@ -180,34 +266,42 @@ def adapt(
     native: bool = True,
     max_model_len: int | None = None,
     attention_backend: str = AUTO,
+    dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
-    With `pack` the model's own weights are freed, and views of them become invalid.
+    With `pack` the model's own weights are freed, and views of them become invalid. `dtype` is the type that it
+    computes in, where its matrices may have another; None asks the model.
     """
     check_config(model.config)
-    fmt = checked_format(quantization, model.device, model.dtype)
+    dtype = dtype or row_dtype(model)
+    may_widen = dtype == torch.float32
+    fmt = checked_format(quantization, model.device, dtype)
+    if may_widen:
+        settle_matrices(model, fmt.stored_dtype)
     length = context_length(model.config, max_model_len)
     settle_frequencies(model, length)
-    traits = ModelTraits(model.config, model.device, model.dtype, native and pack)
+    traits = ModelTraits(model.config, model.device, dtype, native and pack)
     backend = choose_backend(attention_backend, traits)
-    probed = probe_layers(model, backend)
+    with widened(model) if may_widen else contextlib.nullcontext():
+        probed = probe_layers(model, backend)
     reason = backend.misfit(model, probed.variants, fmt)
     if reason is not None:
         if attention_backend != AUTO:
             raise cannot_run(attention_backend, traits, reason)
         log.info("%s runs layer by layer: %s", model.config.model_type, reason)
         backend = choose_backend(AUTO, replace(traits, native=False))
-    lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt)
+    lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt, dtype)
     expected = None
     with silenced():
         if canary:
-            check_masks(lm)
-            expected = stock_logits(lm)
+            with widened(model) if may_widen else contextlib.nullcontext():
+                check_masks(lm)
+                expected = stock_logits(lm)
         if pack:
             lm.decoder = backend.take_over(model, probed.variants, fmt)
             if lm.decoder is None:
-                pack_linears(model, fmt, native, give_back=True)
+                pack_linears(model, fmt, native, give_back=True, widens=may_widen)
         if expected is not None:
             check_logits(lm, expected)
     return lm
@@ -224,6 +318,11 @@ class _Source:
     """Of the language model."""
     tower: TextTower | None
     adapter: str | None
+
+    @property
+    def stores_its_numbers(self) -> bool:
+        """Whether the model's weights are those in the files: nothing is dequantised, and no adapter merged."""
+        return self.adapter is None and getattr(self.config, "quantization_config", None) is None
 
 
 def _open(path: str, revision: str | None, trust_remote_code: bool, lora: str | None) -> _Source:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.models.attention.registry import AUTO, choose_backend
@@ -26,15 +25,19 @@ from slipstream.models.canary import probe_layers
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.native import packed_bytes
 from slipstream.models.files.quantized import settle_quantized
-from slipstream.models.linear.formats import WeightFormat, check_quantization, checked_format
+from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.loading import (
     load_config,
+    meta_model,
     read_config_file,
+    resolve_cache_dtype,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
+    settle_dtype,
     silenced,
 )
+from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.support import check_config, context_length
 from slipstream.models.text_tower import text_tower
 
@@ -75,6 +78,11 @@ class ModelOutline:
     vocab_size: int
     context_length: int
     dtype: torch.dtype
+    """In which rows, keys and values are computed."""
+    cache_dtype: torch.dtype
+    """How keys and values are held."""
+    matrix_dtype: torch.dtype
+    """In which matrices are read, and embeddings kept; see `models.matrices`."""
     device: torch.device
     weight_format: WeightFormat
     kernels: str
@@ -103,12 +111,17 @@ class ModelOutline:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self.shapes, self.dtype)
+        return bytes_per_token(self.shapes, self.cache_dtype)
 
     @property
     def packs(self) -> bool:
         """Whether the linear layers are packed: float32 on a CPU."""
         return self.device.type in self.weight_format.devices and self.dtype == torch.float32
+
+    @property
+    def rounds_to_16_bits(self) -> bool:
+        """Whether a 16-bit `dtype` says how its weights are kept, and not what computes."""
+        return self.kernels != "torch" and has_only_plain_matrices(self.model)
 
     @property
     def stored_bytes(self) -> int:
@@ -118,7 +131,7 @@ class ModelOutline:
     @property
     def unpacked_bytes(self) -> int:
         """Bytes of all weights once they are read, before any of them is packed."""
-        return self.num_parameters * self.dtype.itemsize
+        return sum(weight.numel() * self._itemsize(weight) for weight in self.model.parameters())
 
     @cached_property
     def held(self) -> HeldWeights:
@@ -136,20 +149,31 @@ class ModelOutline:
         return HeldWeights(
             linear_bytes=sum(weights for weights, _, _ in sizes),
             scale_bytes=sum(scales for _, scales, _ in sizes),
-            embedding_bytes=0 if table is None or read_out else table.numel() * self.dtype.itemsize,
+            embedding_bytes=0 if table is None or read_out else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
-            + sum(weight.numel() for weight in others) * self.dtype.itemsize,
+            + sum(weight.numel() * self._itemsize(weight) for weight in others),
         )
 
     def packing_extra_bytes(self) -> int:
-        """The most that packing takes beside the unpacked weights: one group of layers, stacked and packed, and what
-        the decoder keeps a copy of."""
+        """The most that packing takes beside the unpacked weights: one group of layers, stacked and packed.
+
+        The decoder gives a weight that is not stacked back to the system while it is packed.
+        """
         extra = 0
         for group in self._groups:
-            weights, scales, _ = self._group_bytes(group)
-            stacked = sum(linear.weight.numel() for linear in group) * 4 if len(group) > 1 else 0
-            extra = max(extra, weights + scales + stacked)
-        return extra + (self.held.embedding_bytes if self.kernels == "decoder" else 0)
+            if len(group) > 1 or self.kernels != "decoder":
+                weights, scales, _ = self._group_bytes(group)
+                stacked = sum(linear.weight.numel() * self._itemsize(linear.weight) for linear in group)
+                extra = max(extra, weights + scales + (stacked if len(group) > 1 else 0))
+        return extra
+
+    def _itemsize(self, weight: Tensor) -> int:
+        """Bytes of a number of this weight once it is read."""
+        return (self.matrix_dtype if id(weight) in self._matrices else self.dtype).itemsize
+
+    @cached_property
+    def _matrices(self) -> set[int]:
+        return {id(weight) for weight in plain_matrices(self.model)}
 
     @cached_property
     def _groups(self) -> list[list[nn.Linear]]:
@@ -196,6 +220,7 @@ def outline_model(
     cpu_kernels: str = "auto",
     max_model_len: int | None = None,
     attention_backend: str = AUTO,
+    kv_cache_dtype: str = "auto",
 ) -> ModelOutline:
     """The outline of a checkpoint folder, a hub id (its configuration alone is downloaded) or a `config.json`.
 
@@ -204,11 +229,19 @@ def outline_model(
     """
     check_quantization(quantization)
     seen = _described(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
-    fmt = checked_format(quantization, seen.device, seen.dtype)
+    checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
+    name = quantization or seen.asked
+    matrices = seen.matrix_dtype
+    if name is None and matrices != seen.dtype:
+        name = OF_DTYPE[matrices]
+    fmt = checked_format(name, seen.device, seen.dtype)
+    if name is not None and fmt.stored_dtype is not None:
+        matrices = fmt.stored_dtype
     packs = seen.dtype == torch.float32 and seen.device.type in fmt.devices
     kernels = "native" if seen.native and packs and fmt.kernel is not None else "torch"
     if kernels == "native" and seen.fuses:
         kernels = "decoder"
+    fused = kernels == "decoder"
     return ModelOutline(
         path=path,
         config=seen.config,
@@ -217,6 +250,8 @@ def outline_model(
         vocab_size=seen.vocab_size,
         context_length=context_length(seen.config, max_model_len),
         dtype=seen.dtype,
+        cache_dtype=resolve_cache_dtype(kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused),
+        matrix_dtype=matrices,
         device=seen.device,
         weight_format=fmt,
         kernels=kernels,
@@ -234,6 +269,11 @@ class _Described:
     shapes: tuple[LayerShape, ...]
     vocab_size: int
     dtype: torch.dtype
+    stored_dtype: torch.dtype | None
+    asked: str | None
+    """The weight format that `dtype` asks for."""
+    matrix_dtype: torch.dtype
+    """In which matrices are read where nothing else asks for a type."""
     device: torch.device
     native: bool
     fuses: bool
@@ -270,11 +310,19 @@ def _described(
         return known[key]
     config = _config(path, revision, trust_remote_code)
     where = _device(device)
-    kind = resolve_dtype(dtype, where, config)
+    stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
+    stores_its_numbers = getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
     native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
-    backend = choose_backend(attention_backend, ModelTraits(config, where, kind, native))
-    model = _meta_model(config, backend, trust_remote_code)
+    traits = ModelTraits(config, where, resolve_dtype(dtype, where, config), native)
+    backend = choose_backend(attention_backend, traits)
+    model = meta_model(config, backend.attn_implementation, trust_remote_code)
+    plain = native and has_only_plain_matrices(model)
+    kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
+    backend = choose_backend(attention_backend, replace(traits, dtype=kind))
+    matrices = kind
+    if plain and stores_its_numbers and dtype == "auto" and getattr(config, "dtype", None) in OF_DTYPE:
+        matrices = config.dtype
     shapes, variants, vocab_size = _probed(model, backend)
     found = _Described(
         config=config,
@@ -282,6 +330,9 @@ def _described(
         shapes=tuple(shapes),
         vocab_size=vocab_size,
         dtype=kind,
+        stored_dtype=stored_dtype,
+        asked=asked,
+        matrix_dtype=matrices,
         device=where,
         native=native,
         fuses=_fuses(model, variants),
@@ -325,26 +376,6 @@ def _stored_bytes_per_weight(config: Any) -> float:
         return STORED_BYTES.get(method, 2.0)
     stored: torch.dtype | None = getattr(config, "dtype", None)
     return float(torch.float32.itemsize if stored is None else stored.itemsize)
-
-
-def _meta_model(config: Any, backend: AttentionBackend, trust_remote_code: bool) -> Any:
-    """The model without numbers. Its type is none that counts: the outline says what it will be loaded as."""
-    make: Any = AutoModelForCausalLM.from_config
-    try:
-        with silenced(), torch.device("meta"):
-            model = make(
-                config,
-                dtype=torch.bfloat16,  # experts' products have no other type on this device
-                attn_implementation=backend.attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise ModelError(
-            f"no {config.model_type} model can be made of this configuration: {reason}"
-        ) from None
-    return model.eval()
 
 
 def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import SlipstreamError
-from slipstream.models.linear.formats import UNCHANGED, WEIGHT_FORMATS, weight_format
+from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WEIGHT_FORMATS, weight_format
 from slipstream.models.outline import shared_outlines
 from slipstream.plan.deployment import DeploymentPlan
 from slipstream.plan.fitting import largest_batch, longest_context
@@ -214,7 +214,7 @@ def _formats(planner: Planner) -> Iterator[PlanChange]:
     now = target.weight_format.bytes_per_weight
     for name in WEIGHT_FORMATS.names():
         found = weight_format(name)
-        if name != UNCHANGED and found.bytes_per_weight < now:
+        if name not in OF_DTYPE.values() and found.bytes_per_weight < now:
             yield PlanChange(
                 f"quantization {name}",
                 f"{found.summary}: another model with a little lower quality, so the text changes",
@@ -222,11 +222,18 @@ def _formats(planner: Planner) -> Iterator[PlanChange]:
                 f"--quantization {name}",
                 {"quantization": name},
             )
-    if config.quantization is None and config.dtype == "auto":
+    if (
+        config.quantization is None
+        and config.dtype == "auto"
+        and now == weight_format(UNCHANGED).bytes_per_weight
+    ):
+        rounded = target.rounds_to_16_bits
+        cost = "weights are rounded to 16 bits, so the text changes a little"
+        slow = "PyTorch's operators in 16 bits, several times slower on most CPUs, and the text changes"
         yield PlanChange(
             "dtype bfloat16",
-            "PyTorch's operators in 16 bits, several times slower on most CPUs, and the text changes",
-            _TEXT + 1.5,
+            cost if rounded else slow,
+            _TEXT + (0.05 if rounded else 1.5),
             "--dtype bfloat16",
             {"dtype": "bfloat16"},
         )

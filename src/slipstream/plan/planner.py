@@ -43,6 +43,7 @@ class Planner:
             cpu_kernels=config.cpu_kernels,
             max_model_len=config.max_model_len,
             attention_backend=config.attention_backend,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         self.draft = self._drafter.outline(
             self._options,
@@ -128,8 +129,10 @@ class Planner:
         count = f"{self.target.num_parameters / 1e6:,.1f} M parameters"
         yield PlannedPart(f"weights, {kind}", PartKind.TARGET, held.linear_bytes, count)
         yield PlannedPart("scales", PartKind.TARGET, held.scale_bytes, f"of {fmt}, for each output")
-        plain = str(self.target.dtype).removeprefix("torch.")
-        yield PlannedPart("embedding", PartKind.TARGET, held.embedding_bytes, f"a table in {plain}")
+        plain, table = (
+            str(kind).removeprefix("torch.") for kind in (self.target.dtype, self.target.matrix_dtype)
+        )
+        yield PlannedPart("embedding", PartKind.TARGET, held.embedding_bytes, f"a table in {table}")
         yield PlannedPart(
             "other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed"
         )
@@ -188,7 +191,7 @@ class Planner:
 
 def read_bytes(model: ModelOutline) -> int:
     """When all weights have been read: the mapped file, and copies where they are of another type."""
-    same = model.stored_bytes_per_weight == model.dtype.itemsize
+    same = model.stored_bytes_per_weight == model.matrix_dtype.itemsize
     return model.unpacked_bytes + (0 if same else model.stored_bytes)
 
 

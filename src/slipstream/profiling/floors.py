@@ -17,9 +17,11 @@ import transformers
 from torch import nn
 
 import slipstream
+from slipstream.kv.pool import bytes_per_token
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import fingerprint
+from slipstream.models.linear.formats import UNCHANGED
 from slipstream.models.support import text_config
 from slipstream.profiling.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
 from slipstream.profiling.machine import cpu_name, num_cpus
@@ -84,7 +86,8 @@ def profile_key(model: CausalLM) -> ProfileKey:
         num_threads=model.num_threads,
         model=_fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
+        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        quantization=None if model.weight_format.name == UNCHANGED else model.weight_format.name,
         kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
         attention=f"{backend.__module__}:{backend.__qualname__}",
         slipstream=slipstream.__version__,
@@ -158,7 +161,7 @@ def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     cached = 0
     for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
         seen = entries if window is None else min(entries, window + num_rows - 1)
-        cached += shape.elements() * seen * model.dtype.itemsize
+        cached += seen * bytes_per_token([shape], model.cache_dtype)
     return Weights.of(model).num_bytes + cached
 
 
@@ -177,7 +180,7 @@ class _Limits:
             for size in {self._array_bytes[device], self._own_bytes(model)}:
                 if (size, device) not in self._readings:
                     self._readings[size, device] = ReadStream(size, device).bytes_per_s
-            kind = (model.dtype, model.quantization)
+            kind = (model.dtype, model.weight_format.name)
             if (kind, device) not in self._readings:
                 product = MatrixProduct(model.dtype, model.weight_format, device)
                 self._readings[kind, device] = product.flops_per_s
@@ -198,7 +201,7 @@ class _Limits:
 
     def flops_per_s(self, model: CausalLM) -> Rate:
         """In the model's dtype and weight format."""
-        return self._rate((model.dtype, model.quantization), model.device)
+        return self._rate((model.dtype, model.weight_format.name), model.device)
 
     def _own_bytes(self, model: CausalLM) -> int:
         return min(Weights.of(model).num_bytes, self._array_bytes[model.device])
@@ -220,11 +223,12 @@ class _Bench:
         self.times_s: dict[tuple[int, int], list[float]] = {cell: [] for cell in self.cells}
         self._pool, self._slots = model.trial_cache(contexts[-1] + row_counts[-1])
         generator = torch.Generator().manual_seed(seed)
-        for tensor in (
-            *self._pool.keys,
-            *self._pool.values,
-        ):  # numbers as they occur: no NaN, nothing denormal
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        for layer, shape in enumerate(model.shapes):  # numbers as they occur: no NaN, nothing denormal
+            entries = [
+                torch.randn(shape.num_kv_heads, self._pool.num_slots, dim, generator=generator)
+                for dim in (shape.key_dim, shape.value_dim)
+            ]
+            self._pool.write(layer, slice(None), *entries)
         self._token_ids = torch.randint(model.vocab_size, (row_counts[-1],), generator=generator).tolist()
 
     def pass_s(self, rows: int, context: int) -> float:

@@ -30,6 +30,7 @@ class ProfileKey:
     model: str
     """A fingerprint of the configuration and the number of weights; not the path, which may move."""
     dtype: str
+    kv_cache_dtype: str
     quantization: str | None
     kernels: str
     """`decoder` for whole passes in the native kernels, `native` for linear layers in them, each with the kernels'

@@ -85,6 +85,17 @@ class LogitsProcessor:
         return self._params.greedy and not (self.masks or self._biases or self._penalises)
 
     @cached_property
+    def plain_temperature(self) -> float | None:
+        """The temperature, 0 for greedy, where the logits are divided by it and not processed otherwise; else None."""
+        if self.is_plain_greedy:
+            return 0.0
+        params = self._params
+        filters = params.min_p > 0 or 0 < params.top_k < self._vocab_size or params.top_p < 1
+        if params.greedy or filters or self.masks or self._biases or self._penalises:
+            return None
+        return params.temperature
+
+    @cached_property
     def masks(self) -> bool:
         """True when some tokens may be masked."""
         waits = self._params.min_tokens > 0 and bool(self._stop)

@@ -264,6 +264,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "root": service.model_root,
             "parent": None,
             "max_model_len": service.limits.max_model_len,
+            "speculation": service.speculation,
         }
 
     @app.get("/v1/models")

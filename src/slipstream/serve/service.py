@@ -34,6 +34,11 @@ class Service:
         self.model_name = config.served_model_name or model_name
         self.model_root = inner.config.model
         self.method = inner.speculative.method
+        self.speculation = {
+            "method": self.method,
+            "verifier": inner.speculative.verifier,
+            "lossy": inner.verifier.lossy,
+        }
         self.methods = inner.draft_methods
         self.reproduces = inner.reproduces
         self.num_speculative_tokens = inner.num_speculative_tokens

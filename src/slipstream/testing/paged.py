@@ -189,20 +189,19 @@ class PagedPass(AttentionPass):
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys[self._new], values[self._new] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self._pool.write(layer, self._new, key[0], value[0])
         outputs: list[Tensor] = []
         for number, entries in enumerate(self._entries):
             skipped, visible = self._masks.of_group(
                 number, variant.sliding_window, query.shape[1] // key.shape[1]
             )
             own = slice(self._rows.first_rows[number], self._rows.first_rows[number + 1])
-            seen = entries[skipped:]
+            keys, values = self._pool.read(layer, entries[skipped:])
             outputs.append(
                 attend(
                     query[0, :, own],
-                    keys[seen].transpose(0, 1),
-                    values[seen].transpose(0, 1),
+                    keys,
+                    values,
                     visible,
                     variant,
                 )

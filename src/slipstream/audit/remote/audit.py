@@ -90,7 +90,11 @@ def _undrafted(first: ServerSide) -> ServerSide:
             "speculation, or --reference MODEL"
         )
     return ServerSide(
-        "off", first.address, {**first.extra, **WITHOUT_SPECULATION}, first.raw, replace(first.facts)
+        "off",
+        first.address,
+        {**first.extra, **WITHOUT_SPECULATION},
+        first.raw,
+        replace(first.facts, lossy=[]),
     )
 
 
@@ -107,12 +111,16 @@ class _Run:
         for side in sides:
             find_abilities(side, trial[0])
         self._check_sides()
-        self._shares_seeds = probe_seeds(sides, trial)
+        is_lossy = any(
+            side.facts.lossy for side in sides
+        )  # says so itself: nothing that it answers can certify it
+        self._shares_seeds = not is_lossy and probe_seeds(sides, trial)
         if not audit.has_own_size:
             self._settings = self._sized()
         self._prompt_list, ids = self._prompts(self._settings)
         vocabulary = UNKNOWN_VOCABULARY if audit.reference is None else audit.reference.model.vocab_size
-        self._requests = make_requests(self._settings, self._prompt_list, ids, self._profiles(), vocabulary)
+        requests = make_requests(self._settings, self._prompt_list, ids, self._profiles(), vocabulary)
+        self._requests = [] if is_lossy else requests
         self._by_number = {request.number: request for request in self._requests}
 
     def certificate(self) -> Certificate:

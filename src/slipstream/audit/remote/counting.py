@@ -10,7 +10,7 @@ from slipstream.audit.remote.side import ServerSide
 from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth
 from slipstream.bench.server.remote import read_counters
 
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 """Counters may be late by this much."""
 _EVERY_S = 0.25
 
@@ -31,7 +31,7 @@ class CounterWatch:
         if self._before is None:
             check.skipped = self._where
             return check, []
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
             grown = self._growth()
             if grown is None:

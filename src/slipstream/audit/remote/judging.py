@@ -90,7 +90,7 @@ class Judge:
             tests = asked.pairs.tests()
         else:
             identity, rounding, gaps = self._by_reference(self._replayer)
-            tests = self._distribution(self._replayer)
+            tests = self._distribution(self._replayer, rounding.tie_margin)
             self._doubt_unscored()
         level = settings.alpha / MAX_TESTS
         ties = rounding.test(gaps, identity.num_ties, level)
@@ -179,12 +179,13 @@ class Judge:
         rounding = self._rounding(joined(found.log_prob_differences))
         return judge(found.identity, rounding.tie_margin), rounding, found.gaps
 
-    def _distribution(self, replayer: Replayer) -> list[AuditTest]:
+    def _distribution(self, replayer: Replayer, rounding: float) -> list[AuditTest]:
         """A test of what is not replayed."""
         if self._shares_noise:
             return []
         sampled = [request for request in self._asked.requests if not request.is_greedy]
-        return distribution_tests(replayer, sampled, self._mine, self._asked.settings.confidence)
+        confidence = self._asked.settings.confidence
+        return distribution_tests(replayer, sampled, self._mine, confidence, rounding)
 
     # --- both ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from slipstream.audit.settings import AuditSettings
 from slipstream.audit.statistics.hamming import mmd_test
 from slipstream.audit.statistics.power import smallest_shift
 from slipstream.audit.statistics.samples import Integers, code_points, padded
-from slipstream.audit.statistics.sequential import SequentialTest
+from slipstream.audit.statistics.sequential import GAMBLERS, SequentialTest
 
 BETTING, DISCREPANCY = "samples, by betting", "samples, by discrepancy"
 CHARACTERS_A_TOKEN = 4
@@ -63,7 +63,7 @@ class SampledPairs:
             seed=self._settings.seed,
             level=self._level,
         )
-        shift = smallest_shift(self._bets.num_pairs, 1 - self._level)
+        shift = smallest_shift(self._bets.num_pairs, 1 - self._level, len(GAMBLERS))
         return [
             AuditTest(
                 BETTING,

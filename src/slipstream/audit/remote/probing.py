@@ -54,6 +54,7 @@ def identify(side: ServerSide) -> None:
                     (card for card in cards if card.get("id") == address.model), cards[0] if cards else {}
                 )
                 facts.owner = str(own.get("owned_by") or "")
+                facts.settings |= dict(_speculative(own))
             root = address.url.removesuffix("/v1")
             facts.version = _object(client.get(f"{root}/version")).get("version")
             for path in _INFO_PATHS:

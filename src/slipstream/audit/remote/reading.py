@@ -15,6 +15,8 @@ class _Parts:
 
     text: str = ""
     token_ids: list[int] | None = None
+    entries_stand_for_tokens: bool = False
+    """Whether the ids are those of log-probabilities, of which one may stand for the tokens of a whole character."""
     tops: list[TokenTop] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -31,7 +33,7 @@ class _Parts:
         ids = choice.get("token_ids")
         tops, own_ids = _tops(choice.get("logprobs"))
         if ids is None and own_ids:
-            ids = own_ids
+            ids, self.entries_stand_for_tokens = own_ids, True
         if ids is not None:
             self.token_ids = (self.token_ids or []) + list(ids)
         if tops is not None:
@@ -72,6 +74,9 @@ class ReplyReader:
 
 def _answer(index: int, parts: _Parts) -> AuditAnswer:
     shown = parts.token_ids if parts.token_ids is not None else parts.tops
+    hidden = 1 if parts.finish_reason == "stop" else 0
+    if parts.entries_stand_for_tokens:
+        hidden += sum(_num_joined(top.token) for top in parts.tops or ())
     return AuditAnswer(
         index=index,
         text=parts.text,
@@ -80,8 +85,13 @@ def _answer(index: int, parts: _Parts) -> AuditAnswer:
         stop_reason=parts.stop_reason,
         tops=parts.tops,
         num_tokens=None if shown is None else len(shown),
-        num_hidden=1 if parts.finish_reason == "stop" else 0,
+        num_hidden=hidden,
     )
+
+
+def _num_joined(entry: str) -> int:
+    """Tokens at most that an entry has beyond its own: llama.cpp waits until the bytes of a character are whole."""
+    return sum(len(character.encode("utf-8", "replace")) - 1 for character in entry if character != "\ufffd")
 
 
 def _tops(logprobs: Any) -> tuple[list[TokenTop] | None, list[int]]:

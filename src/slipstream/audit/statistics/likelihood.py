@@ -1,9 +1,9 @@
 """Sampled tokens against the distributions that a reference says they came from, by likelihood-ratio betting.
 
-A gambler for each alternative (another temperature, filters left out, rows left unprocessed, too many most probable
-tokens) multiplies his wealth by q(x)/p(x) for each token x, where p is what the server claims and q the alternative.
-Under p the expectation of that is at most 1, so each wealth, and their mean, is an e-process: see `wealth`. The
-gambler who grows richest says what the fault looks like.
+There is a wealth for each alternative (another temperature, filters left out, rows left unprocessed, too many most
+probable tokens). It is multiplied by q(x)/p(x) for each token x, where p is what the server claims and q is the
+alternative. Under p the expectation of that is at most 1, so each wealth, and their mean, is an e-process: see
+`wealth`. The largest says what the fault looks like.
 
 What is claimed may be a small set of distributions: at the edge of a nucleus rounding decides. A token then counts by
 the p that gives it the most, so the bet is safe under each of them.
@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from slipstream.audit.statistics.samples import Floats, Integers
-from slipstream.audit.statistics.wealth import Wealth
+from slipstream.audit.statistics.wealth import BettingTest
 
 TEMPERATURES = (0.5, 0.7, 0.85, 0.94, 0.98, 1.02, 1.06, 1.18, 1.5, 2.0)
 """The alternative temperatures, over the claimed one."""
@@ -29,7 +29,6 @@ SHARES = (0.01, 0.1)
 UNPROCESSED = "rows unprocessed"
 NUM_EXACT = 256
 """Tokens of a row that are looked at one by one when it is brought to another temperature."""
-_LOG_LARGEST = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +82,17 @@ def score_tokens(claimed: Seq[Floats], raw: Floats, token_ids: Seq[int] | Intege
     return TokenScores(log_probs, expected, np.maximum(variance, 0.0), alternatives)
 
 
-class ReferenceTest:
-    """All gamblers of the alternatives together; looked at after each answer, anytime valid."""
+class ReferenceTest(BettingTest):
+    """The bets on all alternatives together; looked at after each answer, anytime valid."""
 
     def __init__(self, confidence: float) -> None:
         """A false alarm has at most the probability 1 - `confidence`."""
-        self.wealth = Wealth(1 - confidence)
+        super().__init__(confidence)
         self._log_wealths: dict[str, float] = {}
         self.num_tokens = 0
         self.num_impossible = 0
         self._excess = 0.0
         self._variance = 0.0
-
-    @property
-    def rejects(self) -> bool:
-        """True once the tokens are not what is claimed."""
-        return self.wealth.rejects
-
-    @property
-    def rejected_after(self) -> int | None:
-        """How many answers it took; None while the test does not reject."""
-        return self.wealth.rejected_after
-
-    @property
-    def e_value(self) -> float:
-        """The wealth, which began with 1; a float's largest where it is more."""
-        return math.exp(min(self.wealth.log_wealth, _LOG_LARGEST))
 
     @property
     def best(self) -> str | None:
@@ -117,7 +101,7 @@ class ReferenceTest:
 
     @property
     def num_alternatives(self) -> int:
-        """How many gamblers share the first wealth of 1; 0 before the first answer."""
+        """How many alternatives share the first wealth of 1; 0 before the first answer."""
         return len(self._log_wealths)
 
     @property

@@ -25,8 +25,8 @@ def smallest_temperature(
 
     `information` is the summed variance of the tokens' log-probabilities under the claim. `factors` are the
     temperatures that are bet on, over the claimed one, higher and lower ones, among `num_alternatives` that share the
-    first wealth of 1. Where the temperature is exp(s) times the claimed one, the log wealth of the gambler who bets
-    on exp(b) has the mean (s b - b²/2) information and the variance b² information, for small s and b. So he who bets
+    first wealth of 1. Where the temperature is exp(s) times the claimed one, the log wealth of the one that bets
+    on exp(b) has the mean (s b - b²/2) information and the variance b² information, for small s and b. Betting
     on 2 % finds nothing below 1 %, however many tokens there are.
     """
     if information <= 0:
@@ -41,15 +41,15 @@ def smallest_temperature(
     return max(min(found(bet) for bet in bets if bet > 0), min(found(-bet) for bet in bets if bet < 0))
 
 
-def smallest_shift(num_pairs: int, confidence: float, num_features: int = 6) -> float:
+def smallest_shift(num_pairs: int, confidence: float, num_gamblers: int) -> float:
     """The smallest difference of the sources' means that the sequential test would have found with probability `POWER`.
 
-    In standard deviations of a pair's difference, for one feature. Learning `num_features` weights from n pairs costs
-    about log(n)/2 nats of wealth each.
+    In standard deviations of a pair's difference, for one feature. The gambler who looks at that feature alone has one
+    of `num_gamblers` parts of the first wealth, and learning its weight from n pairs costs about log(n)/2 nats.
     """
     if num_pairs < 2:
         return math.inf
-    needed = -math.log(1 - confidence) + num_features * math.log(num_pairs) / 2
+    needed = math.log(num_gamblers / (1 - confidence)) + math.log(num_pairs) / 2
     # The x with P(N(x²/2, x²) >= needed) = `POWER`: mean and variance of the log of a likelihood ratio.
     z = float(norm.ppf(POWER))
     return (z + math.sqrt(z * z + 2 * needed)) / math.sqrt(num_pairs)

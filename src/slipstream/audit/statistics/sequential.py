@@ -1,9 +1,12 @@
-"""A two-sample test that may stop after any pair: a gambler guesses which of two answers is whose.
+"""A two-sample test that may stop after any pair: it bets on which of two answers came from which source.
 
 Podkopaev and Ramdas, "Sequential predictive two-sample and independence testing" (NeurIPS 2023). Each pair is one
-answer of either source to the same prompt. What tells them apart is learned from the pairs before; a pair is bet on
-before it is learned from. If both sources answer alike, the two answers of a pair are exchangeable, so a guess is
-right with probability one half whatever was learned, and the wealth is a martingale.
+answer of either source to the same prompt. The bet rests on the pairs before only. If both
+sources answer alike, the two answers of a pair are exchangeable, so a bet wins with probability one half whatever it
+rests on, and the wealth is a martingale.
+
+Several gamblers share the first wealth: to learn the weights of all features costs a wealth that small differences do
+not win back, to learn one costs little. The mean of martingales is one too.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Sequence as Seq
 
 import numpy as np
+from scipy.special import logsumexp
 
 from slipstream.audit.statistics.ngrams import NgramCounts, Reading
 from slipstream.audit.statistics.samples import Floats, Integers, padded
-from slipstream.audit.statistics.wealth import Wealth
+from slipstream.audit.statistics.wealth import BettingTest
 
 FEATURES = (
     "surprise",
@@ -31,24 +35,24 @@ MIN_PAIRS = 4
 """No bet before so many pairs: nothing can be learned from fewer."""
 _GROWTH = 1.05
 """The weights are fitted anew when the number of pairs has grown by this factor."""
-_RIDGE = 1.0
-"""Weight of the prior that no feature tells anything."""
+_ALL = tuple(range(len(FEATURES)))
+GAMBLERS = ((_ALL, 1.0), (_ALL, 16.0), *(((feature,), 4.0) for feature in _ALL))
+"""Each one's features, and the weight of its prior that none of them tells anything."""
 _NEWTON_STEPS = 8
-_LOG_LARGEST = 700.0
-"""The exponential of more is no float."""
 
 
-class SequentialTest:
+class SequentialTest(BettingTest):
     """Bets on one pair after the other; anytime valid."""
 
     def __init__(self, confidence: float, length: int = 64) -> None:
         """A false alarm has at most the probability 1 - `confidence`. Answers are compared up to `length` tokens."""
-        self.wealth = Wealth(1 - confidence)
+        super().__init__(confidence)
         self._length = length
         self._counts = NgramCounts(2)
         self._earlier = _EarlierAnswers()
         self._seen: list[Floats] = []  # a pair's features, the first's less the second's
-        self._weights = np.zeros(len(FEATURES))
+        self._weights = np.zeros((len(GAMBLERS), len(FEATURES)))
+        self._log_wealths = np.zeros(len(GAMBLERS))
         self._scale = np.ones(len(FEATURES))
         self._next_fit = MIN_PAIRS
 
@@ -57,24 +61,10 @@ class SequentialTest:
         return self.wealth.num_bets
 
     @property
-    def rejects(self) -> bool:
-        """True once the sources differ."""
-        return self.wealth.rejects
-
-    @property
-    def rejected_after(self) -> int | None:
-        """How many pairs it took; None while the test does not reject."""
-        return self.wealth.rejected_after
-
-    @property
-    def e_value(self) -> float:
-        """The wealth, which began with 1; a float's largest where it is more."""
-        return math.exp(min(self.wealth.log_wealth, _LOG_LARGEST))
-
-    @property
     def weights(self) -> dict[str, float]:
-        """What the gambler goes by now: positive where more of it is a sign of the first source."""
-        return dict(zip(FEATURES, self._weights.tolist(), strict=True))
+        """What the richest gambler's next bet rests on: positive where more of it is a sign of the first source."""
+        richest = self._weights[int(self._log_wealths.argmax())]
+        return dict(zip(FEATURES, richest.tolist(), strict=True))
 
     def add(self, prompt: int, first: Seq[int], second: Seq[int]) -> None:
         """Bet on a pair of answers, token ids or code points, then learn from it."""
@@ -86,8 +76,9 @@ class SequentialTest:
         features = [self._features(prompt, row, reading) for row, reading in zip(rows, readings, strict=True)]
         difference = features[0] - features[1]
         # The factor 2 * sigmoid(z): at z and at -z together it pays what it costs.
-        z = float(self._weights @ (difference / self._scale))
-        self.wealth.bet(float(np.log(2.0) - np.logaddexp(0.0, -z)))
+        z = self._weights @ (difference / self._scale)  # [gamblers]
+        self._log_wealths += np.log(2.0) - np.logaddexp(0.0, -z)
+        self.wealth.move_to(float(logsumexp(self._log_wealths)) - math.log(len(GAMBLERS)))
         self._seen.append(difference)
         for source, (row, reading) in enumerate(zip(rows, readings, strict=True)):
             self._counts.add(source, reading)
@@ -112,21 +103,27 @@ class SequentialTest:
         )
 
     def _fit(self) -> None:
-        """Logistic regression without intercept on the pairs so far; Newton's method from the last weights."""
+        """Each gambler's weights, from the pairs so far."""
         pairs = np.stack(self._seen)  # [pairs, features]
         self._scale = np.sqrt((pairs**2).mean(0)) + 1e-9
         pairs = pairs / self._scale
-        weights = self._weights
-        for _ in range(_NEWTON_STEPS):
-            right = 1 / (1 + np.exp(-np.clip(pairs @ weights, -30, 30)))  # chance given to what was
-            slope = pairs.T @ (1 - right) - _RIDGE * weights
-            curve = (pairs * (right * (1 - right))[:, None]).T @ pairs + _RIDGE * np.eye(len(weights))
-            step = np.linalg.solve(curve, slope)
-            weights = weights + step
-            if float(np.abs(step).max()) < 1e-6:
-                break
-        self._weights = weights
+        for weights, (features, ridge) in zip(self._weights, GAMBLERS, strict=True):
+            own = list(features)
+            weights[own] = _fitted(pairs[:, own], weights[own], ridge)
         self._next_fit = max(len(self._seen) + 1, int(len(self._seen) * _GROWTH))
+
+
+def _fitted(pairs: Floats, weights: Floats, ridge: float) -> Floats:
+    """Logistic regression without intercept on [pairs, features]; Newton's method from the last weights."""
+    for _ in range(_NEWTON_STEPS):
+        right = 1 / (1 + np.exp(-np.clip(pairs @ weights, -30, 30)))  # chance given to what was
+        slope = pairs.T @ (1 - right) - ridge * weights
+        curve = (pairs * (right * (1 - right))[:, None]).T @ pairs + ridge * np.eye(len(weights))
+        step = np.linalg.solve(curve, slope)
+        weights = weights + step
+        if float(np.abs(step).max()) < 1e-6:
+            break
+    return weights
 
 
 class _EarlierAnswers:

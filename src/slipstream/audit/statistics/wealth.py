@@ -1,4 +1,4 @@
-"""Testing by betting: a gambler who cannot win money in an honest world, and soon does in another.
+"""Testing by betting: bets that are fair under the null hypothesis, and win where it does not hold.
 
 Under the null hypothesis the wealth is a nonnegative martingale (or shrinks), so it ever reaches 1/alpha with
 probability at most alpha (Ville, 1939): one may look after each answer and stop at any time. See Shafer, "Testing by
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 
+_LOG_LARGEST = 700.0
+"""The exponential of more is no float."""
+
 
 class Wealth:
-    """The wealth of one gambler who began with 1. Kept as a logarithm, since it may grow beyond any number."""
+    """What bets have made of 1. Kept as a logarithm, since it may grow beyond any number."""
 
     def __init__(self, alpha: float) -> None:
         """`alpha` bounds the probability of a false alarm, at whatever time one stops."""
@@ -48,3 +51,26 @@ class Wealth:
     def p_value(self) -> float:
         """One over the highest wealth, at most 1: valid at any time."""
         return math.exp(-self.highest)
+
+
+class BettingTest:
+    """A test whose evidence is a wealth: anytime valid."""
+
+    def __init__(self, confidence: float) -> None:
+        """A false alarm has at most the probability 1 - `confidence`."""
+        self.wealth = Wealth(1 - confidence)
+
+    @property
+    def rejects(self) -> bool:
+        """True once the wealth has reached 1 / (1 - confidence)."""
+        return self.wealth.rejects
+
+    @property
+    def rejected_after(self) -> int | None:
+        """How many bets it took; None while the test does not reject."""
+        return self.wealth.rejected_after
+
+    @property
+    def e_value(self) -> float:
+        """The wealth, which began with 1; a float's largest where it is more."""
+        return math.exp(min(self.wealth.log_wealth, _LOG_LARGEST))

@@ -187,6 +187,9 @@ class CascadeDrafter(DraftModelDrafter):
     def _max_stored(self) -> int:
         return super()._max_stored() + self.inner.max_nodes()
 
+    def draws_chains(self) -> bool:
+        return False  # a pass verifies what the inner drafter proposes
+
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass over the feeds, each with the inner drafter's proposal below it."""
         shadows = [self._shadows[feed.growth.sequence.id].sequence for feed in feeds]

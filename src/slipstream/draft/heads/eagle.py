@@ -18,6 +18,7 @@ from slipstream.config import check_types
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
+from slipstream.draft.heads.eagle_native import fuse_eagle
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter, Feed
 from slipstream.draft.model.growth import GrowthOptions, ProposalShape
@@ -28,6 +29,7 @@ from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
+from slipstream.models.cpu.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
 from slipstream.models.rows import Rows
@@ -67,7 +69,12 @@ class EagleDrafter(CachedDrafter):
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
         self._check_version(self.head.config.version, options.model)
-        self.target.pack_beside(self.head, options.quantization)
+        self._own_ids = not torch.equal(self.head.draft_token_ids.cpu(), torch.arange(context.vocab_size))
+        """Whether the head's tokens are numbered otherwise than the target's."""
+        self.native = fuse_eagle(self.head, self.target, options.quantization)
+        """Computes the head's passes and holds its weights, where it can."""
+        if self.native is None:
+            self.target.pack_beside(self.head, options.quantization)
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         super().__init__(
@@ -123,34 +130,53 @@ class EagleDrafter(CachedDrafter):
         self.target_cache = cache
 
     def weight_bytes(self) -> int:
+        if self.native is not None:
+            return self.native.nbytes
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
         return table + packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
 
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)
 
+    def draws_chains(self) -> bool:
+        return self.native is not None
+
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+        assert self.native is not None
+        features = torch.cat([self._features(feed) for feed in feeds])
+        return self.native.draft(Rows([feed.rows for feed in feeds]), self.cache.pool, features, chains)
+
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         rows = Rows([feed.rows for feed in feeds])
+        committed = feeds[0].nodes is None  # all are, or none is
+        given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
+        if self.native is not None:
+            states, logits = self.native.forward(rows, self.cache.pool, given, committed)
+        else:
+            states, logits = self._torch_forward(rows, self.head.encode(given) if committed else given)
+        self._remember(feeds, states)
+        return logits
+
+    def _torch_forward(self, rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden] that the rows start from -> [N, hidden] behind them, and logits [wanted rows, target's vocab]."""
         attention = PackedAttention(rows, self.cache.pool)
         on = rows.on(self._device)
-        states = torch.cat([self._states(feed) for feed in feeds])[None]  # [1, N, hidden]
         with without_cudnn(self._device):
             states = self.head(
                 self._embed(on.token_ids)[None],
-                states,
+                states[None],
                 on.positions[None],
                 lambda query, key, value: attention.attend(0, query, key, value, self._variant),
             )[0]
-        self._remember(feeds, states)
         wanted = states[on.logit_rows]
         if self.head.config.version == 1:
-            return self.target.project(wanted)
+            return states, self.target.project(wanted)
         logits: Tensor = self.head.logits(wanted)  # [wanted, draft vocab]
-        if logits.shape[1] == self.context.vocab_size:
-            return logits
-        full = logits.new_full((len(logits), self.context.vocab_size), float("-inf"))
-        full[:, self.head.draft_token_ids] = logits
-        return full
+        if self._own_ids:
+            full = logits.new_full((len(logits), self.context.vocab_size), float("-inf"))
+            full[:, self.head.draft_token_ids] = logits
+            logits = full
+        return states, logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
@@ -158,14 +184,15 @@ class EagleDrafter(CachedDrafter):
             return self.head.embedding[token_ids]
         return self.target.embed(token_ids)
 
-    def _states(self, feed: Feed) -> Tensor:
-        """[rows, hidden]: each row's input state, the target's feature or the head's estimate for the token before
-        it."""
-        if feed.nodes is None:
-            assert self.target_cache is not None, "attach() comes before the first proposal"
-            end = feed.first - 1 + len(feed.rows.token_ids)
-            features = self.target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
-            return self.head.encode(features)
+    def _features(self, feed: Feed) -> Tensor:
+        """[rows, width]: the target's features of the token before each of a feed's committed ones."""
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        end = feed.first - 1 + len(feed.rows.token_ids)
+        return self.target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
+
+    def _estimates(self, feed: Feed) -> Tensor:
+        """[rows, hidden]: the head's own states of the token before each of a feed's draft tokens."""
+        assert feed.nodes is not None
         return torch.stack([node.parent.state if node.parent else feed.growth.state for node in feed.nodes])
 
     def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:

@@ -19,14 +19,16 @@ from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
+from slipstream.draft.heads.heads_native import fuse_heads
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.draft.heads.target_shape import check_fits
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, ProposalShape
+from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, ProposalShape, whole_chains
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
+from slipstream.models.cpu.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
 
@@ -78,10 +80,17 @@ class HeadDrafter(Drafter):
                 f"{config.num_heads} heads; omit the deeper nodes"
             )
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
-        target.pack_beside(heads, options.quantization)
+        self.native = fuse_heads(heads, target, options.quantization)
+        """Computes the heads and holds their weights, where it can."""
+        if self.native is None:
+            target.pack_beside(heads, options.quantization)
         self.target = target
         self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
-        self._weight_bytes = packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
+        self._weight_bytes = (
+            packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
+            if self.native is None
+            else self.native.nbytes
+        )
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -111,6 +120,10 @@ class HeadDrafter(Drafter):
     @abstractmethod
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
         """Grow all trees to the end; `features` [growths, hidden] are the states of the tokens computed last."""
+
+    @abstractmethod
+    def _chains(self, growths: Seq[Growth], features: Tensor, chains: Chains) -> list[list[int]]:
+        """The tokens of whole chains, drawn by the kernels."""
 
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds
@@ -148,12 +161,29 @@ class HeadDrafter(Drafter):
             and self._growths.may_draft(sequence)
         }
         if growths:
-            features = [self._feature(growth.sequence) for growth in growths.values()]
-            self._grow(list(growths.values()), torch.cat(features))
+            self._draft(list(growths.values()))
         return [
             growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
             for sequence in sequences
         ]
+
+    def _draft(self, growths: list[Growth]) -> None:
+        """Grow all trees; chains that one call can draw apart from the others."""
+        draws = whole_chains(growths) if self.native is not None else {}
+        drawn = [growth for growth in growths if growth.sequence.id in draws]
+        if drawn:
+            chains = Chains(list(draws.values()), self._growths.vocab_size)
+            for growth, token_ids in zip(
+                drawn, self._chains(drawn, self._features(drawn), chains), strict=True
+            ):
+                growth.take_chain(token_ids)
+        others = [growth for growth in growths if growth.sequence.id not in draws]
+        if others:
+            self._grow(others, self._features(others))
+
+    def _features(self, growths: Seq[Growth]) -> Tensor:
+        """[growths, hidden]"""
+        return torch.cat([self._feature(growth.sequence) for growth in growths])
 
     def _feature(self, sequence: Sequence) -> Tensor:
         """[1, hidden]: the hidden state of the token that the target computed last."""

@@ -21,10 +21,12 @@ from slipstream.draft.model.growth import (
     GrowthOptions,
     NotFiniteError,
     Peaks,
+    whole_chains,
 )
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.cpu.chains import Chains
 from slipstream.models.rows import RowGroup
 
 
@@ -65,10 +67,13 @@ class CachedDrafter(ShapedDrafter):
         shapes: Seq[LayerShape],
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
+        """`cache_dtype` is how keys and values are held; None: in `dtype`."""
         super().__init__(options, context, vocab_size=vocab_size)
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self._cache_dtype = dtype if cache_dtype is None else cache_dtype
         self._cache: KVCache | None = None
         self._open: dict[int, Growth] = {}
         """The last proposal of each sequence, until its verdict has been observed."""
@@ -96,7 +101,7 @@ class CachedDrafter(ShapedDrafter):
     # --- the contract -----------------------------------------------------------------------------------------
 
     def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self._shapes, self._dtype)
+        return bytes_per_token(self._shapes, self._cache_dtype)
 
     def allocate(self, num_tokens: int) -> None:
         prefix_caching = self.context.engine_config.enable_prefix_caching
@@ -130,6 +135,7 @@ class CachedDrafter(ShapedDrafter):
         }
         feeds = self._committed(list(growths.values()))
         try:
+            feeds = self._draft_chains(feeds)
             while feeds:
                 self._compute(feeds)
                 growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
@@ -250,6 +256,28 @@ class CachedDrafter(ShapedDrafter):
             rows = RowGroup(slots, past - self.first_entry, token_ids, wanted)
             feeds.append(Feed(growth, rows, past, num_new=end - seen))
         return feeds
+
+    def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
+        """Draft the chains that one call can draw from end to end; returns the other feeds."""
+        if not self.draws_chains():
+            return feeds
+        draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
+        drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
+        if not drawn:
+            return feeds
+        chains = self._chains(drawn, Chains(list(draws.values()), self._growths.vocab_size))
+        for feed, token_ids in zip(drawn, chains, strict=True):
+            self._commit(feed)
+            feed.growth.take_chain(token_ids)
+        return [feed for feed in feeds if feed.growth.sequence.id not in draws]
+
+    def draws_chains(self) -> bool:
+        """Whether `_chains` can be called."""
+        return False
+
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+        """Feed the rows and draft a whole chain behind each feed; see `Decoder.draft`."""
+        raise NotImplementedError
 
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass: commits the entries of committed tokens and grows every tree for which there are logits."""

@@ -15,8 +15,10 @@ from slipstream.draft.model.growth import GrowthOptions, ProposalShape
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model, load_tokenizer
+from slipstream.models.cpu.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.outline import outline_model
+from slipstream.models.rows import Rows
 from slipstream.text.vocabulary import check_same_vocabulary
 
 
@@ -71,6 +73,7 @@ class DraftModelDrafter(CachedDrafter):
             lora=options.lora,
             max_model_len=context.engine_config.max_model_len,
             attention_backend=context.engine_config.attention_backend,
+            kv_cache_dtype=context.engine_config.kv_cache_dtype,
         )
         super().__init__(
             options,
@@ -80,6 +83,7 @@ class DraftModelDrafter(CachedDrafter):
             shapes=self.model.shapes,
             dtype=self.model.dtype,
             device=self.model.device,
+            cache_dtype=self.model.cache_dtype,
         )
 
     def drafting_model(self) -> CausalLM:
@@ -111,6 +115,14 @@ class DraftModelDrafter(CachedDrafter):
     def _can_read(self, token_ids: Seq[int]) -> bool:
         return max(token_ids, default=0) < self.model.vocab_size  # the target's embedding may be wider
 
+    def draws_chains(self) -> bool:
+        # A subclass that feeds or reads tokens in another way computes level by level.
+        return self.model.decoder is not None and type(self)._forward is DraftModelDrafter._forward
+
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+        assert self.model.decoder is not None
+        return self.model.decoder.draft(Rows([feed.rows for feed in feeds]), self.cache.pool, chains)
+
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
         return logits[:, : self._growths.vocab_size]
@@ -129,6 +141,7 @@ def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutlin
         cpu_kernels=engine.cpu_kernels,
         max_model_len=engine.max_model_len,
         attention_backend=engine.attention_backend,
+        kv_cache_dtype=engine.kv_cache_dtype,
     )
     shape = ProposalShape.of(options, context.verifier)
     return DraftOutline(

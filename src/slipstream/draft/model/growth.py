@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from slipstream.config import check_at_least, reject_unknown
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.slots import SlotMap
+from slipstream.models.cpu.chains import Draw
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
@@ -262,6 +263,30 @@ class Growth:
             return False
         return shape.method == "greedy" or self.noise.greedy
 
+    def draw(self) -> Draw | None:
+        """How the kernels can draw the whole chain; None where more than temperature and noise decides on a token."""
+        shape, temperature = self.shape, self.processor.plain_temperature
+        if shape.widths is not None or not shape.is_chain or self.confidence_threshold or temperature is None:
+            return None
+        if shape.method == "greedy" or self.noise.greedy:
+            return Draw(0.0, [0] * self.max_depth)
+        if shape.method != "coupled":
+            return None
+        first = len(self.sequence.token_ids)
+        return Draw(temperature, [self.noise.key(first + level) for level in range(self.max_depth)])
+
+    def take_chain(self, token_ids: Seq[int]) -> None:
+        """Take the tokens of a whole chain, all but the last of which were fed."""
+        if -1 in token_ids:
+            raise NotFiniteError(self.sequence.id)
+        for token_id in token_ids:
+            parent = self.nodes[-1] if self.nodes else None
+            if parent is not None:
+                parent.stored = len(self.stored)
+                self.stored.append(parent)
+            self.nodes.append(DraftNode(token_id, parent, len(self.nodes) + 1, 0.0))
+        self.frontier = []
+
     def grow(self, logits: Tensor, peaks: Peaks | None = None) -> list[DraftNode]:
         """Add draft tokens below the frontier, from `logits` [frontier, vocab], and choose the next frontier.
 
@@ -407,6 +432,15 @@ class Growth:
             return Proposal(token_ids, parents)
         kind = ProposalKind.SAMPLED_IID if self.shape.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
         return Proposal(token_ids, parents, kind, torch.stack(probs))
+
+
+def whole_chains(growths: Iterable[Growth]) -> dict[int, Draw]:
+    """By sequence, how the kernels draw its whole chain; for the growths that need no level of their own.
+
+    These are computed apart from the others, so that no sequence's draft depends on who else is in the batch.
+    """
+    draws = ((growth.sequence.id, growth.draw()) for growth in growths)
+    return {sequence_id: draw for sequence_id, draw in draws if draw is not None}
 
 
 class Growths:

@@ -19,15 +19,17 @@ from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.growth import Growth, GrowthOptions, Peaks, ProposalShape
+from slipstream.draft.model.growth import Growth, GrowthOptions, Peaks, ProposalShape, whole_chains
 from slipstream.draft.model.layer_search import Layers, LayerSearch
-from slipstream.draft.model.self_model import is_smaller, target_copy
+from slipstream.draft.model.self_model import copy_dtype, is_smaller, target_copy
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.cpu.chains import Chains
 from slipstream.models.linear.formats import check_quantization
+from slipstream.models.rows import Rows
 
 MAX_TENANTS = 256
 """Tenants whose searches are kept; the oldest one is dropped."""
@@ -81,7 +83,9 @@ class LayerSkipDrafter(ShapedDrafter):
         """A copy of the target's weights in another format, or nothing."""
         shape = ProposalShape.of(options, context.verifier)
         engine = context.engine_config
-        copies = [] if options.quantization is None else [target_copy(options.quantization, engine)]
+        copies = (
+            [] if options.quantization is None else [target_copy(options.quantization, engine, context.dtype)]
+        )
         return DraftOutline(shape.num_nodes, tuple(copies), logit_rows=shape.logit_rows)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
@@ -181,6 +185,17 @@ class LayerSkipDrafter(ShapedDrafter):
             RowGroup(slots[g.sequence.id], g.sequence.num_computed, g.sequence.token_ids[-1:], [0])
             for g in growths
         ]
+        if self.model.decoder is not None:
+            draws = whole_chains(growths)
+            drawn = [number for number, growth in enumerate(growths) if growth.sequence.id in draws]
+            if drawn:
+                rows = Rows([groups[number] for number in drawn])
+                chains = Chains(list(draws.values()), self._growths.vocab_size)
+                made = self.model.decoder.draft(rows, self._cache.pool, chains, layers)
+                for number, token_ids in zip(drawn, made, strict=True):
+                    growths[number].take_chain(token_ids)
+            groups = [group for growth, group in zip(growths, groups, strict=True) if growth.frontier]
+            growths = [growth for growth in growths if growth.frontier]
         while growths:
             logits = self._forward(groups, layers)
             peaks = Peaks.of(logits, growths)
@@ -202,13 +217,13 @@ def _model(quantization: str | None, context: DraftContext, target: CausalLM) ->
     """The target, or its quantised copy; raises `ConfigError` where the copy cannot share the target's cache."""
     if quantization is None:
         return target
-    if not is_smaller(quantization, target.quantization):
+    if not is_smaller(quantization, target.weight_format.name):
         name = target.weight_format.name
         raise ConfigError(f"the target is {name} already; omit layer_skip's quantization")
     config = context.engine_config
     copy = load_model(
         config.model,
-        dtype=config.dtype,
+        dtype=copy_dtype(config, target.dtype),
         device=str(context.device),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,

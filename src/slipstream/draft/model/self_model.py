@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from slipstream.config import EngineConfig, check_types
 from slipstream.draft.base import DraftContext, Fit
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
@@ -41,9 +43,11 @@ class SelfOptions(GrowthOptions):
 def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
     """Options for the quantised target as a draft model; raises `ConfigError` where the target is quantised already."""
     config = context.engine_config
-    if not is_smaller(quantization, config.quantization):
+    target = context.target or context.target_outline
+    held = config.quantization if target is None else target.weight_format.name
+    if not is_smaller(quantization, held):
         raise ConfigError(
-            f"the target is {config.quantization or UNCHANGED} already and cannot draft more cheaply for itself "
+            f"the target is {held or UNCHANGED} already and cannot draft more cheaply for itself "
             f"in {quantization}; choose a format of fewer bits, or another drafter"
         )
     return DraftModelOptions(
@@ -60,11 +64,16 @@ def is_smaller(quantization: str, target: str | None) -> bool:
     return weight_format(quantization).bytes_per_weight < weight_format(target).bytes_per_weight
 
 
-def target_copy(quantization: str, config: EngineConfig) -> ModelOutline:
-    """The outline of the target of `config` in another weight format."""
+def copy_dtype(config: EngineConfig, computes: torch.dtype) -> str:
+    """The `dtype` of a copy in another weight format of a target that computes in this type."""
+    return "auto" if computes == torch.float32 else config.dtype
+
+
+def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) -> ModelOutline:
+    """The outline of the target of `config`, which computes in this type, in another weight format."""
     return outline_model(
         config.model,
-        dtype=config.dtype,
+        dtype=copy_dtype(config, computes),
         device=config.device,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
@@ -72,6 +81,7 @@ def target_copy(quantization: str, config: EngineConfig) -> ModelOutline:
         cpu_kernels=config.cpu_kernels,
         max_model_len=config.max_model_len,
         attention_backend=config.attention_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

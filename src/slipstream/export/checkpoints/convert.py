@@ -9,8 +9,8 @@ from slipstream.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.export.checkpoints.eagle_folders import write_eagle
 from slipstream.export.checkpoints.eagle_heads import read_head
-from slipstream.export.checkpoints.gguf_eagle3 import write_eagle3
-from slipstream.export.checkpoints.gguf_models import write_model
+from slipstream.export.checkpoints.gguf_eagle3 import eagle3_writer
+from slipstream.export.checkpoints.gguf_models import finish, model_writer
 from slipstream.export.checkpoints.medusa_folders import read_medusa, write_medusa
 from slipstream.export.checkpoints.openvino_folders import write_openvino
 from slipstream.export.checkpoints.target_files import TargetFiles
@@ -86,26 +86,29 @@ def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str |
 
 
 def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
-    """The target too: llama.cpp reads GGUF files only."""
+    """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
     if record.method in ("medusa", "hydra", "eagle"):
         raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
     draft = None
     if record.method in (*DRAFT_MODELS, "eagle3"):
         draft = folder / ("eagle3.gguf" if record.method == "eagle3" else "draft.gguf")
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / "target.gguf"
+    writers = []
     notes = ["16-bit and 32-bit weights are written as they are; llama-quantize makes smaller files of them"]
     if draft is not None and record.method == "eagle3":
         files, model = target_of(record), model_of(record)
         head = read_head(model, files, record.revision)
-        write_eagle3(head, files, load_tokenizer(files.path), draft, model)
+        writers.append(eagle3_writer(head, files, load_tokenizer(files.path), draft, model))
         if head.config.draft_vocab_size < head.config.vocab_size:
             notes.append(
                 "the draft vocabulary is a map of absolute ids (d2t); folders of other engines hold offsets"
             )
     elif draft is not None:
-        write_model(model_of(record), draft)
-    write_model(target_of(record).path, target)
+        writers.append(model_writer(model_of(record), draft))
+    writers.append(model_writer(target_of(record).path, target))
+    folder.mkdir(parents=True, exist_ok=True)
+    for writer in writers:
+        finish(writer)
     return ConvertedCheckpoint(
         target=target,
         draft=draft,

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.errors import ModelError
 from slipstream.export.checkpoints.eagle_dialects import DIALECTS, check_head
-from slipstream.export.checkpoints.gguf_models import FILE_TYPES, finish, with_neighbours
+from slipstream.export.checkpoints.gguf_models import FILE_TYPES, with_neighbours
 from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.checkpoints.gguf_shape import add_rope, add_sizes, read_rope, read_sizes
 from slipstream.export.checkpoints.gguf_tensors import add_tensor, halves
@@ -44,8 +44,11 @@ NAMES: Mapping[str, str] = {
 """Our module's name of a tensor to the file's."""
 
 
-def write_eagle3(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Path, path: str) -> None:
-    """Write `head`, which was read from `path`; raises `ExportError` where llama.cpp would not run it as trained."""
+def eagle3_writer(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Path, path: str) -> Any:
+    """A `gguf.GGUFWriter` of `head`, which was read from `path`; `finish` writes the `file`.
+
+    Raises `ExportError` where llama.cpp would not run the head as it was trained.
+    """
     check_head(DIALECTS["llama_cpp"], head, target, path)
     gguf, config = gguf_package(), head.config
     writer = gguf.GGUFWriter(file, ARCH)
@@ -69,7 +72,7 @@ def write_eagle3(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Pat
         add_tensor(writer, "token_embd.weight", head.embedding)
     if config.draft_vocab_size < config.vocab_size:
         add_tensor(writer, "d2t", head.draft_token_ids.to(torch.int64))
-    finish(writer)
+    return writer
 
 
 def read_eagle3(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> EagleHead:

@@ -43,8 +43,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
 """By Transformers' `model_type`."""
 
 
-def write_model(path: str, file: Path) -> None:
-    """Write the model in the folder `path`, with its tokenizer, as one GGUF file.
+def model_writer(path: str, file: Path) -> Any:
+    """A `gguf.GGUFWriter` of the model in the folder `path`, with its tokenizer; `finish` writes the `file`.
 
     Raises `ExportError` for a model that llama.cpp would not compute alike.
     """
@@ -75,7 +75,7 @@ def write_model(path: str, file: Path) -> None:
                 {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
             )
     writer.add_file_type(getattr(gguf_package().LlamaFileType, FILE_TYPES[min(kinds)]))
-    finish(writer)
+    return writer
 
 
 def finish(writer: Any) -> None:

@@ -242,6 +242,10 @@ def _notes(record: SpeculativeRecord) -> list[str]:
         notes.append(
             "a GGUF head holds the target's token ids in d2t, not offsets; the conversion changes them"
         )
+    if record.method != "off":
+        notes.append(
+            "llama-server reports the log-probability 0 for every token that a speculating pass yields"
+        )
     return notes
 
 

@@ -28,19 +28,17 @@ class PackedAttention(AttentionPass):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         rows = self._rows
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys[self._new] = key[0].transpose(0, 1)
-        values[self._new] = value[0].transpose(0, 1)
+        self._pool.write(layer, self._new, key[0], value[0])
         repeats = query.shape[1] // key.shape[1]
         outputs: list[Tensor] = []
         for number in range(len(rows.groups)):
             skipped, visible = self._masks.of_group(number, variant.sliding_window, repeats)
-            entries = self._entries_of(number, skipped)
+            keys, values = self._pool.read(layer, self._entries_of(number, skipped))
             outputs.append(
                 attend(
                     query[0, :, rows.first_rows[number] : rows.first_rows[number + 1]],
-                    keys[entries].transpose(0, 1),
-                    values[entries].transpose(0, 1),
+                    keys,
+                    values,
                     visible,
                     variant,
                 )

@@ -48,11 +48,9 @@ class PosedPass(AttentionPass):
         `share` neighbouring heads are copies of one key head; one of them is kept.
         """
         share = self._share
-        found: list[Tensor] = []
-        for rows, stored in ((key, self._pool.keys[layer_idx]), (value, self._pool.values[layer_idx])):
-            stored[self._new] = rows[0, ::share].transpose(0, 1)
-            found.append(stored[self._entries].transpose(0, 1).repeat_interleave(share, dim=0)[None])
-        return found[0], found[1]
+        self._pool.write(layer_idx, self._new, key[0, ::share], value[0, ::share])
+        keys, values = self._pool.read(layer_idx, self._entries)
+        return keys.repeat_interleave(share, dim=0)[None], values.repeat_interleave(share, dim=0)[None]
 
 
 class ProbedCache:

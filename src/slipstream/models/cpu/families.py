@@ -35,7 +35,8 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 class LayerParts:
     """One layer's weights, as the kernels read them."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
+    """None where the attention reads its rows as they are."""
     mlp_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None

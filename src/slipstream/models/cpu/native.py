@@ -1,20 +1,17 @@
-"""The CPU kernels in `kernels/`: compiled once on the user's machine, for its instructions, and cached.
+"""The CPU kernels in `kernels/`, loaded in the build that this processor runs fastest (`builds.py`).
 
-They are plain C++ without dependencies, and compile in a few seconds. Where there is no compiler the engine runs on
-PyTorch's operators instead (`models.linear`); `unavailable` says why.
+A wheel has them compiled. Elsewhere they are compiled once, on the user's machine, and cached: they are plain C++
+without dependencies, and take some seconds. Where there is no compiler either the engine runs on PyTorch's operators
+instead (`models.linear`); `unavailable` says why.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import mmap
 import os
-import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,13 +23,17 @@ import torch
 from torch import Tensor
 
 from slipstream.config import cache_folder
-from slipstream.models.cpu import threads
+from slipstream.errors import ConfigError
+from slipstream.models.cpu import builds, threads
+from slipstream.models.cpu.builds import Build
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "kernels"
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", "-pthread")
-COMPILERS = ("c++", "g++", "clang++")
+TABLE_KINDS = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
+"""`WeightKind` of a table that is no format's: an embedding, row by row."""
+
+SLICE_WEIGHTS = 2**22
+"""How many weights are converted and packed at a time, where one layer has more."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -46,15 +47,21 @@ class Kernel:
     kind: int
     """Its number in `WeightKind`."""
     pack: str
-    """The function that packs a weight: (float32 weight, in, out, panels, threads), and where there are scales (weight,
-    in, out, panels, scales, sums, threads)."""
+    """The function that packs a weight: (weight, in, out, panels, threads), and where there are scales (weight, in,
+    out, panels, scales, sums, threads)."""
     bytes_per_weight: float
     bytes_per_output: float = 0.0
     """Of a float32 scale and an int32 sum an output; 0 where the format has none."""
+    dtype: torch.dtype = torch.float32
+    """Of the weights that `pack` reads; others are converted."""
 
     @property
     def has_scales(self) -> bool:
         return self.bytes_per_output > 0
+
+
+ENTRY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""How the kernels number the types of cache entries: `EntryType` of entries.h."""
 
 
 class LinearStruct(Structure):
@@ -95,7 +102,7 @@ class ModelStruct(Structure):
         *((name, c_int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "rotary_dim", "intermediate", "vocab")),
         *((name, c_float) for name in ("norm_epsilon", "attention_scale", "rotary_scale")),
-        ("unused", c_int32),
+        ("embedding_kind", c_int32),
         ("inverse_frequencies", c_void_p),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
@@ -113,6 +120,63 @@ class BatchStruct(Structure):
         *((name, c_void_p) for name in ("run_begin", "run_length", "tail_begin")),
         *((name, c_void_p) for name in ("tail_slots", "tail_positions", "logit_rows")),
         *((name, c_void_p) for name in ("keys", "values", "tap_layers", "taps", "logits", "layers")),
+        *((name, c_int64) for name in ("num_slots", "entry_type")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales")),
+    )
+
+
+class EagleStruct(Structure):
+    """`Eagle` of eagle.h."""
+
+    _fields_ = (
+        ("model", ModelStruct),
+        ("embedder", POINTER(ModelStruct)),
+        ("fc", LinearStruct),
+        ("embedding_norm", c_void_p),
+        ("token_ids", c_void_p),
+        ("residual_is_normed", c_int64),
+    )
+
+
+class StatesStruct(Structure):
+    """`States` of eagle.h."""
+
+    _fields_ = (("given", c_void_p), ("made", c_void_p), ("from_target", c_int64))
+
+
+class BlockStruct(Structure):
+    """`Block` of heads.h."""
+
+    _fields_ = (("linear", LinearStruct), ("shortcut", LinearStruct))
+
+
+class HeadsStruct(Structure):
+    """`Heads` of heads.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_heads", "num_blocks", "hidden", "vocab")),
+        ("blocks", POINTER(BlockStruct)),
+        ("outputs", POINTER(LinearStruct)),
+        ("shared", c_int64),
+    )
+
+
+class HeadRowsStruct(Structure):
+    """`HeadRows` of heads.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("n", "first", "count", "unused")),
+        ("rows", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+class ChainsStruct(Structure):
+    """`Chains` of chain.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("depth", "num_tokens")),
+        *((name, c_void_p) for name in ("lengths", "temperatures", "keys", "token_ids")),
     )
 
 
@@ -126,11 +190,33 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_new_scratch": (c_void_p, ()),
     "slipstream_free_scratch": (None, (c_void_p,)),
     "slipstream_forward": (None, (c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_draft": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_eagle": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_draft_eagle": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_heads": (None, (c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_draft_medusa": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_draft_hydra": (None, (*[c_void_p] * 6, c_int)),
 }
 
 
+def build() -> Build:
+    """The build of the kernels for this process: the fastest, or the one that `SLIPSTREAM_CPU_ISA` names.
+
+    Raises `ConfigError` for a name that this processor cannot run, `NativeUnavailable` where there is none.
+    """
+    try:
+        return builds.choose(os.environ.get("SLIPSTREAM_CPU_ISA", ""))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except LookupError as error:
+        raise NativeUnavailable(str(error)) from None
+
+
 def library() -> ctypes.CDLL:
-    """The compiled kernels; compiles them when they are not in the cache. Raises `NativeUnavailable`."""
+    """The compiled kernels; compiles them where they are in neither the package nor the cache.
+
+    Raises `NativeUnavailable`, and `ConfigError` for a build that this processor cannot run.
+    """
     loaded = _load()
     if isinstance(loaded, str):
         raise NativeUnavailable(loaded)
@@ -141,7 +227,8 @@ def library() -> ctypes.CDLL:
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none. Cached, so that a compiler that fails runs once and not for every model."""
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        wanted = build()
+        loaded = _prebuilt(wanted) or ctypes.CDLL(str(_compiled(wanted)))
     except NativeUnavailable as error:
         return str(error)
     except OSError as error:
@@ -177,7 +264,9 @@ class PackedWeight:
         biases: list[Tensor | None],
         kernel: Kernel,
         interleaved: bool = False,
+        give_back: bool = False,
     ) -> None:
+        """With `give_back` the pages of a weight that is not stacked are returned to the system as it is packed."""
         self._kernel = kernel
         self.num_weights = sum(weight.numel() for weight in weights)
         self._num_biases = sum(bias.numel() for bias in biases if bias is not None)
@@ -187,7 +276,7 @@ class PackedWeight:
         else:
             weight = torch.cat(weights) if len(weights) > 1 else weights[0]
             bias = _stacked_bias(weights, biases)
-        weight = weight.detach().float().contiguous()
+        weight = weight.detach()
         self.out_features, self.in_features = weight.shape
         lib = library()
         shape = (self.in_features, self.out_features)
@@ -200,11 +289,11 @@ class PackedWeight:
             None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
         )
         self.num_threads = threads.available()
-        written = [self.panels, self.scales, self.sums] if kernel.has_scales else [self.panels]
-        pointers = [c_void_p(tensor.data_ptr()) for tensor in written]
-        getattr(lib, kernel.pack)(
-            c_void_p(weight.data_ptr()), *map(c_int, shape), *pointers, c_int(self.num_threads)
-        )
+        for begin in range(0, self.out_features, _slice_length(self.in_features)):
+            part = weight[begin : begin + _slice_length(self.in_features)]
+            self._pack(part, begin)
+            if give_back and len(weights) == 1:
+                release(part)
         self.struct = LinearStruct(
             kernel.kind,
             *shape,
@@ -213,6 +302,22 @@ class PackedWeight:
             self.scales.data_ptr(),
             self.sums.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
+        )
+
+    def _pack(self, part: Tensor, first: int) -> None:
+        """Pack the outputs from `first` on, a multiple of what threads share out."""
+        part = part.to(self._kernel.dtype).contiguous()
+        lib = library()
+        begin = self.panels[lib.slipstream_packed_bytes(self._kernel.kind, self.in_features, first) :]
+        written = [begin]
+        if self._kernel.has_scales:
+            written += [self.scales[first:], self.sums[first:]]
+        getattr(lib, self._kernel.pack)(
+            c_void_p(part.data_ptr()),
+            c_int(self.in_features),
+            c_int(len(part)),
+            *(c_void_p(tensor.data_ptr()) for tensor in written),
+            c_int(self.num_threads),
         )
 
     @property
@@ -249,6 +354,23 @@ class PackedWeight:
             ctypes.byref(self.struct), indices.data_ptr(), len(indices), output.data_ptr()
         )
         return output
+
+
+def _slice_length(in_features: int) -> int:
+    """How many outputs of a weight are packed at a time: whole units, some megabytes."""
+    unit: int = library().slipstream_padded_out(1)
+    return max(SLICE_WEIGHTS // (in_features * unit), 1) * unit
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """A copy of a tensor [n, width], whose own pages are returned to the system as it is made."""
+    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    length = max(SLICE_WEIGHTS // tensor.shape[1], 1)
+    for begin in range(0, len(tensor), length):
+        part = tensor[begin : begin + length]
+        copy[begin : begin + length] = part
+        release(part)
+    return copy
 
 
 def empty_rows(*shape: int) -> Tensor:
@@ -323,22 +445,36 @@ def _stacked_bias(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor 
     )
 
 
-def _compiled() -> Path:
-    """The shared library for these sources and this machine."""
-    name = f"kernels-{fingerprint()}.so"
-    folder = cache_folder()
+def fingerprint() -> str:
+    """Changes with the build and the sources of the kernels: profiles of others do not hold."""
+    wanted = build()
+    return f"{wanted.name} {wanted.fingerprint}"
+
+
+def _prebuilt(wanted: Build) -> ctypes.CDLL | None:
+    """The library that came with the package; None where there is none of these sources, or it does not load here."""
+    file = builds.PREBUILT / wanted.file_name
+    if not file.is_file():
+        return None
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:  # of another C library, or an older one
+        log.info("the CPU kernels that came with the package do not load here (%s): compiling them", error)
+        return None
+
+
+def _compiled(wanted: Build) -> Path:
+    """The shared library for these sources, compiled unless it is in the cache."""
+    folder, name = cache_folder(), wanted.file_name
     if (folder / name).is_file():
         return folder / name
-    chosen = os.environ.get("CXX")
-    command = shlex.split(chosen) if chosen else [next(filter(shutil.which, COMPILERS), "")]
-    if not command or shutil.which(command[0]) is None:
-        raise NativeUnavailable(
-            f"there is no C++ compiler ({chosen or ', '.join(COMPILERS)}) to build the CPU kernels with; install one, "
-            "or set CXX"
-        )
+    try:
+        compiler = builds.compiler(os.environ.get("CXX"))
+    except LookupError as error:
+        raise NativeUnavailable(str(error)) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _compile(command, folder / name)
+        return _compile(wanted, compiler, folder / name)
     except OSError as error:
         log.warning(
             "the compiled CPU kernels cannot be kept in %s (%s), so every start compiles them; set SLIPSTREAM_CACHE to "
@@ -346,32 +482,17 @@ def _compiled() -> Path:
             folder,
             error.strerror,
         )
-        return _compile(command, Path(tempfile.mkdtemp(prefix="slipstream-")) / name)
+        return _compile(wanted, compiler, Path(tempfile.mkdtemp(prefix="slipstream-")) / name)
 
 
-def _compile(compiler: list[str], target: Path) -> Path:
+def _compile(wanted: Build, compiler: list[str], target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         log.warning("compiling the CPU kernels, once; this takes some seconds")
         built = Path(folder) / target.name
-        command = [*compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(wanted.command(compiler, built), capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             reason = lines[0] if lines else f"exit status {done.returncode}"
             raise NativeUnavailable(f"{compiler[0]} could not build the CPU kernels: {reason}")
         built.replace(target)  # atomic: another process may be doing the same
     return target
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Changes with the sources, the flags and the processor's instructions."""
-    digest = hashlib.sha256("\0".join(FLAGS).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    digest.update(platform.machine().encode())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features")))
-        digest.update(next(lines, "").encode())
-    return digest.hexdigest()[:16]

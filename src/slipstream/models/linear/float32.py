@@ -72,6 +72,7 @@ class Float32(WeightFormat):
     summary = "32-bit floating point"
     kernel: ClassVar[Kernel] = Kernel(kind=0, pack="slipstream_pack_float32", bytes_per_weight=4)
     bytes_per_weight = kernel.bytes_per_weight
+    stored_dtype = torch.float32
 
     def torch_unavailable(self) -> str | None:
         """oneDNN may be missing from a build of PyTorch."""

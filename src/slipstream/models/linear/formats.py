@@ -27,7 +27,10 @@ from slipstream.models.linear.layers import NativeLinear, PackedLinear
 from slipstream.registry import Registry
 
 UNCHANGED = "float32"
-"""The format of weights that no `quantization` was given for."""
+"""The format of weights that no `quantization` was given for and that the checkpoint does not store in 16 bits."""
+
+OF_DTYPE = {torch.float32: UNCHANGED, torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""The formats that `dtype` names: they hold a checkpoint's own numbers, or those rounded once."""
 
 
 class WeightFormat(ABC):
@@ -42,6 +45,9 @@ class WeightFormat(ABC):
     logit_error: ClassVar[float | None] = None
     """None where the numbers are the checkpoint's. Otherwise the largest error of a row's logits, relative to their
     spread, that is still taken for rounding when a model is loaded: tens of times what is usual."""
+    stored_dtype: ClassVar[torch.dtype | None] = None
+    """For a format that is one of PyTorch's types: a checkpoint's weights of this type are kept as they are stored, and
+    others are rounded to it when they are loaded, before anything is compared with them. None for the others."""
     kernel: ClassVar[Kernel | None] = None
     """How the native CPU kernels hold such weights; None where they cannot."""
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
@@ -95,6 +101,8 @@ WEIGHT_FORMATS = Registry[WeightFormat](
     "slipstream.weight_formats",
     {
         "float32": "slipstream.models.linear.float32:Float32",
+        "bfloat16": "slipstream.models.linear.sixteen_bits:Bfloat16",
+        "float16": "slipstream.models.linear.sixteen_bits:Float16",
         "int8": "slipstream.models.linear.int8:Int8",
     },
 )

@@ -13,12 +13,19 @@ from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 
 
-def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give_back: bool = False) -> int:
+def pack_linears(
+    module: nn.Module,
+    fmt: WeightFormat,
+    native: bool = True,
+    give_back: bool = False,
+    widens: bool = False,
+) -> int:
     """Replace the float32 linear layers of `module` that are on a device with this format, in place; returns how many.
 
-    Only plain `nn.Linear`s are replaced: a subclass may compute something else. The unpacked weights are freed,
-    except where an embedding shares them. With `give_back` they are given back to the system at once, and nobody may
-    read them any more: else weights that are mapped from a file stay in memory as long as any of the file's does.
+    Only plain `nn.Linear`s are replaced: a subclass may compute something else. With `widens` 16-bit ones are too: they
+    multiply float32 rows. The unpacked weights are freed, except where an embedding shares them. With `give_back` they
+    are given back to the system at once, and nobody may read them any more: else weights that are mapped from a file
+    stay in memory as long as any of the file's does.
     Without `native` PyTorch's own operators are used; where they do not have the format, `ConfigError` is raised, or,
     if the format keeps the checkpoint's numbers, the layers stay as they are.
     """
@@ -27,7 +34,7 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give
         for parent in module.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
-        and child.weight.dtype == torch.float32
+        and (child.weight.dtype == torch.float32 or (widens and child.weight.is_floating_point()))
         and child.weight.device.type in fmt.devices
     ]
     if not native or fmt.kernel is None:
@@ -39,11 +46,21 @@ def pack_linears(module: nn.Module, fmt: WeightFormat, native: bool = True, give
             raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
     users = _users(module)
     for parent, name, child in plain:
-        setattr(parent, name, fmt.pack(child, native))
+        setattr(parent, name, fmt.pack(_readable(child, fmt, native), native))
         if give_back and users[child.weight.data_ptr()] == 1:
             release(child.weight)
             trim_heap()
     return len(plain)
+
+
+def _readable(linear: nn.Linear, fmt: WeightFormat, native: bool) -> nn.Linear:
+    """The layer in a type that the format packs: our own read any, others float32."""
+    if linear.weight.dtype == torch.float32 or (native and fmt.kernel is not None):
+        return linear
+    wide = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    wide.weight = nn.Parameter(linear.weight.detach().float(), requires_grad=False)
+    wide.bias = linear.bias
+    return wide
 
 
 def _users(module: nn.Module) -> Counter[int]:

@@ -160,7 +160,13 @@ _RESPONSE = _object(
     usage=_object(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER),
 )
 _STATUS = _object(status=STRING)
-_MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING)
+_MODEL = _object(
+    id=STRING,
+    object={"const": "model"},
+    created=INTEGER,
+    owned_by=STRING,
+    speculation=_object(method=STRING, verifier=STRING, lossy={"type": "boolean"}),
+)
 
 OPERATIONS: dict[str, _Operation] = {
     "POST /v1/completions": _Operation(

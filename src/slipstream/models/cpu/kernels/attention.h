@@ -1,107 +1,511 @@
 // Attention over cached entries, in their logical order.
 //
 // A row sees a run of consecutive slots (the committed text, and the chain before it) and then single slots (its
-// ancestors in a draft tree and itself). They are numbered through, so that a node's result has the same bits as that
-// of the same text without a tree around it. Queries that look at the same run go through it together, a few entries
-// at a time while these are in the nearest cache; each still adds up its own, in the same order as alone.
+// ancestors in a draft tree and itself). They are numbered through from the sequence's first one, and taken in partitions
+// of PARTITION entries: each has its own largest score, sum of weights and weighted sum of values, which are merged in
+// order. So a row's bits depend on the numbers of its entries alone: not on who reads them with it, on how its prompt was
+// cut, on whether an entry is in the run or behind it, or on which thread took which partition.
+//
+// Rows that look at the same run are a tile: they go through a partition together, with all heads that share a key head,
+// and each entry is read from memory once. Scores are sums over `wide` lanes; values are added entry by entry.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "entries.h"
 
+constexpr int PARTITION = 256;  // a multiple of BLOCK
+constexpr int BLOCK = 64;       // entries that stay in the nearest cache while all queries of a tile go through them
+constexpr int TILE = 64;        // queries, rows times heads, that go through entries together
+constexpr int MANY = 16;        // queries for which entries are widened once, into a buffer
+
+// The numbers of queries that one loop serves, and the wides of values that it adds up: what the registers hold.
+constexpr int QUERIES = LANES == 16 ? 4 : 2;
+constexpr int VALUES = LANES == 16 ? 4 : 2;
+
+inline int padded(int dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
+
+// What the rows of a pass see: see Rows in models/rows.py.
+struct Sight {
+  const int64_t *positions, *run_begin, *run_length, *tail_begin, *tail_slots, *tail_positions;
+};
+
+// What one row sees in a layer, by the numbers of entries.
 struct Visible {
-  int64_t begin;        // the first slot of the run
-  int length;           // of the run
-  const int64_t* tail;  // the single slots
-  int num_tail;
+  int64_t begin;        // the slot of entry 0
+  int first, run;       // entries of the run: first .. run - 1
+  const int64_t* tail;  // the slots of entries run .. end - 1, those before `first` included
+  int end;
 
-  int size() const { return length + num_tail; }
+  Visible(const Sight& sight, int row, int64_t sliding_window)
+      : begin(sight.run_begin[row]), first(0), run(int(sight.run_length[row])) {
+    int64_t tail_begin = sight.tail_begin[row], tail_end = sight.tail_begin[row + 1];
+    tail = sight.tail_slots + tail_begin;
+    end = run + int(tail_end - tail_begin);
+    if (!sliding_window) return;
+    // The run holds positions 0 .. run - 1, the tail those that it says.
+    int64_t oldest = sight.positions[row] - sliding_window + 1;
+    first = int(std::clamp<int64_t>(oldest, 0, run));
+    while (first >= run && first < end && sight.tail_positions[tail_begin + first - run] < oldest) ++first;
+  }
+
+  int first_partition() const { return first / PARTITION; }
+  int end_partition() const { return (end + PARTITION - 1) / PARTITION; }
 };
 
-// One layer's keys or values of one head: `base` is slot 0's, `stride` floats lie between slots.
-struct Entries {
-  const float* base;
-  size_t stride;
-  int dim;
+// --- a few queries and a few entries ---------------------------------------------------------------------------------
 
-  const float* at(int64_t slot) const { return base + slot * stride; }
-};
+// scores[q * PARTITION + i] = query q times key i, for Q queries and K keys.
+template <int Q, int K, typename Number>
+inline void score(const float* queries, int width, const Number* keys, size_t stride, float* scores) {
+  wide totals[Q][K] = {};
+  for (int d = 0; d < width; d += WIDE) {
+    wide key[K];
+    for (int k = 0; k < K; ++k) key[k] = widen_wide(keys + k * stride + d);
+    for (int q = 0; q < Q; ++q) {
+      wide query = load_wide(queries + q * width + d);
+      for (int k = 0; k < K; ++k) totals[q][k] = fused(query, key[k], totals[q][k]);
+    }
+  }
+  for (int q = 0; q < Q; ++q) {
+    if constexpr (K == 4) {
+      sum_each(totals[q], scores + q * PARTITION);
+    } else {
+      for (int k = 0; k < K; ++k) scores[q * PARTITION + k] = sum(totals[q][k]);
+    }
+  }
+}
 
-// One head of one row.
-struct Query {
-  const float* values;  // [key dim]
-  Visible visible;
-  float* scores;  // [visible.size() + LANES]: becomes the weights
-  float* out;     // [value dim]
-};
-
-constexpr int BLOCK = 16;  // entries that all queries go through before the next ones
-
-inline void score(const Query& query, const Entries& keys, int begin, int end, float scale) {
+template <int Q, typename Number>
+inline void score_run(const float* queries, int width, const Number* keys, size_t stride, int begin, int end, float* scores) {
+  constexpr int K = 4;
   int i = begin;
-  for (; i + 4 <= end; i += 4) {
-    dot_each(query.values, keys.at(query.visible.begin + i), keys.stride, keys.dim, query.scores + i);
-    for (int j = i; j < i + 4; ++j) query.scores[j] *= scale;
+  if constexpr (LANES == 16 || Q == 1)
+    for (; i + K <= end; i += K) score<Q, K>(queries, width, keys + i * stride, stride, scores + i);
+  for (; LANES < 16 && i + 2 <= end; i += 2) score<Q, 2>(queries, width, keys + i * stride, stride, scores + i);
+  for (; i < end; ++i) score<Q, 1>(queries, width, keys + i * stride, stride, scores + i);
+}
+
+// out[q * width ..] += weights[q * PARTITION + i] * value i for the entries begin .. end - 1, for Q queries and V wides.
+template <int Q, int V, typename Number>
+inline void weigh(const float* weights, const Number* values, size_t stride, int begin, int end, float* out, int width) {
+  wide sums[Q][V];
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) sums[q][v] = load_wide(out + q * width + v * WIDE);
+  for (int i = begin; i < end; ++i) {
+    wide value[V];
+    for (int v = 0; v < V; ++v) value[v] = widen_wide(values + i * stride + v * WIDE);
+    for (int q = 0; q < Q; ++q) {
+      wide weight = splat_wide(weights[q * PARTITION + i]);
+      for (int v = 0; v < V; ++v) sums[q][v] = fused(weight, value[v], sums[q][v]);
+    }
   }
-  for (; i < end; ++i) query.scores[i] = dot(query.values, keys.at(query.visible.begin + i), keys.dim) * scale;
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) store(out + q * width + v * WIDE, sums[q][v]);
 }
 
-inline void score_tail(const Query& query, const Entries& keys, float scale) {
-  for (int i = 0; i < query.visible.num_tail; ++i)
-    query.scores[query.visible.length + i] = dot(query.values, keys.at(query.visible.tail[i]), keys.dim) * scale;
-}
-
-// Scores -> weights that sum to the number returned.
-inline float exponentiate(const Query& query) {
-  float* scores = query.scores;
-  const int size = query.visible.size();
-  for (int i = size; i % LANES; ++i) scores[i] = -INFINITY;
-  floats best = load(scores);
-  for (int i = LANES; i < size; i += LANES) best = larger(load(scores + i), best);
-  float largest = largest_lane(best);
-  floats total = {};
-  for (int i = 0; i < size; i += LANES) {
-    floats weight = exp_of_negative(load(scores + i) - largest);
-    store(scores + i, weight);
-    total += weight;
-  }
-  return sum(total);
-}
-
-// out += weights[i] * the value that slot(i) holds, for i from begin to end.
-template <typename Slot>
-void weigh(const Query& query, const Entries& values, const float* weights, int begin, int end, Slot slot) {
-  float* out = query.out;
+template <int Q, typename Number>
+inline void weigh_run(const float* weights, const Number* values, size_t stride, int begin, int end, float* out, int width) {
+  constexpr int V = Q == 1 ? 4 : VALUES;
   int d = 0;
-  for (; d + 4 * LANES <= values.dim; d += 4 * LANES) {  // four sums at a time hide each other's latency
-    floats sums[4];
-    for (int j = 0; j < 4; ++j) sums[j] = load(out + d + j * LANES);
-    for (int i = begin; i < end; ++i)
-      for (int j = 0; j < 4; ++j) sums[j] = fused(splat(weights[i]), load(values.at(slot(i)) + d + j * LANES), sums[j]);
-    for (int j = 0; j < 4; ++j) store(out + d + j * LANES, sums[j]);
-  }
-  for (; d < values.dim; ++d)
-    for (int i = begin; i < end; ++i) out[d] = std::fma(weights[i], values.at(slot(i))[d], out[d]);
+  for (; d + V * WIDE <= width; d += V * WIDE) weigh<Q, V>(weights, values + d, stride, begin, end, out + d, width);
+  for (; d < width; d += WIDE) weigh<Q, 1>(weights, values + d, stride, begin, end, out + d, width);
 }
 
-// All of `queries` look at entries from the same slot on, each as far as its own run goes.
-inline void attend(const std::vector<Query>& queries, const Entries& keys, const Entries& values, float scale) {
-  int longest = 0;
-  for (const Query& query : queries) longest = std::max(longest, query.visible.length);
-  for (int begin = 0; begin < longest; begin += BLOCK)
-    for (const Query& query : queries) score(query, keys, begin, std::min(begin + BLOCK, query.visible.length), scale);
-  for (const Query& query : queries) {
-    score_tail(query, keys, scale);
-    float inverse = 1.0f / exponentiate(query);
-    for (int i = 0; i < query.visible.size(); ++i) query.scores[i] *= inverse;
-    std::memset(query.out, 0, sizeof(float) * values.dim);
+// --- one partition's result for one query, and the merging of them ---------------------------------------------------
+
+struct Partial {
+  float largest, weight;  // the largest score; the sum of exp(score - largest)
+};
+
+// The first partition is `fresh`: it is taken as it is.
+inline void merge(Partial& total, float* sums, const Partial& next, const float* next_sums, int width, bool fresh) {
+  if (fresh) {
+    total = next;
+    std::memcpy(sums, next_sums, sizeof(float) * width);
+    return;
   }
-  for (int begin = 0; begin < longest; begin += BLOCK)
-    for (const Query& query : queries)
-      weigh(query, values, query.scores, begin, std::min(begin + BLOCK, query.visible.length),
-            [&](int i) { return query.visible.begin + i; });
-  for (const Query& query : queries)
-    weigh(query, values, query.scores + query.visible.length, 0, query.visible.num_tail,
-          [&](int i) { return query.visible.tail[i]; });
+  float largest = std::max(total.largest, next.largest);
+  float shrunk[WIDE] = {total.largest - largest, next.largest - largest};
+  store(shrunk, exp_of_negative(load_wide(shrunk)));
+  total = {largest, std::fma(next.weight, shrunk[1], total.weight * shrunk[0])};
+  wide kept = splat_wide(shrunk[0]), added = splat_wide(shrunk[1]);
+  for (int d = 0; d < width; d += WIDE)
+    store(sums + d, fused(load_wide(next_sums + d), added, load_wide(sums + d) * kept));
 }
+
+inline void finish(const Partial& total, const float* sums, int dim, float* out) {
+  float inverse = 1.0f / total.weight;
+  for (int d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
+}
+
+// --- a tile ----------------------------------------------------------------------------------------------------------
+
+// Rows first .. end - 1 see entries from the same slot on. Their partitions are cut into `parts` pieces.
+struct Tile {
+  int first, end, parts, num_partitions;
+  size_t partials;  // where those of its queries begin, if there is more than one part
+};
+
+// One thread's room.
+struct Desk {
+  std::vector<Visible> visible;  // of the tile's rows
+  std::vector<float> queries, scores, sums, totals, widened;
+  std::vector<Partial> partials;
+};
+
+// The tiles of a pass, and what its threads need: made once a pass, used in every layer.
+struct AttentionPlan {
+  std::vector<Tile> tiles;
+  std::vector<int> part_begin;        // [tiles + 1]
+  std::vector<Partial> partials;      // of split tiles: [rows, heads, partitions]
+  std::vector<float> partial_sums;    // the same, each padded(dim) wide
+  std::vector<Desk> desks;            // one a thread
+  bool split = false;
+
+  void make(const Sight& sight, int num_rows, int num_heads, int num_kv_heads, int dim, int threads) {
+    const int group = num_heads / num_kv_heads, most_rows = std::max(1, TILE / group);
+    tiles.clear();
+    for (int row = 0, first = 0; row < num_rows; ++row) {
+      bool last = row + 1 == num_rows || sight.run_begin[row + 1] != sight.run_begin[row] || row + 1 - first == most_rows;
+      if (!last) continue;
+      tiles.push_back({first, row + 1, 1, 0, 0});
+      first = row + 1;
+    }
+    // Few tiles are cut, so that every thread has several parts to take.
+    const int wanted = (PARTS_A_THREAD * threads + int(tiles.size()) * num_kv_heads - 1) / std::max(1, int(tiles.size()) * num_kv_heads);
+    size_t num_partials = 0;
+    split = false;
+    part_begin.assign(1, 0);
+    for (Tile& tile : tiles) {
+      for (int row = tile.first; row < tile.end; ++row)
+        tile.num_partitions = std::max(tile.num_partitions, Visible(sight, row, 0).end_partition());
+      tile.parts = threads > 1 ? std::clamp(wanted, 1, std::max(tile.num_partitions, 1)) : 1;
+      if (tile.parts > 1) {
+        split = true;
+        tile.partials = num_partials;
+        num_partials += size_t(tile.end - tile.first) * num_heads * tile.num_partitions;
+      }
+      part_begin.push_back(part_begin.back() + tile.parts * num_kv_heads);
+    }
+    if (partials.size() < num_partials) {
+      partials.resize(num_partials);
+      partial_sums.resize(num_partials * padded(dim));
+    }
+    if (desks.size() < size_t(threads)) desks.resize(threads);
+  }
+
+  int num_parts() const { return part_begin.back(); }
+
+ private:
+  static constexpr int PARTS_A_THREAD = 4;
+};
+
+// One layer's attention of all rows.
+struct Attention {
+  AttentionPlan& plan;
+  const Sight& sight;
+  Entries keys, values;
+  int num_heads, num_kv_heads;
+  float scale;
+  int64_t sliding_window;  // 0: none
+  const float* queries;    // row r, head h: queries + r * query_stride + h * dim
+  size_t query_stride;
+  float* out;  // row r, head h: out + r * out_stride + h * dim
+  size_t out_stride;
+
+  // One tile and key head, over some of the tile's partitions.
+  void attend(int part, int rank) const {
+    const int number = int(std::upper_bound(plan.part_begin.begin(), plan.part_begin.end(), part) - plan.part_begin.begin()) - 1;
+    const Tile& tile = plan.tiles[number];
+    const int own = part - plan.part_begin[number], piece = own / num_kv_heads, kv_head = own % num_kv_heads;
+    const int begin = tile.num_partitions * piece / tile.parts, end = tile.num_partitions * (piece + 1) / tile.parts;
+    Desk& desk = plan.desks[rank];
+    seat(desk, tile, kv_head);
+    const int group = num_heads / num_kv_heads, width = padded(keys.dim), count = (tile.end - tile.first) * group;
+    for (int partition = begin; partition < end; ++partition) {
+      if (!any_sees(desk, partition)) continue;
+      switch (keys.type) {
+        case ENTRY_FLOAT32: compute<float>(desk, kv_head, partition); break;
+        case ENTRY_BFLOAT16: compute<bfloat16>(desk, kv_head, partition); break;
+        case ENTRY_FLOAT16: compute<float16>(desk, kv_head, partition); break;
+        case ENTRY_INT8: compute<int8_t>(desk, kv_head, partition); break;
+      }
+      for (int q = 0; q < count; ++q) {
+        const Visible& visible = desk.visible[q / group];
+        if (partition < visible.first_partition() || partition >= visible.end_partition()) continue;
+        const float* sums = &desk.sums[size_t(q) * width];
+        if (tile.parts > 1) {
+          const size_t place = place_of(tile, q / group, kv_head * group + q % group) + partition;
+          plan.partials[place] = desk.partials[q];
+          std::memcpy(&plan.partial_sums[place * width], sums, sizeof(float) * width);
+        } else {
+          merge(desk.partials[count + q], &desk.totals[size_t(q) * width], desk.partials[q], sums, width,
+                partition == visible.first_partition());
+        }
+      }
+    }
+    if (tile.parts > 1) return;
+    for (int q = 0; q < count; ++q)
+      finish(desk.partials[count + q], &desk.totals[size_t(q) * width], keys.dim, out_of(tile.first + q / group, kv_head * group + q % group));
+  }
+
+  // The partitions of one key head's queries in a tile that was split.
+  void merge_parts(int number, int kv_head, int rank) const {
+    const Tile& tile = plan.tiles[number];
+    if (tile.parts == 1) return;
+    const int group = num_heads / num_kv_heads, width = padded(keys.dim);
+    std::vector<float>& sums = plan.desks[rank].sums;
+    if (sums.size() < size_t(width)) sums.resize(width);
+    for (int row = tile.first; row < tile.end; ++row) {
+      const Visible visible(sight, row, sliding_window);
+      for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        Partial total{};
+        for (int partition = visible.first_partition(); partition < visible.end_partition(); ++partition) {
+          const size_t place = place_of(tile, row - tile.first, head) + partition;
+          merge(total, sums.data(), plan.partials[place], &plan.partial_sums[place * width], width,
+                partition == visible.first_partition());
+        }
+        finish(total, sums.data(), keys.dim, out_of(row, head));
+      }
+    }
+  }
+
+ private:
+  float* out_of(int row, int head) const { return out + row * out_stride + size_t(head) * keys.dim; }
+
+  size_t place_of(const Tile& tile, int row, int head) const {
+    return tile.partials + (size_t(row) * num_heads + head) * tile.num_partitions;
+  }
+
+  static bool any_sees(const Desk& desk, int partition) {
+    for (const Visible& visible : desk.visible)
+      if (partition >= visible.first_partition() && partition < visible.end_partition()) return true;
+    return false;
+  }
+
+  // Copy the queries, scaled and padded with zeros, and make room.
+  void seat(Desk& desk, const Tile& tile, int kv_head) const {
+    const int group = num_heads / num_kv_heads, dim = keys.dim, width = padded(dim), count = (tile.end - tile.first) * group;
+    desk.visible.clear();
+    for (int row = tile.first; row < tile.end; ++row) desk.visible.emplace_back(sight, row, sliding_window);
+    const size_t room = size_t(count) * width;
+    if (desk.queries.size() < room) {
+      desk.queries.resize(room);
+      desk.sums.resize(room);
+      desk.totals.resize(room);
+    }
+    if (desk.partials.size() < size_t(2 * count)) {
+      desk.partials.resize(2 * count);
+      desk.scores.resize(size_t(count) * PARTITION);
+    }
+    for (int q = 0; q < count; ++q) {
+      const float* from = queries + (tile.first + q / group) * query_stride + size_t(kv_head * group + q % group) * dim;
+      float* to = &desk.queries[size_t(q) * width];
+      for (int d = 0; d < dim; ++d) to[d] = from[d] * scale;
+      std::fill(to + dim, to + width, 0.0f);
+    }
+  }
+
+  // What the queries see of a partition's run, counted from the partition's first entry.
+  struct Span {
+    int first, end;
+  };
+
+  static Span run_of(const Visible& visible, int partition) {
+    int base = partition * PARTITION;
+    int first = std::clamp(visible.first - base, 0, PARTITION);
+    return {first, std::max(first, std::clamp(visible.run - base, 0, PARTITION))};
+  }
+
+  // Partials and sums of all queries in one partition.
+  template <typename Number>
+  void compute(Desk& desk, int kv_head, int partition) const {
+    Span all{PARTITION, 0};
+    for (const Visible& visible : desk.visible) {
+      Span run = run_of(visible, partition);
+      if (run.first == run.end) continue;
+      all = {std::min(all.first, run.first), std::max(all.end, run.end)};
+    }
+    const int dim = keys.dim, width = padded(dim), count = int(desk.visible.size()) * (num_heads / num_kv_heads);
+    const int64_t slot = desk.visible[0].begin + int64_t(partition) * PARTITION;
+    const Number *key = keys.at<Number>(kv_head, slot), *value = values.at<Number>(kv_head, slot);
+    if (width == dim && (count < MANY || std::is_same_v<Number, float>)) {
+      score_all(desk, partition, all, key, size_t(dim));
+      make_weights(desk, partition, kv_head, slot);
+      weigh_all(desk, partition, all, kv_head, value, size_t(dim));
+    } else {
+      widen_all(key, all, desk.widened);
+      score_all(desk, partition, all, (const float*)desk.widened.data(), size_t(width));
+      make_weights(desk, partition, kv_head, slot);
+      widen_all(value, all, desk.widened);
+      weigh_all(desk, partition, all, kv_head, (const float*)desk.widened.data(), size_t(width));
+    }
+  }
+
+  // [PARTITION, padded dim] float32
+  template <typename Number>
+  void widen_all(const Number* from, Span all, std::vector<float>& to) const {
+    const int width = padded(keys.dim);
+    if (to.size() < size_t(PARTITION) * width) to.resize(size_t(PARTITION) * width);
+    for (int i = all.first; i < all.end; ++i) widen_one(from + size_t(i) * keys.dim, &to[size_t(i) * width]);
+  }
+
+  template <typename Number>
+  void widen_one(const Number* from, float* to) const {
+    const int dim = keys.dim, width = padded(dim);
+    int d = 0;
+    for (; d + WIDE <= dim; d += WIDE) store(to + d, widen_wide(from + d));
+    if (d == width) return;
+    Number last[WIDE] = {};
+    std::memcpy(last, from + d, sizeof(Number) * (dim - d));
+    store(to + d, widen_wide(last));
+  }
+
+  // The scores of a partition's run.
+  template <typename Number>
+  void score_all(Desk& desk, int partition, Span all, const Number* key, size_t stride) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
+    for (int block = all.first; block < all.end; block = (block / BLOCK + 1) * BLOCK) {
+      const int end = std::min(all.end, (block / BLOCK + 1) * BLOCK);
+      for (int q = 0; q < count;) {
+        const int together = std::min(QUERIES, count - q);
+        Span span{PARTITION, 0};  // what any of them sees
+        for (int row = q / group; row <= (q + together - 1) / group; ++row) {
+          Span run = run_of(desk.visible[row], partition);
+          if (run.first < run.end) span = {std::min(span.first, run.first), std::max(span.end, run.end)};
+        }
+        span = {std::max(span.first, block), std::min(span.end, end)};
+        const float* query = &desk.queries[size_t(q) * width];
+        float* scores = &desk.scores[size_t(q) * PARTITION];
+        if (together == QUERIES) {
+          score_run<QUERIES>(query, width, key, stride, span.first, span.end, scores);
+          q += QUERIES;
+        } else {
+          score_run<1>(query, width, key, stride, span.first, span.end, scores);
+          ++q;
+        }
+      }
+    }
+  }
+
+  // Scores become weights, partials are filled in.
+  void make_weights(Desk& desk, int partition, int kv_head, int64_t slot) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
+    const float* key_scales = keys.type == ENTRY_INT8 ? &keys.scale(kv_head, slot) : nullptr;
+    const float* value_scales = keys.type == ENTRY_INT8 ? &values.scale(kv_head, slot) : nullptr;
+    for (int q = 0; q < count; ++q) {
+      const Visible& visible = desk.visible[q / group];
+      float* scores = &desk.scores[size_t(q) * PARTITION];
+      const Span run = run_of(visible, partition);
+      if (key_scales)
+        for (int i = run.first; i < run.end; ++i) scores[i] *= key_scales[i];
+      each_single(visible, partition, [&](int i, int64_t single) {
+        score_single(&desk.queries[size_t(q) * width], kv_head, single, scores + i);
+      });
+      desk.partials[q] = exponentiate(visible, partition, scores);
+      if (!value_scales) continue;
+      for (int i = run.first; i < run.end; ++i) scores[i] *= value_scales[i];
+      each_single(visible, partition, [&](int i, int64_t single) { scores[i] *= values.scale(kv_head, single); });
+    }
+  }
+
+  template <typename Number>
+  void weigh_all(Desk& desk, int partition, Span all, int kv_head, const Number* value, size_t stride) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
+    std::fill_n(desk.sums.begin(), size_t(count) * width, 0.0f);
+    for (int block = all.first; block < all.end; block = (block / BLOCK + 1) * BLOCK) {
+      const int end = std::min(all.end, (block / BLOCK + 1) * BLOCK);
+      for (int q = 0; q < count;) {
+        const int together = std::min(QUERIES, count - q);
+        const float* weights = &desk.scores[size_t(q) * PARTITION];
+        float* sums = &desk.sums[size_t(q) * width];
+        Span common{block, end};  // what all of them see
+        for (int i = q; i < q + together; ++i) {
+          Span run = run_of(desk.visible[i / group], partition);
+          common = {std::max(common.first, run.first), std::min(common.end, run.end)};
+        }
+        const bool shared = together == QUERIES && common.first < common.end;
+        auto each = [&](auto part) {
+          for (int i = 0; i < together; ++i) {
+            Span run = run_of(desk.visible[(q + i) / group], partition);
+            Span own = part(Span{std::max(run.first, block), std::min(run.end, end)});
+            weigh_run<1>(weights + i * PARTITION, value, stride, own.first, own.end, sums + i * width, width);
+          }
+        };
+        if (shared) {
+          each([&](Span own) { return Span{own.first, common.first}; });
+          weigh_run<QUERIES>(weights, value, stride, common.first, common.end, sums, width);
+          each([&](Span own) { return Span{common.end, own.end}; });
+        } else {
+          each([](Span own) { return own; });
+        }
+        q += together;
+      }
+    }
+    for (int q = 0; q < count; ++q)
+      each_single(desk.visible[q / group], partition, [&](int i, int64_t single) {
+        weigh_single(desk.scores[size_t(q) * PARTITION + i], kv_head, single, &desk.sums[size_t(q) * width]);
+      });
+  }
+
+  // The visible single entries of a partition: take(number in the partition, slot).
+  template <typename Take>
+  static void each_single(const Visible& visible, int partition, Take take) {
+    const int base = partition * PARTITION;
+    const int begin = std::max({visible.run, visible.first, base}), end = std::min(visible.end, base + PARTITION);
+    for (int entry = begin; entry < end; ++entry) take(entry - base, visible.tail[entry - visible.run]);
+  }
+
+  void score_single(const float* query, int kv_head, int64_t single, float* to) const {
+    with_single(keys, kv_head, single, [&](const float* key) { score<1, 1>(query, padded(keys.dim), key, 0, to); });
+    if (keys.type == ENTRY_INT8) *to *= keys.scale(kv_head, single);
+  }
+
+  void weigh_single(float weight, int kv_head, int64_t single, float* sums) const {
+    with_single(values, kv_head, single, [&](const float* value) {
+      weigh_run<1>(&weight, value, 0, 0, 1, sums, padded(keys.dim));
+    });
+  }
+
+  template <typename Use>
+  void with_single(const Entries& entries, int kv_head, int64_t single, Use use) const {
+    constexpr int WIDEST = 512;
+    float buffer[WIDEST];
+    std::vector<float> large;
+    const int width = padded(keys.dim);
+    float* to = buffer;
+    if (width > WIDEST) {
+      large.resize(width);
+      to = large.data();
+    }
+    switch (keys.type) {
+      case ENTRY_FLOAT32: widen_one(entries.at<float>(kv_head, single), to); break;
+      case ENTRY_BFLOAT16: widen_one(entries.at<bfloat16>(kv_head, single), to); break;
+      case ENTRY_FLOAT16: widen_one(entries.at<float16>(kv_head, single), to); break;
+      case ENTRY_INT8: widen_one(entries.at<int8_t>(kv_head, single), to); break;
+    }
+    use(to);
+  }
+
+  // Scores of what the query sees -> weights, relative to the largest.
+  static Partial exponentiate(const Visible& visible, int partition, float* scores) {
+    const int base = partition * PARTITION;
+    const int first = std::clamp(visible.first - base, 0, PARTITION), end = std::clamp(visible.end - base, 0, PARTITION);
+    if (first >= end) return {-INFINITY, 0.0f};
+    const int begin = first / WIDE * WIDE, rounded = padded(end);
+    std::fill(scores + begin, scores + first, -INFINITY);
+    std::fill(scores + end, scores + rounded, -INFINITY);
+    wide best = load_wide(scores + begin);
+    for (int i = begin + WIDE; i < rounded; i += WIDE) best = larger(load_wide(scores + i), best);
+    const float largest = largest_lane(best);
+    wide total = {};
+    for (int i = begin; i < rounded; i += WIDE) {
+      wide weights = exp_of_negative(load_wide(scores + i) - splat_wide(largest));
+      store(scores + i, weights);
+      total = total + weights;
+    }
+    return {largest, sum(total)};
+  }
+};

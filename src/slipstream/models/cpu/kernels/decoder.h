@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "sines.h"
 #include "team.h"
 
 struct Layer {
@@ -20,10 +21,10 @@ struct Layer {
 struct Model {
   int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate, vocab;
   float norm_epsilon, attention_scale, rotary_scale;
-  int32_t unused;
+  int32_t embedding_kind;
   const float* inverse_frequencies;  // [rotary_dim / 2]
-  const float* embedding;            // [vocab, hidden], or null: it is the head's weight
-  const float* final_norm;           // [hidden]
+  const void* embedding;             // [vocab, hidden] of a kind of floating-point weight, or null: it is the head's weight
+  const float* final_norm;           // [hidden], or null: there is none
   Linear head;
   const Layer* layers;
 };
@@ -34,15 +35,16 @@ struct Batch {
   const int64_t *run_begin, *run_length, *tail_begin;       // [rows], [rows], [rows + 1]
   const int64_t *tail_slots, *tail_positions;               // [tail_begin[rows]]
   const int64_t* logit_rows;                                // [num_logit_rows]
-  float* const *keys;                                       // [layers] of [slots, kv_heads, head_dim]
-  float* const *values;
+  void* const *keys;                                        // [layers] of [kv_heads, num_slots, head_dim]
+  void* const *values;
   const int64_t* tap_layers;  // [num_taps]: 0 is the embedding, the last one comes after the final norm
   float* const *taps;         // [num_taps] of [rows, hidden]
   float* logits;              // [num_logit_rows, vocab]
   const int64_t* layers;      // [num_layers]: those that the pass runs, ascending
+  int64_t num_slots, entry_type;
+  float* const *key_scales;  // [layers] of [kv_heads, num_slots], for int8
+  float* const *value_scales;
 };
-
-constexpr int ROW_BLOCK = 4;  // rows that one thread attends for together
 
 // Rows that lie a multiple of 4 KiB apart would all fall into the same few places of the nearest cache: keep them an odd
 // number of cache lines apart.
@@ -52,15 +54,16 @@ inline size_t row_stride(int width) { return ((width + 15) / 16 | 1) * size_t(16
 struct Scratch {
   std::vector<float> states, normed, qkv, attended, gated, cosines, sines, row_scales;
   std::vector<uint8_t> quantised;
-  std::vector<std::vector<float>> scores;  // one a thread
-  std::vector<std::vector<Query>> queries;
+  Sight sight;
+  AttentionPlan attention;
 
-  void reserve(const Model& m, size_t rows, int threads) {
+  // `input` is the width of the widest rows that `normed` must hold, where that is more than the hidden states'.
+  void reserve(const Model& m, size_t rows, int input = 0) {
     size_t qkv_width = size_t(m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
-    size_t widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim});
+    size_t widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim, input});
     if (row_scales.size() < rows) {
       states.resize(rows * m.hidden);
-      normed.resize(rows * row_stride(m.hidden));
+      normed.resize(rows * row_stride(std::max(m.hidden, input)));
       qkv.resize(rows * qkv_width);
       attended.resize(rows * row_stride(m.num_heads * m.head_dim));
       gated.resize(rows * row_stride(m.intermediate));
@@ -69,10 +72,11 @@ struct Scratch {
       quantised.resize(rows * padded_depth(INT8, widest));
       row_scales.resize(rows);
     }
-    if (scores.size() < size_t(threads)) {
-      scores.resize(threads);
-      queries.resize(threads);
-    }
+  }
+
+  void plan_attention(const Model& m, const Batch& b, int threads) {
+    sight = {b.positions, b.run_begin, b.run_length, b.tail_begin, b.tail_slots, b.tail_positions};
+    attention.make(sight, b.num_rows, m.num_heads, m.num_kv_heads, m.head_dim, threads);
   }
 };
 
@@ -81,43 +85,28 @@ inline void rms_norm(const float* row, const float* weight, int size, float epsi
   for (int i = 0; i < size; ++i) out[i] = weight[i] * (row[i] * inverse);
 }
 
-class Pass {
- public:
-  Pass(const Model& model, const Batch& batch, Scratch& scratch, Team& team, int rank)
-      : m(model), b(batch), s(scratch), team(team), rank(rank), qkv_width((m.num_heads + 2 * m.num_kv_heads) * m.head_dim) {}
-
-  static int num_operations(const Model& model, const Batch& batch) {
-    return 12 * model.num_layers + 8 + batch.num_taps;
+// The embedding of a token in `model`.
+inline void embed(const Model& model, int64_t token, float* to) {
+  if (model.embedding) {
+    widen_row(model.embedding_kind, model.embedding, token, model.hidden, to);
+  } else {
+    unpack_row(model.head, token, to);
   }
+}
 
-  void run() {
-    each_row([&](int row) { embed(row); });
-    tap(0);
-    for (int i = 0; i < b.num_layers; ++i) {
-      int64_t number = b.layers[i];
-      layer(m.layers[number], b.keys[number], b.values[number]);
-      if (number + 1 < m.num_layers) tap(number + 1);
-    }
-    head();
-  }
-
- private:
-  const Model& m;
-  const Batch& b;
+// What every pass is made of: operations whose parts the threads share out.
+class Worker {
+ protected:
   Scratch& s;
   Team& team;
   const int rank;
-  const int qkv_width;
   int operation = 0;
+
+  Worker(Scratch& scratch, Team& team, int rank) : s(scratch), team(team), rank(rank) {}
 
   template <typename Part>
   void share(int num_parts, Part part) {
     team.share(operation++, num_parts, part);
-  }
-
-  template <typename Part>
-  void each_row(Part part) {
-    share(b.num_rows, part);
   }
 
   // out [n, width] = rows times the layer's weight, each tile handed to `take` (see multiply_unit).
@@ -143,19 +132,47 @@ class Pass {
     uint8_t* to = s.quantised.data() + size_t(row) * padded_depth(INT8, linear.in);
     s.row_scales[row] = quantise_row(values + row * row_stride(linear.in), linear.in, to);
   }
+};
 
-  void embed(int row) {
-    float* to = &s.states[size_t(row) * m.hidden];
-    int64_t token = b.token_ids[row];
-    if (m.embedding) {
-      std::memcpy(to, m.embedding + token * m.hidden, sizeof(float) * m.hidden);
-    } else {
-      unpack_row(m.head, token, to);
+class Pass : protected Worker {
+ public:
+  Pass(const Model& model, const Batch& batch, Scratch& scratch, Team& team, int rank)
+      : Worker(scratch, team, rank), m(model), b(batch), qkv_width((m.num_heads + 2 * m.num_kv_heads) * m.head_dim) {}
+
+  static int num_operations(const Model& model, const Batch& batch) {
+    return 13 * model.num_layers + 8 + batch.num_taps;
+  }
+
+  void run() {
+    each_row([&](int row) {
+      embed(m, b.token_ids[row], &s.states[size_t(row) * m.hidden]);
+      place(row);
+    });
+    tap(0);
+    for (int i = 0; i < b.num_layers; ++i) {
+      int64_t number = b.layers[i];
+      layer(m.layers[number], keys_of(number), values_of(number));
+      if (number + 1 < m.num_layers) tap(number + 1);
     }
+    head();
+  }
+
+ protected:
+  const Model& m;
+  const Batch& b;
+  const int qkv_width;
+
+  template <typename Part>
+  void each_row(Part part) {
+    share(b.num_rows, part);
+  }
+
+  // The rotary angles of a row's position.
+  void place(int row) {
     for (int i = 0; i < m.rotary_dim / 2; ++i) {
-      float angle = float(b.positions[row]) * m.inverse_frequencies[i];
-      s.cosines[size_t(row) * m.rotary_dim / 2 + i] = std::cos(angle) * m.rotary_scale;
-      s.sines[size_t(row) * m.rotary_dim / 2 + i] = std::sin(angle) * m.rotary_scale;
+      Turn turn = turned(float(b.positions[row]) * m.inverse_frequencies[i]);
+      s.cosines[size_t(row) * m.rotary_dim / 2 + i] = turn.cosine * m.rotary_scale;
+      s.sines[size_t(row) * m.rotary_dim / 2 + i] = turn.sine * m.rotary_scale;
     }
   }
 
@@ -175,17 +192,32 @@ class Pass {
     });
   }
 
-  void layer(const Layer& layer, float* keys, float* values) {
+  Entries keys_of(int64_t layer) const { return entries(b.keys[layer], b.key_scales, layer); }
+  Entries values_of(int64_t layer) const { return entries(b.values[layer], b.value_scales, layer); }
+
+  Entries entries(void* numbers, float* const *scales, int64_t layer) const {
+    return {int32_t(b.entry_type), m.head_dim, b.num_slots, numbers, b.entry_type == ENTRY_INT8 ? scales[layer] : nullptr};
+  }
+
+  void layer(const Layer& layer, const Entries& keys, const Entries& values) {
     normalise(layer.attention_norm, layer.qkv);
+    attention(layer, keys, values);
+    mlp(layer);
+  }
+
+  // states += the attention of what `normed` holds.
+  void attention(const Layer& layer, const Entries& keys, const Entries& values) {
     multiply(layer.qkv, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
       int begin = unit * UNIT;
       std::memcpy(&s.qkv[size_t(row) * qkv_width + begin], tile, sizeof(float) * std::min(UNIT, qkv_width - begin));
     });
     each_row([&](int row) { rotate_and_store(layer, row, keys, values); });
-    int blocks = (b.num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    share(blocks * m.num_kv_heads, [&](int part) { attend_block(layer, part, keys, values); });
+    attend(layer, keys, values);
     prepare(layer.output, s.attended.data(), b.num_rows);
     add_to_states(layer.output, s.attended.data());
+  }
+
+  void mlp(const Layer& layer) {
     normalise(layer.mlp_norm, layer.gate_up);
     multiply(layer.gate_up, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
       float* to = &s.gated[row * row_stride(m.intermediate) + unit * PANEL];
@@ -204,7 +236,7 @@ class Pass {
     });
   }
 
-  void rotate_and_store(const Layer& layer, int row, float* keys, float* values) {
+  void rotate_and_store(const Layer& layer, int row, const Entries& keys, const Entries& values) {
     float* heads = &s.qkv[size_t(row) * qkv_width];
     for (int h = 0; h < m.num_heads + m.num_kv_heads; ++h) {
       float* head = heads + h * m.head_dim;
@@ -212,10 +244,12 @@ class Pass {
       if (norm) rms_norm(head, norm, m.head_dim, m.norm_epsilon, head);
       rotate(head, row);
     }
-    size_t width = size_t(m.num_kv_heads) * m.head_dim;
     const float* key = heads + size_t(m.num_heads) * m.head_dim;
-    std::memcpy(keys + b.slots[row] * width, key, sizeof(float) * width);
-    std::memcpy(values + b.slots[row] * width, key + width, sizeof(float) * width);
+    const float* value = key + size_t(m.num_kv_heads) * m.head_dim;
+    for (int h = 0; h < m.num_kv_heads; ++h) {
+      keys.write(h, b.slots[row], key + h * m.head_dim);
+      values.write(h, b.slots[row], value + h * m.head_dim);
+    }
   }
 
   void rotate(float* head, int row) {
@@ -228,56 +262,31 @@ class Pass {
     }
   }
 
-  // What a row sees in this layer.
-  Visible visible_to(const Layer& layer, int row) const {
-    int64_t begin = b.run_begin[row], length = b.run_length[row], tail = b.tail_begin[row];
-    if (layer.sliding_window) {
-      // The run holds positions 0 .. length - 1, the tail those that it says.
-      int64_t first = b.positions[row] - layer.sliding_window + 1, hidden = std::clamp<int64_t>(first, 0, length);
-      begin += hidden;
-      length -= hidden;
-      while (tail < b.tail_begin[row + 1] && b.tail_positions[tail] < first) ++tail;
-    }
-    return {begin, int(length), b.tail_slots + tail, int(b.tail_begin[row + 1] - tail)};
+  void attend(const Layer& layer, const Entries& keys, const Entries& values) {
+    Attention attention{s.attention, s.sight, keys, values, m.num_heads, m.num_kv_heads, m.attention_scale, layer.sliding_window,
+                        s.qkv.data(), size_t(qkv_width), s.attended.data(), row_stride(m.num_heads * m.head_dim)};
+    share(s.attention.num_parts(), [&](int part) { attention.attend(part, rank); });
+    if (!s.attention.split) return;
+    share(int(s.attention.tiles.size()) * m.num_kv_heads,
+          [&](int part) { attention.merge_parts(part / m.num_kv_heads, part % m.num_kv_heads, rank); });
   }
 
-  // Rows that see entries from the same slot on, a few at a time, with all heads that share a key head.
-  void attend_block(const Layer& layer, int part, const float* keys, const float* values) {
-    const int heads = m.num_heads / m.num_kv_heads, kv_head = part % m.num_kv_heads;
-    const size_t width = size_t(m.num_kv_heads) * m.head_dim, offset = size_t(kv_head) * m.head_dim;
-    const int first = part / m.num_kv_heads * ROW_BLOCK, end = std::min(first + ROW_BLOCK, b.num_rows);
-    Entries key_entries{keys + offset, width, m.head_dim}, value_entries{values + offset, width, m.head_dim};
-    auto& queries = s.queries[rank];
-    for (int row = first; row < end;) {
-      queries.clear();
-      size_t room = 0;
-      const int64_t begin = visible_to(layer, row).begin;
-      for (; row < end; ++row) {
-        Visible visible = visible_to(layer, row);
-        if (visible.begin != begin) break;
-        for (int h = kv_head * heads; h < (kv_head + 1) * heads; ++h) {
-          const float* query = &s.qkv[size_t(row) * qkv_width + size_t(h) * m.head_dim];
-          queries.push_back({query, visible, nullptr, &s.attended[row * row_stride(m.num_heads * m.head_dim) + h * m.head_dim]});
-          room += visible.size() + LANES;
-        }
+  // normed = what the output layer reads of the rows whose logits are wanted.
+  void select() {
+    share(b.num_logit_rows, [&](int i) {
+      float* to = &s.normed[i * row_stride(m.hidden)];
+      const float* state = &s.states[size_t(b.logit_rows[i]) * m.hidden];
+      if (m.final_norm) {
+        rms_norm(state, m.final_norm, m.hidden, m.norm_epsilon, to);
+      } else {
+        std::memcpy(to, state, sizeof(float) * m.hidden);
       }
-      auto& scores = s.scores[rank];
-      if (scores.size() < room) scores.resize(2 * room);
-      float* next = scores.data();
-      for (Query& query : queries) {
-        query.scores = next;
-        next += query.visible.size() + LANES;
-      }
-      attend(queries, key_entries, value_entries, m.attention_scale);
-    }
+      if (m.head.kind == INT8) quantise(m.head, s.normed.data(), i);
+    });
   }
 
   void head() {
-    share(b.num_logit_rows, [&](int i) {
-      float* to = &s.normed[i * row_stride(m.hidden)];
-      rms_norm(&s.states[size_t(b.logit_rows[i]) * m.hidden], m.final_norm, m.hidden, m.norm_epsilon, to);
-      if (m.head.kind == INT8) quantise(m.head, s.normed.data(), i);
-    });
+    select();
     multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
       float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
       std::memcpy(to, tile, sizeof(float) * std::min(UNIT, m.vocab - unit * UNIT));

@@ -3,7 +3,9 @@
 
 #include <map>
 
-#include "decoder.h"
+#include "chain.h"
+#include "eagle.h"
+#include "heads.h"
 
 namespace {
 
@@ -18,6 +20,35 @@ Team& team_of(int threads) {
   return *team;
 }
 
+void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
+  Team& team = team_of(threads);
+  scratch.reserve(model, batch.num_rows);
+  scratch.plan_attention(model, batch, threads);
+  team.run(Pass::num_operations(model, batch), [&](int rank) { Pass(model, batch, scratch, team, rank).run(); });
+}
+
+void run_eagle(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, int threads) {
+  Team& team = team_of(threads);
+  scratch.reserve(eagle.model, batch.num_rows, EaglePass::widest_input(eagle));
+  scratch.plan_attention(eagle.model, batch, threads);
+  team.run(Pass::num_operations(eagle.model, batch),
+           [&](int rank) { EaglePass(eagle, batch, states, scratch, team, rank).run(); });
+}
+
+void run_heads(const Heads& heads, const HeadRows& rows, Scratch& scratch, int threads) {
+  Team& team = team_of(threads);
+  HeadsPass::reserve(heads, rows, scratch);
+  team.run(HeadsPass::num_operations(heads, rows), [&](int rank) { HeadsPass(heads, rows, scratch, team, rank).run(); });
+}
+
+template <typename Weights>
+void pack(const typename Weights::Stored* weight, int in, int out, typename Weights::Stored* panels, int threads) {
+  Team& team = team_of(threads);
+  team.run(1, [&](int) {
+    team.share(0, num_panels(out), [&](int panel) { pack_floats<Weights>(weight, in, out, panel, panels); });
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -27,8 +58,14 @@ const char* slipstream_instructions() {
   return "AVX-512 VNNI";
 #elif defined(__AVX512F__)
   return "AVX-512";
+#elif defined(__AVXVNNI__)
+  return "AVX2 VNNI";
 #elif defined(__AVX2__)
   return "AVX2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "NEON dot products";
+#elif defined(__aarch64__)
+  return "NEON";
 #else
   return "generic";
 #endif
@@ -41,10 +78,15 @@ int slipstream_panel() { return PANEL; }
 size_t slipstream_packed_bytes(int kind, int in, int out) { return packed_bytes(kind, in, out); }
 
 void slipstream_pack_float32(const float* weight, int in, int out, float* panels, int threads) {
-  Team& team = team_of(threads);
-  team.run(1, [&](int) {
-    team.share(0, num_panels(out), [&](int panel) { pack_float32(weight, in, out, panel, panels); });
-  });
+  pack<Float32Weights>(weight, in, out, panels, threads);
+}
+
+void slipstream_pack_bfloat16(const uint16_t* weight, int in, int out, uint16_t* panels, int threads) {
+  pack<Bfloat16Weights>(weight, in, out, panels, threads);
+}
+
+void slipstream_pack_float16(const uint16_t* weight, int in, int out, uint16_t* panels, int threads) {
+  pack<Float16Weights>(weight, in, out, panels, threads);
 }
 
 void slipstream_pack_int8(const float* weight, int in, int out, int8_t* panels, float* scales, int32_t* sums,
@@ -88,9 +130,64 @@ Scratch* slipstream_new_scratch() { return new Scratch; }
 void slipstream_free_scratch(Scratch* scratch) { delete scratch; }
 
 void slipstream_forward(const Model* model, const Batch* batch, Scratch* scratch, int threads) {
-  Team& team = team_of(threads);
-  scratch->reserve(*model, batch->num_rows, threads);
-  team.run(Pass::num_operations(*model, *batch), [&](int rank) { Pass(*model, *batch, *scratch, team, rank).run(); });
+  run_pass(*model, *batch, *scratch, threads);
+}
+
+void slipstream_draft(const Model* model, const Batch* batch, const Chains* chains, Scratch* scratch, int threads) {
+  draft(*batch, model->vocab, *chains,
+        [&](const Batch& level, const std::vector<int64_t>&) { run_pass(*model, level, *scratch, threads); });
+}
+
+void slipstream_eagle(const Eagle* eagle, const Batch* batch, const States* states, Scratch* scratch, int threads) {
+  run_eagle(*eagle, *batch, *states, *scratch, threads);
+}
+
+void slipstream_draft_eagle(const Eagle* eagle, const Batch* batch, const States* states, const Chains* chains,
+                            Scratch* scratch, int threads) {
+  const size_t hidden = eagle->model.hidden;
+  std::vector<float> given;
+  States level_states = *states;
+  draft(*batch, eagle->model.vocab, *chains, [&](const Batch& level, const std::vector<int64_t>& above) {
+    if (!above.empty()) {
+      given.resize(above.size() * hidden);
+      for (size_t i = 0; i < above.size(); ++i)
+        std::memcpy(&given[i * hidden], states->made + above[i] * hidden, sizeof(float) * hidden);
+      level_states = {given.data(), states->made, false};
+    }
+    run_eagle(*eagle, level, level_states, *scratch, threads);
+  });
+}
+
+void slipstream_heads(const Heads* heads, const HeadRows* rows, Scratch* scratch, int threads) {
+  run_heads(*heads, *rows, *scratch, threads);
+}
+
+// Medusa: all levels' logits come from one pass over the states [n, hidden] that `rows` has.
+void slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const Chains* chains, Scratch* scratch, int threads) {
+  run_heads(*heads, *rows, *scratch, threads);
+  for (int chain = 0; chain < rows->n; ++chain)
+    for (int level = 0; level < chains->lengths[chain]; ++level)
+      choose(*chains, chain, level, rows->logits + (size_t(level) * rows->n + chain) * heads->vocab);
+}
+
+// Hydra: each level reads what the last one read and the embedding of the token behind it. `states` [n, hidden] belong to
+// the rows of the batch, which holds the tokens behind them.
+void slipstream_draft_hydra(const Heads* heads, const Model* embedder, const Batch* batch, const float* states,
+                            const Chains* chains, Scratch* scratch, int threads) {
+  const int hidden = heads->hidden;
+  std::vector<float> last(states, states + size_t(batch->num_rows) * hidden), next;
+  int width = hidden, number = 0;
+  draft(*batch, heads->vocab, *chains, [&](const Batch& level, const std::vector<int64_t>& above) {
+    next.resize(size_t(level.num_rows) * (width + hidden));
+    for (int row = 0; row < level.num_rows; ++row) {
+      float* to = &next[size_t(row) * (width + hidden)];
+      std::memcpy(to, &last[size_t(above.empty() ? row : above[row]) * width], sizeof(float) * width);
+      embed(*embedder, level.token_ids[row], to + width);
+    }
+    last.swap(next);
+    width += hidden;
+    run_heads(*heads, {level.num_rows, number++, 1, 0, last.data(), level.logits}, *scratch, threads);
+  });
 }
 
 }  // extern "C"

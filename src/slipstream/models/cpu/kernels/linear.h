@@ -7,13 +7,11 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#include "widen.h"
 
 constexpr int PANEL = 2 * LANES;
 constexpr int UNIT = 2 * PANEL;  // outputs are padded to whole units, the parts that threads share out
 constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
-
-enum WeightKind : int32_t { FLOAT32 = 0, INT8 = 1 };
 
 // Mirrored by native.py. `out` and `in` are the layer's own; columns beyond `out` in the last panel are zero.
 struct Linear {
@@ -31,7 +29,8 @@ inline int num_panels(int out) { return 2 * num_units(out); }
 inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + 3) / 4 * 4 : in; }
 
 inline size_t packed_bytes(int32_t kind, int in, int out) {
-  return size_t(num_panels(out)) * PANEL * padded_depth(kind, in) * (kind == INT8 ? 1 : sizeof(float));
+  size_t each = kind == INT8 ? 1 : kind == FLOAT32 ? 4 : 2;
+  return size_t(num_panels(out)) * PANEL * padded_depth(kind, in) * each;
 }
 
 // Ask for what will be read soon. The processor does so by itself, but not across pages, and many rows leave no time to
@@ -41,26 +40,28 @@ inline void prefetch(const void* from, size_t num_bytes) {
   for (size_t line = 0; line < num_bytes; line += 64) __builtin_prefetch((const char*)from + AHEAD + line);
 }
 
-// --- float32 ---------------------------------------------------------------------------------------------------------
+// --- float32, and 16 bits that are widened to it ---------------------------------------------------------------------
 
-inline void pack_float32(const float* weight, int in, int out, int panel, float* panels) {
-  float* to = panels + size_t(panel) * in * PANEL;
+template <typename Weights>
+void pack_floats(const typename Weights::Stored* weight, int in, int out, int panel, typename Weights::Stored* panels) {
+  auto* to = panels + size_t(panel) * in * PANEL;
   for (int k = 0; k < in; ++k)
     for (int column = 0; column < PANEL; ++column) {
       int row = panel * PANEL + column;
-      to[size_t(k) * PANEL + column] = row < out ? weight[size_t(row) * in + k] : 0.0f;
+      to[size_t(k) * PANEL + Weights::place(column)] = row < out ? weight[size_t(row) * in + k] : 0;
     }
 }
 
-// rows [R, in] (stride `stride`) times P neighbouring panels -> out [R, P * PANEL] (stride UNIT).
-template <int R, int P>
-void multiply_float32(const float* rows, size_t stride, const float* panels, int in, float* out) {
+// rows [R, in] (stride `stride`) times P neighbouring panels -> out [R, P * PANEL] (stride UNIT). Whatever the weights are
+// stored as, the sums are those of their float32 numbers, in the same order.
+template <typename Weights, int R, int P>
+void multiply_floats(const float* rows, size_t stride, const typename Weights::Stored* panels, int in, float* out) {
   floats total[R][2 * P] = {};
   for (int k = 0; k < in; ++k) {
     if constexpr (R > MAX_TILE / 2)
-      for (int p = 0; p < P; ++p) prefetch(panels + (size_t(p) * in + k) * PANEL, PANEL * sizeof(float));
+      for (int p = 0; p < P; ++p) prefetch(panels + (size_t(p) * in + k) * PANEL, PANEL * sizeof *panels);
     floats weight[2 * P];
-    for (int c = 0; c < 2 * P; ++c) weight[c] = load(panels + (size_t(c / 2) * in + k) * PANEL + c % 2 * LANES);
+    for (int p = 0; p < P; ++p) Weights::read(panels + (size_t(p) * in + k) * PANEL, weight + 2 * p);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < 2 * P; ++c) total[r][c] = fused(splat(rows[r * stride + k]), weight[c], total[r][c]);
   }
@@ -68,17 +69,21 @@ void multiply_float32(const float* rows, size_t stride, const float* panels, int
     for (int c = 0; c < 2 * P; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
 }
 
+template <typename Weights>
+void unpack_floats(const typename Weights::Stored* panel, int in, int column, float* out) {
+  for (int k = 0; k < in; ++k) out[k] = Weights::widened(panel[size_t(k) * PANEL + Weights::place(column)]);
+}
+
 // --- int8 ------------------------------------------------------------------------------------------------------------
 
 // NaN where any value is not a finite number.
 inline float largest_magnitude(const float* values, int size) {
-  floats best = {}, odd = {};
+  wide best = {}, odd = {};
   int i = 0;
-  for (; i + LANES <= size; i += LANES) {
-    floats value = load(values + i);
-    odd += value * 0.0f;
-    value = value < 0.0f ? -value : value;
-    best = larger(value, best);
+  for (; i + WIDE <= size; i += WIDE) {
+    wide value = load_wide(values + i);
+    odd = odd + value * splat_wide(0.0f);
+    best = larger(magnitude(value), best);
   }
   float largest = largest_lane(best), rest = sum(odd);
   for (; i < size; ++i) {
@@ -129,16 +134,34 @@ inline void pack_int8(const float* weight, int in, int out, int panel, int8_t* p
   }
 }
 
+// The rows' bytes have 128 added; where the instructions multiply signed bytes only, dot_bytes takes it off.
+#if defined(__aarch64__)
+constexpr bool TAKES_OFF_128 = true;
+#else
+constexpr bool TAKES_OFF_128 = false;
+#endif
+
 // total[lane] += the four products of each lane's bytes; exact on every machine, so its results are too.
 inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
 #if defined(__AVX512VNNI__)
   return (ints)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(four_rows), _mm512_loadu_si512(weight));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)total, _mm256_set1_epi32(four_rows), _mm256_loadu_si256((const __m256i*)weight));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   // vpmaddubsw would saturate: widen to 16 bits, whose products and pairs fit into 32.
   __m256i rows = _mm256_cvtepu8_epi16(_mm_set1_epi32(four_rows));
   __m256i low = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)weight)));
   __m256i high = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(weight + 16))));
   return total + (ints)_mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xD8);
+#elif defined(__aarch64__)
+  const int8x16_t rows = vreinterpretq_s8_u32(vdupq_n_u32(uint32_t(four_rows) ^ 0x80808080u)), bytes = vld1q_s8(weight);
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (ints)vdotq_s32((int32x4_t)total, bytes, rows);
+#else
+  // No magnitude is above 127: two products fit into 16 bits.
+  int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(rows)), high = vmull_high_s8(bytes, rows);
+  return (ints)vpadalq_s16((int32x4_t)total, vpaddq_s16(low, high));
+#endif
 #else
   const uint8_t* rows = reinterpret_cast<const uint8_t*>(&four_rows);
   for (int lane = 0; lane < LANES; ++lane)
@@ -147,7 +170,7 @@ inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
 #endif
 }
 
-// As multiply_float32, over quantised rows [R, depth]; `out` holds the integers' float values, 128s removed.
+// As multiply_floats, over quantised rows [R, depth]; `out` holds the integers' float values, 128s removed.
 template <int R, int P>
 void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, const float* scales, const int32_t* sums,
                    const float* row_scales, float* out) {
@@ -164,8 +187,8 @@ void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, cons
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 2 * P; ++c) {
-      ints offset;
-      std::memcpy(&offset, sums + c * LANES, sizeof offset);
+      ints offset = {};
+      if (!TAKES_OFF_128) std::memcpy(&offset, sums + c * LANES, sizeof offset);
       floats value = __builtin_convertvector(total[r][c] - offset, floats);
       store(out + r * UNIT + c * LANES, value * (load(scales + c * LANES) * row_scales[r]));
     }
@@ -173,7 +196,7 @@ void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, cons
 
 // --- any kind --------------------------------------------------------------------------------------------------------
 
-// Rows ready to be multiplied: float32 as they are, int8 quantised.
+// Rows ready to be multiplied: float32 as they are, for int8 weights quantised.
 struct Rows {
   const float* values;   // [n, stride]
   size_t stride;
@@ -185,12 +208,20 @@ template <int R, int P>
 void multiply_tile(const Linear& linear, const Rows& rows, int first, int panel, float* out) {
   int depth = padded_depth(linear.kind, linear.in);
   size_t offset = size_t(panel) * PANEL * depth;
-  if (linear.kind == INT8)
-    multiply_int8<R, P>(rows.quantised + size_t(first) * depth, depth, (const int8_t*)linear.panels + offset,
-                        linear.scales + panel * PANEL, linear.sums + panel * PANEL, rows.scales + first, out);
-  else
-    multiply_float32<R, P>(rows.values + first * rows.stride, rows.stride, (const float*)linear.panels + offset,
-                           linear.in, out);
+  auto floats_of = [&](auto weights) {
+    using Weights = decltype(weights);
+    multiply_floats<Weights, R, P>(rows.values + first * rows.stride, rows.stride,
+                                   (const typename Weights::Stored*)linear.panels + offset, linear.in, out);
+  };
+  switch (linear.kind) {
+    case INT8:
+      multiply_int8<R, P>(rows.quantised + size_t(first) * depth, depth, (const int8_t*)linear.panels + offset,
+                          linear.scales + panel * PANEL, linear.sums + panel * PANEL, rows.scales + first, out);
+      break;
+    case BFLOAT16: floats_of(Bfloat16Weights{}); break;
+    case FLOAT16: floats_of(Float16Weights{}); break;
+    default: floats_of(Float32Weights{});
+  }
   if (linear.bias)
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < P * PANEL; c += LANES) {
@@ -224,10 +255,17 @@ void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take
 
 // out [in] = one row of the unpacked weight.
 inline void unpack_row(const Linear& linear, int64_t row, float* out) {
-  int depth = padded_depth(linear.kind, linear.in);
-  size_t panel = size_t(row / PANEL) * PANEL * depth, column = row % PANEL;
-  for (int k = 0; k < linear.in; ++k)
-    out[k] = linear.kind == INT8
-                 ? ((const int8_t*)linear.panels)[panel + size_t(k / 4) * PANEL * 4 + column * 4 + k % 4] * linear.scales[row]
-                 : ((const float*)linear.panels)[panel + size_t(k) * PANEL + column];
+  int depth = padded_depth(linear.kind, linear.in), column = row % PANEL;
+  size_t panel = size_t(row / PANEL) * PANEL * depth;
+  switch (linear.kind) {
+    case INT8:
+      for (int k = 0; k < linear.in; ++k) {
+        size_t at = panel + size_t(k / 4) * PANEL * 4 + column * 4 + k % 4;
+        out[k] = ((const int8_t*)linear.panels)[at] * linear.scales[row];
+      }
+      break;
+    case BFLOAT16: unpack_floats<Bfloat16Weights>((const uint16_t*)linear.panels + panel, linear.in, column, out); break;
+    case FLOAT16: unpack_floats<Float16Weights>((const uint16_t*)linear.panels + panel, linear.in, column, out); break;
+    default: unpack_floats<Float32Weights>((const float*)linear.panels + panel, linear.in, column, out);
+  }
 }

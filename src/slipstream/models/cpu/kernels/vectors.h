@@ -1,7 +1,8 @@
-// SIMD in GCC's and Clang's portable vector extensions: one source for AVX-512, AVX2 and NEON.
+// SIMD in GCC's and Clang's portable vector extensions: one source for AVX-512, AVX2 and NEON, and one result.
 //
-// Everything here computes each lane, and sums the lanes, in one fixed order. Nothing depends on how many rows are
-// computed together: that is what makes the decoder's rows bit-identical whatever stands beside them.
+// `floats` is what a register holds, and serves wherever lanes have nothing to do with each other. Whatever adds up over
+// lanes does so in the 16 lanes of a `wide`, however many registers that takes, and in one fixed order: so results have
+// the same bits on every processor, and do not depend on how many rows are computed together.
 #pragma once
 
 #if defined(__x86_64__)
@@ -14,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -47,73 +49,12 @@ inline floats fused(floats a, floats b, floats c) {
 #elif defined(__aarch64__)
   return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  return a * b + c;
-#endif
-}
-
-// Halves are added until one lane is left.
-inline float sum(floats value) {
-#if defined(__AVX512F__)
-  value += __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  value += __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  value += __builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  value += __builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return value[0];
-#else
-  float total = 0.0f;
-  for (int lane = 0; lane < LANES; ++lane) total += value[lane];
-  return total;
-#endif
-}
-
-// sum() of four vectors, with its bits.
-inline void sum_each(const floats* values, float* sums) {
-#if defined(__AVX512F__)
-  auto halves = [](floats a, floats b) {  // lanes 0-7: a's halves added, 8-15: b's
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  };
-  floats ab = halves(values[0], values[1]), cd = halves(values[2], values[3]);
-  floats all = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  all += __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  all += __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  for (int i = 0; i < 4; ++i) sums[i] = all[4 * i];
-#else
-  for (int i = 0; i < 4; ++i) sums[i] = sum(values[i]);
+  for (int lane = 0; lane < LANES; ++lane) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return c;
 #endif
 }
 
 inline floats larger(floats a, floats b) { return a > b ? a : b; }
-
-inline float largest_lane(floats value) {
-  float largest = value[0];
-  for (int lane = 1; lane < LANES; ++lane) largest = std::max(largest, value[lane]);
-  return largest;
-}
-
-// Dot product of two runs of `size` floats.
-inline float dot(const float* a, const float* b, int size) {
-  floats total = {};
-  int i = 0;
-  for (; i + LANES <= size; i += LANES) total = fused(load(a + i), load(b + i), total);
-  float result = sum(total);
-  for (; i < size; ++i) result = std::fma(a[i], b[i], result);
-  return result;
-}
-
-// dot() of `a` with four runs that lie `stride` apart, with its bits.
-inline void dot_each(const float* a, const float* b, size_t stride, int size, float* dots) {
-  floats totals[4] = {};
-  int i = 0;
-  for (; i + LANES <= size; i += LANES) {
-    floats shared = load(a + i);
-    for (int j = 0; j < 4; ++j) totals[j] = fused(shared, load(b + j * stride + i), totals[j]);
-  }
-  sum_each(totals, dots);
-  for (; i < size; ++i)
-    for (int j = 0; j < 4; ++j) dots[j] = std::fma(a[i], b[j * stride + i], dots[j]);
-}
 
 // exp(x) for x <= 0, to about 1e-7 relative; 0 below -87. Cephes' polynomial on the fraction of x / ln 2.
 inline floats exp_of_negative(floats x) {
@@ -139,4 +80,130 @@ inline floats exp_of_negative(floats x) {
 inline floats silu(floats x) {
   floats small = exp_of_negative(x < 0.0f ? x : -x);
   return x * (x < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
+}
+
+// --- sums over lanes -------------------------------------------------------------------------------------------------
+
+constexpr int WIDE = 16;  // lanes that sums are taken in
+
+struct wide {
+  floats parts[WIDE / LANES];  // lanes 0 .. LANES - 1, then the next ones
+};
+
+// The wide whose parts are part(0), part(1), ...
+template <typename Part>
+inline wide each_part(Part part) {
+  wide value;
+  for (int i = 0; i < WIDE / LANES; ++i) value.parts[i] = part(i);
+  return value;
+}
+
+inline wide load_wide(const float* from) {
+  return each_part([&](int i) { return load(from + i * LANES); });
+}
+
+inline void store(float* to, const wide& value) {
+  for (int i = 0; i < WIDE / LANES; ++i) store(to + i * LANES, value.parts[i]);
+}
+
+inline wide splat_wide(float value) {
+  return each_part([&](int) { return splat(value); });
+}
+
+inline wide operator+(const wide& a, const wide& b) {
+  return each_part([&](int i) { return a.parts[i] + b.parts[i]; });
+}
+
+inline wide operator-(const wide& a, const wide& b) {
+  return each_part([&](int i) { return a.parts[i] - b.parts[i]; });
+}
+
+inline wide operator*(const wide& a, const wide& b) {
+  return each_part([&](int i) { return a.parts[i] * b.parts[i]; });
+}
+
+inline wide fused(const wide& a, const wide& b, const wide& c) {
+  return each_part([&](int i) { return fused(a.parts[i], b.parts[i], c.parts[i]); });
+}
+
+inline wide larger(const wide& a, const wide& b) {
+  return each_part([&](int i) { return larger(a.parts[i], b.parts[i]); });
+}
+
+inline wide magnitude(const wide& value) {
+  return each_part([&](int i) { return value.parts[i] < 0.0f ? -value.parts[i] : value.parts[i]; });
+}
+
+inline wide exp_of_negative(const wide& x) {
+  return each_part([&](int i) { return exp_of_negative(x.parts[i]); });
+}
+
+inline float largest_lane(const wide& value) {
+  float largest = value.parts[0][0];
+  for (int lane = 1; lane < WIDE; ++lane) largest = std::max(largest, value.parts[lane / LANES][lane % LANES]);
+  return largest;
+}
+
+using Lanes = std::make_integer_sequence<int, LANES>;
+
+// Each lane plus the one that is `distance` (a power of two) away.
+template <int distance, int... lane>
+inline floats plus_partner(floats value, std::integer_sequence<int, lane...>) {
+  return value + __builtin_shufflevector(value, value, (lane ^ distance)...);
+}
+
+// As plus_partner, with each pair's sum once: those of `a`, then those of `b`.
+template <int distance, int... lane>
+inline floats plus_partner(floats a, floats b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, (lane + (lane & -distance))...) +
+         __builtin_shufflevector(a, b, (lane + (lane & -distance) + distance)...);
+}
+
+// The sum of a wide's lanes. Halves are added until one lane is left: lane i and i + 8, then i + 4, i + 2, i + 1.
+inline floats sum_of_parts(const wide& value) {
+  const floats* parts = value.parts;
+  if constexpr (LANES == 16) return parts[0];
+  if constexpr (LANES == 8) return parts[0] + parts[1];
+  if constexpr (LANES == 4) return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+}
+
+inline float sum(const wide& value) {
+  floats total = sum_of_parts(value);
+  if constexpr (LANES > 8) total = plus_partner<8>(total, Lanes());
+  if constexpr (LANES > 4) total = plus_partner<4>(total, Lanes());
+  total = plus_partner<2>(total, Lanes());
+  return plus_partner<1>(total, Lanes())[0];
+}
+
+// sum() of four wides, with its bits.
+inline void sum_each(const wide* values, float* sums) {
+  floats ab = plus_partner<LANES / 2>(sum_of_parts(values[0]), sum_of_parts(values[1]), Lanes());
+  floats cd = plus_partner<LANES / 2>(sum_of_parts(values[2]), sum_of_parts(values[3]), Lanes());
+  floats all = plus_partner<LANES / 4>(ab, cd, Lanes());
+  if constexpr (LANES > 8) all = plus_partner<2>(all, Lanes());
+  if constexpr (LANES > 4) all = plus_partner<1>(all, Lanes());
+  for (int i = 0; i < 4; ++i) sums[i] = all[LANES / 4 * i];
+}
+
+// Dot product of two runs of `size` floats. What is left of the last 16 is added behind their sum, one by one.
+inline float dot(const float* a, const float* b, int size) {
+  wide total = {};
+  int i = 0;
+  for (; i + WIDE <= size; i += WIDE) total = fused(load_wide(a + i), load_wide(b + i), total);
+  float result = sum(total);
+  for (; i < size; ++i) result = std::fma(a[i], b[i], result);
+  return result;
+}
+
+// dot() of `a` with four runs that lie `stride` apart, with its bits.
+inline void dot_each(const float* a, const float* b, size_t stride, int size, float* dots) {
+  wide totals[4] = {};
+  int i = 0;
+  for (; i + WIDE <= size; i += WIDE) {
+    wide shared = load_wide(a + i);
+    for (int j = 0; j < 4; ++j) totals[j] = fused(shared, load_wide(b + j * stride + i), totals[j]);
+  }
+  sum_each(totals, dots);
+  for (; i < size; ++i)
+    for (int j = 0; j < 4; ++j) dots[j] = std::fma(a[i], b[j * stride + i], dots[j]);
 }

@@ -1,0 +1,116 @@
+"""An EAGLE head in the CPU kernels: a level, or a whole chain, in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.kv.pool import KVPool
+from slipstream.models.causal_lm import CausalLM
+from slipstream.models.cpu import native
+from slipstream.models.cpu.chains import Chains
+from slipstream.models.cpu.decoder import Decoder, PackedModel
+from slipstream.models.cpu.families import STATIC_ROTARY, LayerParts
+from slipstream.models.cpu.frequencies import inverse_frequencies
+from slipstream.models.cpu.native import EagleStruct, Kernel, LayerStruct, ModelStruct, StatesStruct
+from slipstream.models.rows import Rows
+
+
+def fuse_eagle(head: EagleHead, target: CausalLM, quantization: str | None) -> NativeEagle | None:
+    """Take over a head that drafts for `target`, in this weight format; None where the kernels do not compute it.
+
+    They do where they compute the target, whose format is taken without `quantization`.
+    """
+    kernel = target.format_beside(quantization).kernel
+    known = head.config.hidden_act in ("silu", "swish") and head.rotary.rope_type in STATIC_ROTARY
+    embedded_width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
+    if target.decoder is None or kernel is None or not known or embedded_width != head.config.hidden_size:
+        return None
+    return NativeEagle(head, target.decoder, kernel)
+
+
+class NativeEagle(PackedModel):
+    """Takes over the weights of a head; those of `head` are gone afterwards."""
+
+    num_layers = 1
+
+    def __init__(self, head: EagleHead, target: Decoder, kernel: Kernel) -> None:
+        super().__init__()
+        config, rotary = head.config, head.rotary
+        layer: Any = head.layer
+        self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
+        self._target = target  # whose weights the structs point to
+        fuses = config.version == 3
+        if head.embedding is not None:
+            self._keep(head.embedding)
+            self._embedding = self._kept[-1]
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = LayerParts(
+            attention_norm=layer.hidden_norm.weight if fuses else None,
+            mlp_norm=layer.post_attention_layernorm.weight,
+            query_norm=None,
+            key_norm=None,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=attention.o_proj,
+            gate_up=(mlp.gate_proj, mlp.up_proj),
+            down=mlp.down_proj,
+        )
+        self._frequencies = inverse_frequencies(rotary)
+        model = ModelStruct(
+            num_layers=1,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_dim=2 * len(rotary.inv_freq),
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            norm_epsilon=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            rotary_scale=rotary.attention_scaling,
+            inverse_frequencies=self._frequencies.data_ptr(),
+            embedding=None if self._embedding is None else self._embedding.data_ptr(),
+            final_norm=self._keep(head.norm.weight) if fuses else None,
+            head=(self._pack([head.lm_head], kernel) if fuses else target.head).struct,
+            layers=(LayerStruct * 1)(self._layer(parts, kernel)),
+        )
+        ids = head.draft_token_ids
+        self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()
+        self._struct = EagleStruct(
+            model=model,
+            embedder=ctypes.pointer(model if self._embedding is not None else target.struct),
+            fc=self._pack([head.fc], kernel).struct,
+            embedding_norm=self._keep(layer.input_layernorm.weight) if fuses else None,
+            token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
+            residual_is_normed=config.norm_before_residual,
+        )
+        head.to_empty(device="meta")
+        native.trim_heap()
+
+    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+        """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
+
+        `given` are the states that the rows start from, [N, width]: the target's features, or the head's own states.
+        """
+        made, logits, states = self._outputs(rows, given, from_target)
+        self._run("slipstream_eagle", self._struct, self._batch(rows, pool, logits), states)
+        return made, logits
+
+    def draft(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+        """As `Decoder.draft`, from the target's features `given` [N, width]."""
+        _, logits, states = self._outputs(rows, given, from_target=True)
+        self._run(
+            "slipstream_draft_eagle", self._struct, self._batch(rows, pool, logits), states, chains.struct
+        )
+        return chains.tokens()
+
+    def _outputs(self, rows: Rows, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor, StatesStruct]:
+        given = given.contiguous()
+        made = native.empty_rows(rows.num_rows, self._hidden_size)
+        states = StatesStruct(given.data_ptr(), made.data_ptr(), from_target)
+        states.kept = (given, made)
+        return made, native.empty_rows(rows.num_logit_rows, self._vocab_size), states

@@ -1,0 +1,108 @@
+// A pass of an EAGLE draft head: one layer whose rows combine a state with the embedding of the token behind it.
+//
+// The state is the target's, or what the head put out for the token before. EAGLE-1 reduces both to one hidden state.
+// EAGLE-3 reduces several states of the target to one, and its attention reads the embedding beside it.
+#pragma once
+
+#include "decoder.h"
+
+// Mirrored by native.py.
+struct Eagle {
+  Model model;                  // of one layer; its vocabulary is the target's
+  const Model* embedder;        // the model whose embeddings are read; as wide as the head
+  Linear fc;                    // EAGLE-1: of the embedding and the state; EAGLE-3: of the target's states
+  const float* embedding_norm;  // [hidden], EAGLE-3; null: EAGLE-1
+  const int64_t* token_ids;     // [outputs of the head]: the target's ids of its tokens; null: they are the same
+  int64_t residual_is_normed;   // EAGLE-3: whether the state's norm comes before the residual
+};
+
+// The states that the rows of a pass start from.
+struct States {
+  const float* given;   // [rows, hidden], or what EAGLE-3's fc reads of the target
+  float* made;          // [rows, hidden]
+  int64_t from_target;  // whether they are the target's
+};
+
+class EaglePass : Pass {
+ public:
+  EaglePass(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, Team& team, int rank)
+      : Pass(eagle.model, batch, scratch, team, rank), e(eagle), states(states) {}
+
+  static int widest_input(const Eagle& eagle) { return std::max(eagle.fc.in, eagle.model.layers[0].qkv.in); }
+
+  void run() {
+    if (e.embedding_norm) {
+      start_with_embedding_beside();
+    } else {
+      start_with_embedding_inside();
+    }
+    attention(m.layers[0], keys_of(0), values_of(0));
+    mlp(m.layers[0]);
+    each_row([&](int row) { std::memcpy(states.made + size_t(row) * m.hidden, state(row), sizeof(float) * m.hidden); });
+    e.token_ids ? scattered_head() : head();
+  }
+
+ private:
+  const Eagle& e;
+  const States& states;
+
+  float* state(int row) { return &s.states[size_t(row) * m.hidden]; }
+
+  // A row of what `next` reads.
+  float* input(const Linear& next, int row) { return &s.normed[row * row_stride(next.in)]; }
+
+  void ready(const Linear& next, int row) {
+    if (next.kind == INT8) quantise(next, s.normed.data(), row);
+  }
+
+  void reduce() {
+    multiply(e.fc, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
+      std::memcpy(state(row) + unit * UNIT, tile, sizeof(float) * std::min(UNIT, m.hidden - unit * UNIT));
+    });
+  }
+
+  void start_with_embedding_inside() {
+    const Linear& qkv = m.layers[0].qkv;
+    each_row([&](int row) {
+      float* to = input(e.fc, row);
+      embed(*e.embedder, b.token_ids[row], to);
+      std::memcpy(to + m.hidden, states.given + size_t(row) * m.hidden, sizeof(float) * m.hidden);
+      ready(e.fc, row);
+      place(row);
+    });
+    reduce();
+    each_row([&](int row) {
+      std::memcpy(input(qkv, row), state(row), sizeof(float) * m.hidden);
+      ready(qkv, row);
+    });
+  }
+
+  void start_with_embedding_beside() {
+    const Layer& layer = m.layers[0];
+    const size_t width = states.from_target ? e.fc.in : m.hidden;
+    each_row([&](int row) {
+      std::memcpy(states.from_target ? input(e.fc, row) : state(row), states.given + row * width, sizeof(float) * width);
+      if (states.from_target) ready(e.fc, row);
+      place(row);
+    });
+    if (states.from_target) reduce();
+    each_row([&](int row) {
+      float *embedding = input(layer.qkv, row), *normed = embedding + m.hidden;
+      embed(*e.embedder, b.token_ids[row], embedding);
+      rms_norm(embedding, e.embedding_norm, m.hidden, m.norm_epsilon, embedding);
+      rms_norm(state(row), layer.attention_norm, m.hidden, m.norm_epsilon, normed);
+      if (e.residual_is_normed) std::memcpy(state(row), normed, sizeof(float) * m.hidden);
+      ready(layer.qkv, row);
+    });
+  }
+
+  // As head(), for an output layer over some of the target's tokens.
+  void scattered_head() {
+    select();
+    share(b.num_logit_rows, [&](int row) { std::fill_n(b.logits + size_t(row) * m.vocab, m.vocab, -INFINITY); });
+    multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
+      const int begin = unit * UNIT, end = std::min(begin + UNIT, m.head.out);
+      for (int i = begin; i < end; ++i) b.logits[size_t(row) * m.vocab + e.token_ids[i]] = tile[i - begin];
+    });
+  }
+};

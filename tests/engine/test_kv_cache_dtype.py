@@ -1,0 +1,45 @@
+"""With keys and values in any type the text depends on nothing but the type."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import MakeLLM
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.models.cpu import native
+
+pytestmark = pytest.mark.skipif(
+    native.unavailable() is not None, reason="bits depend on the company without the kernels"
+)
+
+TREE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 3, "num_draft_nodes": 10}
+
+
+def texts(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=60, ignore_eos=True) for i in range(len(prompts))
+    ]
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8"])
+def test_the_text_is_the_same_with_drafts_in_any_batch_after_reuse_and_preemption(
+    make_llm: MakeLLM, prompts: list[list[int]], cache: str
+) -> None:
+    chosen = sorted(prompts, key=len)[:4]
+    plain = make_llm(kv_cache_dtype=cache, max_num_seqs=1, enable_prefix_caching=False)
+    expected = texts(plain, chosen)
+    drafted = make_llm(TREE, kv_cache_dtype=cache, max_num_batched_tokens=37)
+    assert texts(drafted, chosen) == expected
+    assert texts(drafted, chosen) == expected, "after reuse of its own prefixes"
+    needed = sum(map(len, chosen)) + 30 * len(chosen)  # half of what they come to
+    per_token = drafted.engine.memory_plan.kv_bytes_per_token
+    tight = make_llm(
+        TREE,
+        kv_cache_dtype=cache,
+        kv_cache_bytes=needed * per_token,
+        max_model_len=max(map(len, chosen)) + 61,
+    )
+    assert texts(tight, chosen) == expected
+    assert tight.engine.stats().num_preemptions > 0

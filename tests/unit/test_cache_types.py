@@ -1,0 +1,161 @@
+"""Keys and values in every type: rounded once and alike by both sides, read by every path, and few bytes."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token, quantise
+from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.cpu import native
+from slipstream.models.loading import resolve_cache_dtype
+from slipstream.models.outline import outline_model
+from slipstream.vllm_names import own_engine_keys
+
+CPU = torch.device("cpu")
+TYPES = ("float32", "bfloat16", "float16", "int8")
+TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(320)]
+"""More than one partition of the kernels' attention."""
+ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2, "int8": 0.1}
+"""Largest error of a row's logits that a type may make, relative to their spread; some three times the measured."""
+
+needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def lm(request: pytest.FixtureRequest) -> CausalLM:
+    if request.param == "native" and native.unavailable() is not None:
+        pytest.skip("there are no native kernels")
+    return load_model(EMBEDDED_TARGET, cpu_kernels=request.param)
+
+
+def run(lm: CausalLM, cache: str) -> tuple[Tensor, KVPool]:
+    """The logits of every row of the text, and the pool that it is in afterwards."""
+    pool = KVPool(lm.shapes, len(TEXT) + 5, lm.dtype, lm.device, cache_dtype=getattr(torch, cache))
+    pool.fill(math.nan)
+    cuts = [0, 40, 41, 200, len(TEXT)]
+    slots = pool.slots[5:]
+    passes = [
+        lm.forward([RowGroup(slots, begin, TEXT[begin:end], range(end - begin))], pool).logits
+        for begin, end in pairwise(cuts)
+    ]
+    return torch.cat(passes), pool
+
+
+def relative_error(ours: Tensor, expected: Tensor) -> float:
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - expected).norm(dim=-1) / spread).max())
+
+
+@pytest.fixture(scope="module")
+def stock() -> Tensor:
+    """[rows, vocab]: Transformers' own, without a cache of ours."""
+    model = load_model(EMBEDDED_TARGET, cpu_kernels="torch", pack=False).model
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_logits_are_transformers_within_the_types_error(lm: CausalLM, stock: Tensor, cache: str) -> None:
+    error = relative_error(run(lm, cache)[0], stock)
+    assert error <= ERROR[cache]
+    if cache != "float32":
+        assert error > 1e-5, "the entries are not rounded"
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache", TYPES)
+def test_both_sides_round_alike(cache: str) -> None:
+    """Layer 0 stores the same numbers with every type, so what the kernels made of them is known."""
+    lm = load_model(EMBEDDED_TARGET, cpu_kernels="native")
+    exact, rounded = run(lm, "float32")[1], run(lm, cache)[1]
+    twin = KVPool(lm.shapes, exact.num_slots, lm.dtype, lm.device, cache_dtype=getattr(torch, cache))
+    everything = slice(5, None)
+    twin.write(0, everything, *exact.read(0, everything))
+    for ours, theirs in zip(
+        (rounded.keys, rounded.values, rounded.key_scales, rounded.value_scales),
+        (twin.keys, twin.values, twin.key_scales, twin.value_scales),
+        strict=True,
+    ):
+        if ours:
+            assert torch.equal(ours[0][:, everything], theirs[0][:, everything])
+
+
+def test_int8_is_the_nearest_and_shows_what_is_no_number() -> None:
+    usual = [[127.0, 0.49, 1.5, 2.5, -0.51], [0.0] * 5]
+    entries = torch.tensor([*usual, [1.0, math.nan, 0, 0, 0], [math.inf, 1, 2, 3, 4]])
+    integers, scales = quantise(entries)
+    assert integers[:2].tolist() == [[127, 0, 2, 2, -1], [0] * 5]
+    assert scales[:2].tolist() == [1.0, 0.0]
+    assert scales[2:].isnan().all()
+    random = torch.randn(64, 80)
+    integers, scales = quantise(random)
+    assert ((integers * scales[:, None] - random).abs() <= scales[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_entries_move_with_their_scales(cache: str) -> None:
+    pool = KVPool([LayerShape(2, 8, 4)], 20, torch.float32, CPU, 3, getattr(torch, cache))
+    pool.fill(math.nan)
+    pool.features.zero_()
+    pool.write(0, slice(0, 6), torch.randn(2, 6, 8), torch.randn(2, 6, 4))
+    before = [part.clone() for part in pool.read(0, slice(0, 6))]
+    pool.move(0, 3, 6)
+    for part, expected in zip(pool.read(0, slice(3, 9)), before, strict=True):
+        assert torch.equal(part, expected)
+    pool.gather(pool.slots[3:], 1, [1, 3])
+    for part, expected in zip(pool.read(0, slice(4, 6)), before, strict=True):
+        assert torch.equal(part, expected[:, [2, 4]])
+
+
+def test_bytes() -> None:
+    shapes = [LayerShape(2, 8, 4), LayerShape(1, 8, 8)]
+    assert [bytes_per_token(shapes, getattr(torch, cache)) for cache in TYPES] == [160, 80, 80, 40 + 6 * 4]
+    pool = KVPool(shapes, 10, torch.float32, CPU, cache_dtype=torch.int8)
+    assert pool.memory_bytes() == 10 * bytes_per_token(shapes, torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "stored", "fused", "expected"),
+    [
+        ("auto", "auto", torch.bfloat16, True, torch.bfloat16),
+        ("auto", "auto", torch.float16, True, torch.float16),
+        ("auto", "auto", torch.float32, True, torch.float32),
+        ("auto", "auto", None, True, torch.float32),
+        ("auto", "float32", torch.bfloat16, True, torch.float32),
+        ("auto", "auto", torch.bfloat16, False, torch.float32),
+        ("int8", "auto", torch.bfloat16, True, torch.int8),
+        ("int8", "float32", torch.bfloat16, False, torch.int8),
+    ],
+)
+def test_auto(name: str, dtype: str, stored: torch.dtype | None, fused: bool, expected: torch.dtype) -> None:
+    assert resolve_cache_dtype(name, dtype, stored, torch.float32, fused) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_a_plan_knows_the_type(cache: str) -> None:
+    loaded = load_model(EMBEDDED_TARGET, kv_cache_dtype=cache)
+    outline = outline_model(EMBEDDED_TARGET, kv_cache_dtype=cache)
+    assert outline.cache_dtype == loaded.cache_dtype == (torch.int8 if cache == "int8" else torch.float16)
+    assert outline.kv_bytes_per_token == loaded.kv_bytes_per_token
+    cache_of = loaded.new_cache(64)
+    assert cache_of.memory_bytes() == 64 * loaded.kv_bytes_per_token
+
+
+def test_what_is_no_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown kv_cache_dtype 'int4'; did you mean 'int8'"):
+        EngineConfig("m", kv_cache_dtype="int4")
+    with pytest.raises(ConfigError, match="'fp8_e5m2' is not supported; int8 is as small"):
+        own_engine_keys({"kv_cache_dtype": "fp8_e5m2"})
+    assert own_engine_keys({"kv_cache_dtype": torch.bfloat16}) == {"kv_cache_dtype": "bfloat16"}
+    assert own_engine_keys({"kv_cache_dtype": "half"}) == {"kv_cache_dtype": "float16"}
