@@ -155,8 +155,10 @@ def test_any_choice_gives_the_same_text(
 
 def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]) -> None:
     llm = make_llm(AUTO, max_num_seqs=4)
-    for task in ("left", "right"):
-        assert texts(llm, prompts[:8], task=task) == texts(plain, prompts[:8])
+    expected = texts(plain, prompts[:8])
+    for _ in range(4):  # what repeats is answered in few steps, which may all be one probe's
+        for task in ("left", "right"):
+            assert texts(llm, prompts[:8], task=task) == expected
     report = llm.engine.control_report()
     assert report.adaptive
     assert [method.name for method in report.methods] == ["suffix", "draft_model"]
