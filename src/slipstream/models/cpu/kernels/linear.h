@@ -134,8 +134,8 @@ inline void pack_int8(const float* weight, int in, int out, int panel, int8_t* p
   }
 }
 
-// The rows' bytes have 128 added; where the instructions multiply signed bytes only, dot_bytes takes it off.
-#if defined(__aarch64__)
+// The rows' bytes have 128 added; where the instructions want signs on both sides, dot_bytes takes it off.
+#if defined(__aarch64__) || (defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__))
 constexpr bool TAKES_OFF_128 = true;
 #else
 constexpr bool TAKES_OFF_128 = false;
@@ -147,12 +147,18 @@ inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
   return (ints)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi32(four_rows), _mm512_loadu_si512(weight));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
   return (ints)_mm256_dpbusd_avx_epi32((__m256i)total, _mm256_set1_epi32(four_rows), _mm256_loadu_si256((const __m256i*)weight));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  // vpmaddubsw would saturate: widen to 16 bits, whose products and pairs fit into 32.
-  __m256i rows = _mm256_cvtepu8_epi16(_mm_set1_epi32(four_rows));
-  __m256i low = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)weight)));
-  __m256i high = _mm256_madd_epi16(rows, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(weight + 16))));
-  return total + (ints)_mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xD8);
+#elif defined(__AVX512BW__)
+  // As with AVX2 below.
+  const __m512i bytes = _mm512_loadu_si512(weight), row = _mm512_set1_epi32(int32_t(uint32_t(four_rows) ^ 0x80808080u));
+  const __m512i signed_row = _mm512_mask_sub_epi8(row, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), row);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(bytes), signed_row);
+  return total + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  // vpmaddubsw takes one side without signs: give them to the other. No magnitude is above 127, so two products fit.
+  const __m256i bytes = _mm256_loadu_si256((const __m256i*)weight);
+  const __m256i row = _mm256_set1_epi32(int32_t(uint32_t(four_rows) ^ 0x80808080u));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(row, bytes));
+  return total + (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined(__aarch64__)
   const int8x16_t rows = vreinterpretq_s8_u32(vdupq_n_u32(uint32_t(four_rows) ^ 0x80808080u)), bytes = vld1q_s8(weight);
 #if defined(__ARM_FEATURE_DOTPROD)
