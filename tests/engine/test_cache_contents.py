@@ -37,6 +37,7 @@ SPECS: dict[str, dict[str, Any] | None] = {
         "model": EMBEDDED_EAGLE3,
     },  # keeps features of the target beside its entries
     "layer_skip": {"method": "layer_skip", "exit_layer": 4},  # writes to the target's own cache
+    "cascade": {"method": "cascade", "draft": {"method": "ngram"}},  # as does an int8 copy of the target
     "lookahead": {"method": "lookahead"},
 }
 NUM_STEPS = 30

@@ -26,6 +26,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
     "layer_skip": {"method": "layer_skip", "skip_layers": [2, 3]},
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
+    "cascade of layers": {"method": "cascade", "exit_layer": 4, "draft": {"method": "ngram"}},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
 }
 NOT_FINITE = -1

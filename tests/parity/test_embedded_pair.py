@@ -83,6 +83,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "layers-online-int8": {"method": "layer_skip", "quantization": "int8", "drafts_per_trial": 8},
     "cascade-ngram": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
     "cascade-int8-draft": {"method": "cascade", "draft": DRAFT},
+    "cascade-layers": {
+        "method": "cascade",
+        "exit_layer": 4,
+        "draft": {"method": "layer_skip", "exit_layer": 2},
+    },
 }
 QUANTISED = (
     "ngram",

@@ -38,6 +38,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "layer_skip": {"method": "layer_skip", "exit_layer": 2},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
+    "cascade of the target": {"method": "cascade", "draft": DRAFT},
+    "cascade of layers": {"method": "cascade", "exit_layer": 2, "draft": {"method": "suffix"}},
     "auto": {"method": "auto", "drafters": [DRAFT, {"method": "suffix"}]},
     "ensemble": {
         "method": "ensemble",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.config import SpeculativeConfig
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core import Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.cascade import CascadeDrafter, CascadeOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
-from slipstream.draft.registry import validate
+from slipstream.draft.model.layer_skip import LayerSkipDrafter, LayerSkipOptions
+from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
-from slipstream.models import load_tokenizer
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.rehearsal import same_proposal
 from slipstream.testing.stub_drafters import draft_context
@@ -234,6 +237,169 @@ def test_a_draft_model_that_is_rewound_drafts_as_a_new_one() -> None:
     assert drafter.propose([seq], [5])[0].token_ids == new.propose([seq], [5])[0].token_ids
 
 
+# --- over the target's own keys and values ----------------------------------------------------------------
+
+LAST = 5  # the embedded target's last layer
+MIDDLES: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "first layers": {"exit_layer": 4},
+    "int8, some layers": {"skip_layers": [2], "quantization": "int8"},
+}
+INSIDE: dict[str, dict[str, Any]] = {
+    "ngram": NGRAM,
+    "wrong trees": INNER["wrong trees"],
+    "right": RIGHT,
+    "fewer layers": {"method": "layer_skip", "exit_layer": 2, "num_speculative_tokens": 3},
+    "cascade": {"method": "cascade", "exit_layer": 3, "num_speculative_tokens": 3, "draft": NGRAM},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return load_model(EMBEDDED_TARGET)
+
+
+def over(target: CausalLM, verifier: str = "coupled") -> Any:
+    return dataclasses.replace(
+        context(verifier), target=target, engine_config=EngineConfig(EMBEDDED_TARGET), dtype=target.dtype
+    )
+
+
+def borrowing(
+    target: CausalLM, middle: dict[str, Any], inner: dict[str, Any], verifier: str = "coupled", **more: Any
+) -> CascadeDrafter:
+    options = {"num_speculative_tokens": 5, "draft": inner, **middle, **more}
+    drafter = create_drafter(SpeculativeConfig("cascade", options=options), over(target, verifier))
+    assert isinstance(drafter, CascadeDrafter)
+    drafter.allocate(4096)
+    return drafter
+
+
+def attached(drafter: Any, target: CausalLM) -> KVCache:
+    """The target's cache; entries that were not written are NaN."""
+    cache = KVCache(target.shapes, 512, target.dtype, target.device, cache_dtype=target.cache_dtype)
+    cache.pool.fill(float("nan"))
+    drafter.attach(cache)
+    return cache
+
+
+def compute(target: CausalLM, cache: KVCache, sequences: list[Sequence], budgets: list[int]) -> None:
+    """The target's passes over all tokens but the last, and the slots that an engine reserves for a step."""
+    for seq, budget in zip(sequences, budgets, strict=True):
+        if seq.id not in cache.accounting:
+            cache.accounting.open(seq.id, seq.token_ids)
+        cache.accounting.reserve(seq.id, len(seq.token_ids) + budget)
+    for seq in sequences:
+        past = cache.accounting.num_valid(seq.id)
+        token_ids = seq.token_ids[past:-1]
+        if token_ids:
+            target.forward([RowGroup(cache.accounting.slots(seq.id), past, token_ids, [])], cache.pool)
+        cache.accounting.commit(seq.id, token_ids)
+        seq.num_computed = len(seq.token_ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verifier", "method"),
+    [(0.0, "coupled", "auto"), (0.8, "coupled", "greedy"), (0.8, "rejection", "auto")],
+)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_over_the_targets_entries_it_proposes_what_the_layers_alone_propose(
+    target: CausalLM, inside: str, temperature: float, verifier: str, method: str
+) -> None:
+    """Full, partial and no acceptance: what a draft left in the cache is never seen again."""
+    middle = MIDDLES["first layers"]
+    cascade = borrowing(target, middle, INSIDE[inside], verifier, draft_sample_method=method)
+    options = LayerSkipOptions(num_speculative_tokens=5, draft_sample_method=method, **middle)
+    expected = LayerSkipDrafter(options, over(target, verifier))
+    caches = [attached(drafter, target) for drafter in (cascade, expected)]
+    sequences = [sequence(number, length, temperature) for number, length in enumerate((1, 30, 8))]
+    rng = random.Random(2)
+    drafted = 0
+    for _ in range(7):
+        for cache in caches:
+            compute(target, cache, sequences, [5, 5, 5])
+        ours, theirs = step([cascade, expected], sequences, rng)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert same_proposal(mine, other)
+            assert mine.draft_probs is None or torch.equal(mine.draft_probs, other.draft_probs)
+            drafted += len(mine)
+        assert cascade.integrity() == []
+    assert drafted > 20
+    assert cascade.num_failures == 0
+    for seq in sequences:
+        cascade.release(seq)
+    assert cascade.num_held() == cascade.inner.num_held() == 0
+
+
+@pytest.mark.parametrize(("middle", "inside"), [("int8", "ngram"), ("first layers", "fewer layers")])
+def test_over_the_targets_entries_it_conforms(target: CausalLM, middle: str, inside: str) -> None:
+    check_drafter(
+        lambda: borrowing(target, MIDDLES[middle], INSIDE[inside], "rejection"),
+        VOCAB,
+        verifier="rejection",
+        params=[SamplingParams(temperature=0.9, seed=3)],
+        max_len=60,
+        num_sequences=4,
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5])
+@pytest.mark.parametrize("inside", ["wrong trees", "fewer layers"])
+def test_no_slot_is_written_behind_the_reserved_ones(target: CausalLM, inside: str, budget: int) -> None:
+    cascade = borrowing(target, MIDDLES["first layers"], INSIDE[inside])
+    cache = attached(cascade, target)
+    seq = sequence(1, 20, 0.0)
+    compute(target, cache, [seq], [budget])
+    before = [keys.clone() for keys in cache.pool.keys]
+    assert len(cascade.propose([seq], [budget])[0]) == budget
+    slots = cache.accounting.slots(seq.id)
+    first, end = slots[seq.num_computed], slots[seq.num_computed + budget]
+    for keys, earlier in zip(cache.pool.keys, before, strict=True):
+        assert bool(keys[:, end:].isnan().all())
+        assert torch.equal(keys[:, :first], earlier[:, :first]), "the text's entries are the target's"
+    assert not bool(cache.pool.keys[0][:, first:end].isnan().any())
+    assert bool(cache.pool.keys[LAST][:, first:].isnan().all())
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_no_prompt_is_computed_twice(middle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model's passes are of its draft tokens alone: also behind prompts that share a beginning, in batches,
+    and where memory runs out."""
+    text = "The quick brown fox jumps over the lazy dog. " * 4
+    prompts = [text + end for end in ("Again:", "And then", "SELECT name FROM", "def add(a, b):")]
+    params = [SamplingParams(temperature=t, max_tokens=60, seed=1, ignore_eos=True) for t in (0.0, 0.8) * 2]
+    spec = {"method": "cascade", "num_speculative_tokens": 5, "draft": NGRAM, **MIDDLES[middle]}
+    plain = LLM()
+    llm = LLM(
+        speculative_config=spec,
+        kv_cache_bytes=300 * plain.engine.model.kv_bytes_per_token,
+        max_model_len=192,
+        max_num_batched_tokens=48,
+    )
+    cascade = llm.engine.drafter
+    assert isinstance(cascade, CascadeDrafter)
+    assert cascade.kv_bytes_per_token() == 0
+    rows: list[int] = []
+    forward = CausalLM.forward
+
+    def counted(self: CausalLM, groups: Any, pool: Any, *args: Any, **named: Any) -> Any:
+        if "layers" in named:  # a pass of the draft model
+            rows.extend(len(group.token_ids) for group in groups)
+        return forward(self, groups, pool, *args, **named)
+
+    monkeypatch.setattr(CausalLM, "forward", counted)
+    outputs = [llm.generate(prompts, params) for _ in range(2)][1]
+    assert rows
+    assert max(rows) <= 5
+    assert any(output.metrics.num_cached_tokens > 16 for output in outputs)
+    assert llm.engine.stats().num_preemptions > 0
+    assert llm.engine.stats().num_draft_failures == 0
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20
+    expected = plain.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert llm.engine.integrity() == []
+
+
 def test_without_a_model_the_target_in_int8_drafts() -> None:
     prompts = ["The quick brown fox", "def add(a, b):"]
     params = SamplingParams(temperature=0.8, max_tokens=40, seed=1, ignore_eos=True)
@@ -247,8 +413,41 @@ def test_without_a_model_the_target_in_int8_drafts() -> None:
     cascade = llm.engine.drafter
     assert isinstance(cascade, CascadeDrafter)
     assert cascade.model.quantization == "int8"
-    assert cascade.kv_bytes_per_token() > cascade.model.kv_bytes_per_token
+    assert cascade.kv_bytes_per_token() == cascade.inner.kv_bytes_per_token() > 0
     assert cascade.memory_bytes() > cascade.inner.memory_bytes() > 0
+
+
+def test_a_copy_that_computes_in_another_type_keeps_a_cache_of_its_own() -> None:
+    """An int8 copy computes float32, which is not how the keys and values of a bfloat16 target are read."""
+    llm = LLM(dtype="bfloat16", cpu_kernels="torch", speculative_config={"method": "cascade", "draft": NGRAM})
+    cascade = llm.engine.drafter
+    assert isinstance(cascade, CascadeDrafter)
+    assert isinstance(cascade, DraftModelDrafter)
+    assert cascade.kv_bytes_per_token() == cascade.model.kv_bytes_per_token
+    params = SamplingParams(temperature=0, max_tokens=12)
+    [output] = llm.generate(["one two three one two three one"], params)
+    assert output.metrics.num_draft_tokens > 0
+    assert llm.engine.integrity() == []
+
+
+@pytest.mark.parametrize(
+    ("middle", "inner", "message"),
+    [
+        ({"exit_layer": 6}, NGRAM, "cascade exit_layer must be from 1 to 5"),
+        (
+            {"exit_layer": 3},
+            {"method": "layer_skip", "exit_layer": 4},
+            "runs layers 0, 1, 2 only; set layer_",
+        ),
+        ({"exit_layer": 3}, {"method": "layer_skip"}, "runs layers 0, 1, 2 only"),
+        ({"skip_layers": [1]}, {"method": "cascade", "draft": NGRAM}, "runs layers 0, 2, 3, 4, 5 only"),
+    ],
+)
+def test_layers_without_entries_are_refused(
+    target: CausalLM, middle: dict[str, Any], inner: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        borrowing(target, middle, inner)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +461,9 @@ def test_without_a_model_the_target_in_int8_drafts() -> None:
         ({"draft": NGRAM, "tree_top_k": 2}, "cascade drafts are chains"),
         ({"draft": NGRAM, "tree_choices": [[0]]}, "cascade drafts are chains"),
         ({"draft": NGRAM, "quantization": "int4"}, "unknown cascade quantization"),
+        ({"draft": NGRAM, "exit_layer": 2, "skip_layers": [1]}, "cascade has skip_layers and exit_layer"),
+        ({"draft": NGRAM, "skip_layers": []}, "cascade skip_layers is empty"),
+        ({"draft": NGRAM, "exit_layer": 2, "model": EMBEDDED_DRAFT}, "the target's own layers; omit model"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:

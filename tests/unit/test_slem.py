@@ -11,7 +11,7 @@ from test_draft_model import seen, sequence
 from tokenizer_families import FAMILIES, SENTENCES, save_model
 
 from slipstream.core import Proposal, Sequence
-from slipstream.draft.model.cached import Feed
+from slipstream.draft.model.levels import Feed
 from slipstream.draft.model.slem import SlemDrafter, SlemOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams

@@ -35,6 +35,8 @@ class DraftContext:
     """What the verifier that will judge the proposals can do: `accepts_coupled`, `kinds` and so on."""
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
+    target_layers: tuple[int, ...] | None = None
+    """The layers that `target` runs: those of whose tokens it keeps keys and values. None is all."""
     target_outline: ModelOutline | None = None
     """What is known of a target that is not loaded, for `Drafter.outline`."""
     draft_timeout_s: float = 30.0

@@ -4,6 +4,10 @@ Chen et al., "Cascade speculative drafting for even faster LLM inference" (NeurI
 LLM inference with staged speculative decoding" (2023). A draft model's token is a function of its logits and of noise
 that is keyed by position, also where it is sampled. So inner draft tokens are verified by equality, and the chain is
 the same as the draft model alone would propose, in fewer of its passes. The inner drafter may be a cascade too.
+
+Where the draft model is the target itself, with fewer layers or with weights in another format, it borrows the target's
+keys and values (`model.borrowed` says why that is exact): it has no cache of its own and computes no prompt. What it
+writes for an inner drafter's tokens lies within the same reserved slots, and is moved and overwritten there.
 """
 
 from __future__ import annotations
@@ -13,19 +17,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slipstream.config import DTYPES, SpeculativeConfig, check_types, reject_unknown
+from slipstream.config import DTYPES, EngineConfig, SpeculativeConfig, check_types, reject_unknown
 from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
-from slipstream.draft.model.cached import Feed
+from slipstream.draft.model.borrowed import (
+    BorrowingDrafter,
+    check_choice,
+    chosen_layers,
+    outline_borrowing,
+)
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.model.growth import Growth, GrowthOptions
+from slipstream.draft.model.layer_search import Layers
+from slipstream.draft.model.levels import Feed, LevelDrafter
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.rows import tree_rows
 from slipstream.text.common_prefix import common_prefix_length
@@ -39,10 +53,15 @@ class CascadeOptions(GrowthOptions):
     draft: Mapping[str, Any]
     """`method` and keys of the inner drafter, whose target is the draft model."""
     model: str | None = None
-    """Folder or hub id of the draft model; None is the target's own weights, quantised, as in `method: self`."""
+    """Folder or hub id of the draft model; None is the target itself, over its own keys and values."""
+    skip_layers: list[int] | None = None
+    """Without `model`: layers that a draft leaves out, counted from 0."""
+    exit_layer: int | None = None
+    """Without `model`: a draft pass runs this many layers."""
     dtype: str = "auto"
     quantization: str | None = None
-    """Weight format of the draft model, on a CPU. None: as the target's, or int8 without `model`."""
+    """Weight format of the draft model, on a CPU. None: as the target's, or int8 without `model`, `skip_layers` and
+    `exit_layer`."""
     device: str = "auto"
     revision: str | None = None
 
@@ -51,6 +70,13 @@ class CascadeOptions(GrowthOptions):
         self.check_growth("cascade")
         reject_unknown([self.dtype], DTYPES, "cascade dtype")
         check_quantization(self.quantization, "cascade")
+        check_choice("cascade", self.skip_layers, self.exit_layer)
+        if self.model is not None and self.names_layers:
+            raise ConfigError(
+                "cascade skip_layers and exit_layer are for the target's own layers; omit model"
+            )
+        if self.skip_layers == [] and self.quantization is None:
+            raise ConfigError("cascade skip_layers is empty: the draft would be the target itself")
         if self.tree_top_k > 1 or self.tree_choices is not None:
             raise ConfigError("cascade drafts are chains; set tree_top_k and tree_choices in the inner draft")
         if "verifier" in self.draft:
@@ -58,6 +84,16 @@ class CascadeOptions(GrowthOptions):
                 "cascade draft has a verifier, but inner drafts are verified by equality; omit it"
             )
         validate(SpeculativeConfig.from_mapping(self.draft))
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether the draft model is some of the target's layers."""
+        return self.skip_layers is not None or self.exit_layer is not None
+
+    @property
+    def copy_format(self) -> str | None:
+        """Without `model`: the weight format of the target's copy, None for the target itself."""
+        return self.quantization if self.names_layers else self.quantization or DRAFT_FORMAT
 
 
 @dataclass(slots=True)
@@ -69,21 +105,41 @@ class _Shadow:
     """Leading tokens that are known to be in the real text."""
 
 
-class CascadeDrafter(DraftModelDrafter):
-    """Drafts with a draft model whose passes verify an inner drafter's proposals."""
+class CascadeDrafter(LevelDrafter):
+    """Drafts with a model whose passes verify an inner drafter's proposals. Making one makes one of its subclasses."""
 
-    summary = "a draft model that itself drafts with a cheaper drafter"
+    summary = "a draft model, or part of the target, that itself drafts with a cheaper drafter"
 
-    Options = CascadeOptions  # type: ignore[assignment]
+    Options = CascadeOptions
+
+    model: CausalLM
+    layers: Layers | None = None
+    """The layers of `model` that run; None is all."""
+
+    def __new__(cls, options: CascadeOptions, context: DraftContext) -> CascadeDrafter:
+        """By where the draft model's keys and values lie."""
+        kind: type[CascadeDrafter] = cls
+        if cls is CascadeDrafter:
+            kind = _BorrowingCascade if _borrows(options, context) else _CachedCascade
+        return super().__new__(kind)
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
         """The draft model and, loaded after it, the inner drafter, whose target it is."""
-        own = outline_of(_draft_model(options, context), context)
+        if _borrows(options, context):
+            own = outline_borrowing(options.copy_format, options, context)
+        else:
+            own = outline_of(_draft_model(options, context), context)
+        target = own.models[0] if own.models else context.target_outline
         inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
-        inner = inner_class.outline(
-            inner_options, dataclasses.replace(context, target_outline=own.models[0], target=None)
+        engine, fmt = context.engine_config, options.quantization if options.model else options.copy_format
+        inside = dataclasses.replace(
+            context,
+            engine_config=dataclasses.replace(engine, quantization=fmt or engine.quantization),
+            target_outline=target,
+            target=None,
         )
+        inner = inner_class.outline(inner_options, inside)
         joined = DraftOutline.joined([own, inner], own.max_nodes)
         return dataclasses.replace(joined, logit_rows=own.logit_rows + 1 + inner.max_nodes)
 
@@ -93,38 +149,26 @@ class CascadeDrafter(DraftModelDrafter):
         inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
         return inner_class.table_bytes(inner_options, vocab_size, num_seqs, num_tokens)
 
-    def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
-        super().__init__(_draft_model(options, context), context)
-        inner = self._create_inner(options)
-        self.guard = Guard(inner, self._growths.vocab_size, inner.kinds, context.draft_timeout_s)
-        """Asks the inner drafter."""
-        self._shadows: dict[int, _Shadow] = {}
-
-    def _create_inner(self, options: CascadeOptions) -> Drafter:
-        config, model = self.context.engine_config, self.options
-        inner = create_drafter(
-            SpeculativeConfig.from_mapping(options.draft),
-            DraftContext(
-                engine_config=dataclasses.replace(
-                    config,
-                    model=model.model,
-                    revision=model.revision,
-                    dtype=model.dtype,
-                    quantization=self.model.quantization,
-                ),
-                tokenizer=self.context.tokenizer,
-                vocab_size=self._growths.vocab_size,
-                max_model_len=min(self.context.max_model_len, self.context_length),
-                device=self.model.device,
-                dtype=self.model.dtype,
-                verifier=self.context.verifier,
-                target=self.model,
-            ),
+    def _add_inner(self, options: CascadeOptions, config: EngineConfig, max_model_len: int) -> None:
+        """Make the inner drafter, for the target of `config`, which is the draft model."""
+        context = DraftContext(
+            engine_config=config,
+            tokenizer=self.context.tokenizer,
+            vocab_size=self._growths.vocab_size,
+            max_model_len=max_model_len,
+            device=self.model.device,
+            dtype=self.model.dtype,
+            verifier=self.context.verifier,
+            target=self.model,
+            target_layers=self.layers,
         )
+        inner = create_drafter(SpeculativeConfig.from_mapping(options.draft), context)
         if inner.feature_layers():
             method = options.draft["method"]
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
-        return inner
+        self.guard = Guard(inner, self._growths.vocab_size, inner.kinds, self.context.draft_timeout_s)
+        """Asks the inner drafter."""
+        self._shadows: dict[int, _Shadow] = {}
 
     @property
     def inner(self) -> Drafter:
@@ -144,7 +188,6 @@ class CascadeDrafter(DraftModelDrafter):
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         self.inner.allocate(num_tokens)
-        self.guard.attach(self.cache)
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.inner.memory_bytes()
@@ -183,9 +226,6 @@ class CascadeDrafter(DraftModelDrafter):
             return False
         self._shadow(sequence)
         return True
-
-    def _max_stored(self) -> int:
-        return super()._max_stored() + self.inner.max_nodes()
 
     def draws_chains(self) -> bool:
         return False  # a pass verifies what the inner drafter proposes
@@ -282,10 +322,56 @@ class CascadeDrafter(DraftModelDrafter):
         )
 
 
+class _CachedCascade(CascadeDrafter, DraftModelDrafter):  # type: ignore[misc]
+    """With a draft model that has keys and values of its own."""
+
+    def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
+        DraftModelDrafter.__init__(self, _draft_model(options, context), context)
+        own = self.options
+        config = dataclasses.replace(
+            context.engine_config,
+            model=own.model,
+            revision=own.revision,
+            dtype=own.dtype,
+            quantization=self.model.quantization,
+        )
+        self._add_inner(options, config, min(context.max_model_len, self.context_length))
+
+    def allocate(self, num_tokens: int) -> None:
+        super().allocate(num_tokens)
+        self.guard.attach(self.cache)
+
+    def _max_stored(self) -> int:
+        return super()._max_stored() + self.inner.max_nodes()
+
+
+class _BorrowingCascade(CascadeDrafter, BorrowingDrafter):
+    """With the target, or a copy of it, over the target's own keys and values."""
+
+    def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
+        BorrowingDrafter.__init__(self, "cascade", options, context, options.copy_format)
+        self.layers = chosen_layers("cascade", options.skip_layers, options.exit_layer, context)
+        if self.layers is not None:
+            self.model.check_layers()
+        config = dataclasses.replace(context.engine_config, quantization=self.model.quantization)
+        self._add_inner(options, config, context.max_model_len)
+
+    def attach(self, cache: KVCache) -> None:
+        super().attach(cache)
+        self.guard.attach(cache)
+
+
+def _borrows(options: CascadeOptions, context: DraftContext) -> bool:
+    """Whether the draft model can write to the target's cache: copies in another weight format compute float32."""
+    if options.model is not None:
+        return False
+    return options.copy_format is None or context.dtype == torch.float32
+
+
 def _draft_model(options: CascadeOptions, context: DraftContext) -> DraftModelOptions:
     """The options of the draft model alone."""
     if options.model is None:
-        return self_model(options.quantization or DRAFT_FORMAT, options, context)
+        return self_model(options.copy_format or DRAFT_FORMAT, options, context)
     return DraftModelOptions(
         model=options.model,
         dtype=options.dtype,

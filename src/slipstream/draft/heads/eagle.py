@@ -20,8 +20,9 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.eagle_native import fuse_eagle
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
-from slipstream.draft.model.cached import CachedDrafter, Feed
+from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache

@@ -6,54 +6,23 @@ speculation, a whole prompt) are all handled alike: they are fed before the firs
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.growth import (
-    DraftNode,
-    Growth,
-    GrowthOptions,
-    NotFiniteError,
-    Peaks,
-    whole_chains,
-)
-from slipstream.draft.model.shaped import ShapedDrafter
+from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, NotFiniteError
+from slipstream.draft.model.levels import Feed, LevelDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.cpu.chains import Chains
 from slipstream.models.rows import RowGroup
 
 
-@dataclass(slots=True)
-class Feed:
-    """One sequence's rows in a pass of the drafter: committed tokens, or the frontier of its tree."""
-
-    growth: Growth
-    rows: RowGroup
-    first: int
-    """Position in the text of the first row's token."""
-    nodes: list[DraftNode] | None = None
-    """One a row when the rows are draft tokens; None when they are committed tokens."""
-    num_new: int = 0
-    """How many of the last rows are committed tokens without a cache entry."""
-
-
-class CachedDrafter(ShapedDrafter):
-    """Grows a chain or a tree for all sequences at once, one pass a level.
-
-    A subclass implements `_forward`. By default every committed token has a cache entry, and accepted draft tokens keep
-    theirs.
-    """
+class CachedDrafter(LevelDrafter):
+    """By default every committed token has a cache entry, and accepted draft tokens keep theirs."""
 
     context_length: int
-    first_entry = 0
-    """Index of the first committed token that gets an entry."""
     keeps_accepted = True
     """False where a draft token's entry is an estimate, so that accepted tokens are computed again."""
 
@@ -74,21 +43,8 @@ class CachedDrafter(ShapedDrafter):
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
-        self._cache: KVCache | None = None
         self._open: dict[int, Growth] = {}
         """The last proposal of each sequence, until its verdict has been observed."""
-
-    @abstractmethod
-    def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        """One pass over the rows of all feeds: logits [wanted rows, target's vocab], feed after feed."""
-
-    def _token_ids(self, sequence: Sequence) -> list[int]:
-        """The committed text in the drafter's own tokens; its cache holds a prefix of it."""
-        return sequence.token_ids
-
-    def _own_id(self, token_id: int) -> int:
-        """The drafter's own id of a draft token."""
-        return token_id
 
     def _num_ready(self, sequence: Sequence) -> int:
         """How many of the committed tokens can be fed now."""
@@ -117,37 +73,6 @@ class CachedDrafter(ShapedDrafter):
     def weight_bytes(self) -> int:
         """Bytes of the weights that are the drafter's own."""
         return 0
-
-    @property
-    def cache(self) -> KVCache:
-        """The drafter's own keys and values."""
-        assert self._cache is not None, "allocate() comes before the first proposal"
-        return self._cache
-
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        # Reserve room for all sequences first: reserving for one may move another's entries.
-        roomy = [self._has_room(sequence) for sequence in sequences]
-        growths = {
-            sequence.id: self._begin(sequence, budget)
-            for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
-            if fits
-        }
-        feeds = self._committed(list(growths.values()))
-        try:
-            feeds = self._draft_chains(feeds)
-            while feeds:
-                self._compute(feeds)
-                growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
-                feeds = [self._frontier(growth) for growth in growing]
-        except NotFiniteError as error:
-            self._drop_entries(error.sequence_id)
-            raise
-        self._open.update({i: growth for i, growth in growths.items() if growth.nodes})
-        return [
-            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
-            for sequence in sequences
-        ]
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
@@ -220,9 +145,15 @@ class CachedDrafter(ShapedDrafter):
 
     def _begin(self, sequence: Sequence, budget: int) -> Growth:
         self._open.pop(sequence.id, None)
-        growth = self._growths.begin(sequence, budget, self.cache.accounting.slots(sequence.id))
-        growth.length = len(self._token_ids(sequence))
-        return growth
+        return super()._begin(sequence, budget)
+
+    def _draft(self, growths: list[Growth]) -> None:
+        try:
+            super()._draft(growths)
+        except NotFiniteError as error:
+            self._drop_entries(error.sequence_id)
+            raise
+        self._open.update({growth.sequence.id: growth for growth in growths if growth.nodes})
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())
@@ -257,50 +188,8 @@ class CachedDrafter(ShapedDrafter):
             feeds.append(Feed(growth, rows, past, num_new=end - seen))
         return feeds
 
-    def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
-        """Draft the chains that one call can draw from end to end; returns the other feeds."""
-        if not self.draws_chains():
-            return feeds
-        draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
-        drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
-        if not drawn:
-            return feeds
-        chains = self._chains(drawn, Chains(list(draws.values()), self._growths.vocab_size))
-        for feed, token_ids in zip(drawn, chains, strict=True):
-            self._commit(feed)
-            feed.growth.take_chain(token_ids)
-        return [feed for feed in feeds if feed.growth.sequence.id not in draws]
-
-    def draws_chains(self) -> bool:
-        """Whether `_chains` can be called."""
-        return False
-
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        """Feed the rows and draft a whole chain behind each feed; see `Decoder.draft`."""
-        raise NotImplementedError
-
-    def _compute(self, feeds: list[Feed]) -> None:
-        """One pass: commits the entries of committed tokens and grows every tree for which there are logits."""
-        logits = self._forward(feeds)
-        peaks = Peaks.of(logits, [feed.growth for feed in feeds])
-        end = 0
-        for feed in feeds:
-            begin, end = end, end + len(feed.rows.logit_rows)
-            self._commit(feed)
-            if end > begin:
-                feed.growth.grow(logits[begin:end], peaks.rows(begin, end))
-
     def _commit(self, feed: Feed) -> None:
         """Enter a feed's new committed tokens into the accounting."""
         if feed.num_new:
             token_ids = list(feed.rows.token_ids[-feed.num_new :])
             self.cache.accounting.commit(feed.growth.sequence.id, token_ids)
-
-    def _frontier(self, growth: Growth) -> Feed:
-        accounting = self.cache.accounting
-        length = accounting.num_valid(growth.sequence.id)
-        nodes = [node for node in growth.frontier if node is not None]
-        first = self.first_entry
-        slots = accounting.slots(growth.sequence.id)[first:]
-        rows = growth.store_frontier(slots, length - first, self._own_id)
-        return Feed(growth, rows, length + nodes[0].depth - 1, nodes)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.cached import CachedDrafter, Feed
+from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model, load_tokenizer

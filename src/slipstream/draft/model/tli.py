@@ -20,9 +20,9 @@ from torch import Tensor
 
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.cached import Feed
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter
+from slipstream.draft.model.levels import Feed
 from slipstream.errors import VocabularyMismatchError
 from slipstream.text.token_bytes import shared_tokens
 

@@ -1,0 +1,144 @@
+"""Drafters that grow the proposals of all sequences together, one pass a level.
+
+Where their keys and values lie is a subclass's: `cached` has a cache of its own, `borrowed` computes over the target's.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext
+from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains
+from slipstream.draft.model.shaped import ShapedDrafter
+from slipstream.kv.cache import KVCache
+from slipstream.models.cpu.chains import Chains
+from slipstream.models.rows import RowGroup
+
+
+@dataclass(slots=True)
+class Feed:
+    """One sequence's rows in a pass of the drafter: committed tokens, or the frontier of its tree."""
+
+    growth: Growth
+    rows: RowGroup
+    first: int
+    """Position in the text of the first row's token."""
+    nodes: list[DraftNode] | None = None
+    """One a row when the rows are draft tokens; None when they are committed tokens."""
+    num_new: int = 0
+    """How many of the last rows are committed tokens without a cache entry."""
+
+
+class LevelDrafter(ShapedDrafter):
+    """Grows a chain or a tree for all sequences at once. A subclass implements `_forward`, a pass over given rows."""
+
+    first_entry = 0
+    """Index of the first committed token that gets an entry."""
+
+    def __init__(self, options: GrowthOptions, context: DraftContext, *, vocab_size: int) -> None:
+        super().__init__(options, context, vocab_size=vocab_size)
+        self._cache: KVCache | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        """The keys and values that a pass reads and writes."""
+        assert self._cache is not None, "allocate() and attach() come before the first proposal"
+        return self._cache
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        # Reserve room for all sequences first: reserving for one may move another's entries.
+        roomy = [self._has_room(sequence) for sequence in sequences]
+        growths = {
+            sequence.id: self._begin(sequence, budget)
+            for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
+            if fits
+        }
+        self._draft(list(growths.values()))
+        return [
+            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            for sequence in sequences
+        ]
+
+    @abstractmethod
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        """One pass over the rows of all feeds: logits [wanted rows, target's vocab], feed after feed."""
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """True where a draft can be begun for the sequence, and has slots."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _committed(self, growths: list[Growth]) -> list[Feed]:
+        """Feeds of committed tokens; logits are wanted behind the last one of the text."""
+
+    def _token_ids(self, sequence: Sequence) -> list[int]:
+        """The committed text in the drafter's own tokens; its cache holds a prefix of it."""
+        return sequence.token_ids
+
+    def _own_id(self, token_id: int) -> int:
+        """The drafter's own id of a draft token."""
+        return token_id
+
+    def _begin(self, sequence: Sequence, budget: int) -> Growth:
+        growth = self._growths.begin(sequence, budget, self.cache.accounting.slots(sequence.id))
+        growth.length = len(self._token_ids(sequence))
+        return growth
+
+    def _draft(self, growths: list[Growth]) -> None:
+        """Grow all proposals to the end."""
+        feeds = self._draft_chains(self._committed(growths))
+        while feeds:
+            self._compute(feeds)
+            growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
+            feeds = [self._frontier(growth) for growth in growing]
+
+    def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
+        """Draft the chains that one call can draw from end to end; returns the other feeds."""
+        if not self.draws_chains():
+            return feeds
+        draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
+        drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
+        if not drawn:
+            return feeds
+        chains = self._chains(drawn, Chains(list(draws.values()), self._growths.vocab_size))
+        for feed, token_ids in zip(drawn, chains, strict=True):
+            self._commit(feed)
+            feed.growth.take_chain(token_ids)
+        return [feed for feed in feeds if feed.growth.sequence.id not in draws]
+
+    def draws_chains(self) -> bool:
+        """Whether `_chains` can be called."""
+        return False
+
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+        """Feed the rows and draft a whole chain behind each feed; see `Decoder.draft`."""
+        raise NotImplementedError
+
+    def _compute(self, feeds: list[Feed]) -> None:
+        """One pass: commits the entries of committed tokens and grows every tree for which there are logits."""
+        logits = self._forward(feeds)
+        peaks = Peaks.of(logits, [feed.growth for feed in feeds])
+        end = 0
+        for feed in feeds:
+            begin, end = end, end + len(feed.rows.logit_rows)
+            self._commit(feed)
+            if end > begin:
+                feed.growth.grow(logits[begin:end], peaks.rows(begin, end))
+
+    def _commit(self, feed: Feed) -> None:
+        """The entries of a feed's new committed tokens have been written."""
+        return
+
+    def _frontier(self, growth: Growth) -> Feed:
+        """The rows of a tree's next level, whose entries lie behind those of the text."""
+        nodes = [node for node in growth.frontier if node is not None]
+        slots = self.cache.accounting.slots(growth.sequence.id)[self.first_entry :]
+        rows = growth.store_frontier(slots, growth.length - self.first_entry, self._own_id)
+        return Feed(growth, rows, growth.length + nodes[0].depth - 1, nodes)
