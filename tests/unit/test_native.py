@@ -96,12 +96,14 @@ def test_every_build_compiles(build: Build) -> None:
 
 
 ZEN_4 = "avx2 fma bmi1 bmi2 f16c movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+SAPPHIRE_RAPIDS = f"{ZEN_4} amx_tile amx_int8 amx_bf16"
 ALDER_LAKE = "avx2 fma bmi1 bmi2 f16c movbe abm avx_vnni"
 
 
 @pytest.mark.parametrize(
     ("processor", "flags", "names"),
     [
+        ("x86_64", SAPPHIRE_RAPIDS, ["amx", "avx512_vnni", "avx512", "avx2"]),
         ("x86_64", ZEN_4, ["avx512_vnni", "avx512", "avx2"]),
         ("x86_64", ALDER_LAKE, ["avx2_vnni", "avx2"]),
         ("x86_64", "avx", []),
@@ -126,7 +128,10 @@ def test_a_processor_without_a_build_says_so() -> None:
 @pytest.mark.parametrize(
     ("forced", "message"),
     [
-        ("avx1024", r"SLIPSTREAM_CPU_ISA is 'avx1024', and must be one of avx512_vnni, .*; this one runs "),
+        (
+            "avx1024",
+            r"SLIPSTREAM_CPU_ISA is 'avx1024', and must be one of amx, avx512_vnni, .*; this one runs ",
+        ),
         ("generic", r"SLIPSTREAM_CPU_ISA is 'generic', which is not for this processor; this one runs "),
     ],
 )

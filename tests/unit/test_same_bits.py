@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from test_tiles import EMULATION, as_wide_as_the_build
 
 from slipstream.config import cache_folder
 from slipstream.models.cpu import builds
@@ -63,6 +64,27 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_odd_shapes_have_the_same_bits(build: Build, expected: str, tmp_path: Path) -> None:
     skip_unless_runnable(build)
     assert digest(build, tmp_path) == expected
+
+
+X86 = pytest.mark.skipif(
+    sys.platform != "linux" or builds.machine() != "x86_64", reason="for x86 processors on Linux"
+)
+
+
+@X86
+def test_emulated_tiles_have_the_same_bits(expected: str, tmp_path: Path) -> None:
+    kernels = as_wide_as_the_build(tmp_path)
+    assert digest(GENERIC, tmp_path, kernels, (*builds.FLAGS, *EMULATION)) == expected
+
+
+@X86
+def test_where_the_system_refuses_tiles_the_bits_are_the_same(expected: str, tmp_path: Path) -> None:
+    """The system itself: it refuses wherever the processor has no AMX."""
+    avx2 = next(build for build in BUILDS if build.name == "avx2")
+    skip_unless_runnable(avx2)
+    if "amx_tile" in builds.processor_flags():
+        pytest.skip("this processor has AMX")
+    assert digest(avx2, tmp_path, flags=(*builds.FLAGS, "-mamx-tile", "-mamx-int8")) == expected
 
 
 @pytest.mark.parametrize(

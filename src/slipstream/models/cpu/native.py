@@ -446,9 +446,10 @@ def _stacked_bias(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor 
 
 
 def fingerprint() -> str:
-    """Changes with the build and the sources of the kernels: profiles of others do not hold."""
+    """Changes with the build and the sources of the kernels, and with what the system permits: profiles of others do
+    not hold."""
     wanted = build()
-    return f"{wanted.name} {wanted.fingerprint}"
+    return f"{wanted.name} {wanted.fingerprint} ({instructions()})"
 
 
 def _prebuilt(wanted: Build) -> ctypes.CDLL | None:

@@ -54,7 +54,9 @@ void pack(const typename Weights::Stored* weight, int in, int out, typename Weig
 extern "C" {
 
 const char* slipstream_instructions() {
-#if defined(__AVX512VNNI__)
+#if defined(SLIPSTREAM_TILES)
+  return tiles_permitted() ? "AMX" : "AVX-512 VNNI; the system refuses AMX";
+#elif defined(__AVX512VNNI__)
   return "AVX-512 VNNI";
 #elif defined(__AVX512F__)
   return "AVX-512";

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "tiles.h"
 #include "widen.h"
 
 constexpr int PANEL = 2 * LANES;
@@ -25,8 +26,9 @@ struct Linear {
 inline int num_units(int out) { return (out + UNIT - 1) / UNIT; }
 inline int num_panels(int out) { return 2 * num_units(out); }
 
-// int8 reads four inputs at a time.
-inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + 3) / 4 * 4 : in; }
+// int8 reads four inputs at a time, or a tile's.
+constexpr int INPUTS = HAS_TILES ? TILE_BYTES : 4;
+inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + INPUTS - 1) / INPUTS * INPUTS : in; }
 
 inline size_t packed_bytes(int32_t kind, int in, int out) {
   size_t each = kind == INT8 ? 1 : kind == FLOAT32 ? 4 : 2;
@@ -176,6 +178,13 @@ inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
 #endif
 }
 
+// Sums of products as numbers, the 128s removed.
+inline floats scaled(ints total, const int32_t* sums, const float* scales, float row_scale) {
+  ints offset = {};
+  if (!TAKES_OFF_128) std::memcpy(&offset, sums, sizeof offset);
+  return __builtin_convertvector(total - offset, floats) * (load(scales) * row_scale);
+}
+
 // As multiply_floats, over quantised rows [R, depth]; `out` holds the integers' float values, 128s removed.
 template <int R, int P>
 void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, const float* scales, const int32_t* sums,
@@ -192,12 +201,8 @@ void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, cons
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 2 * P; ++c) {
-      ints offset = {};
-      if (!TAKES_OFF_128) std::memcpy(&offset, sums + c * LANES, sizeof offset);
-      floats value = __builtin_convertvector(total[r][c] - offset, floats);
-      store(out + r * UNIT + c * LANES, value * (load(scales + c * LANES) * row_scales[r]));
-    }
+    for (int c = 0; c < 2 * P; ++c)
+      store(out + r * UNIT + c * LANES, scaled(total[r][c], sums + c * LANES, scales + c * LANES, row_scales[r]));
 }
 
 // --- any kind --------------------------------------------------------------------------------------------------------
@@ -209,6 +214,16 @@ struct Rows {
   const uint8_t* quantised;  // [n, padded depth]
   const float* scales;       // [n]
 };
+
+// out [n, num_panels * PANEL] (stride UNIT), of the panels from `panel` on, += their bias.
+inline void add_bias(const Linear& linear, int n, int panel, int num_panels, float* out) {
+  if (!linear.bias) return;
+  for (int r = 0; r < n; ++r)
+    for (int c = 0; c < num_panels * PANEL; c += LANES) {
+      float* at = out + r * UNIT + c;
+      store(at, load(at) + load(linear.bias + panel * PANEL + c));
+    }
+}
 
 template <int R, int P>
 void multiply_tile(const Linear& linear, const Rows& rows, int first, int panel, float* out) {
@@ -228,12 +243,7 @@ void multiply_tile(const Linear& linear, const Rows& rows, int first, int panel,
     case FLOAT16: floats_of(Float16Weights{}); break;
     default: floats_of(Float32Weights{});
   }
-  if (linear.bias)
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < P * PANEL; c += LANES) {
-        float* at = out + r * UNIT + c;
-        store(at, load(at) + load(linear.bias + panel * PANEL + c));
-      }
+  add_bias(linear, R, panel, P, out);
 }
 
 template <int R, int P>
@@ -242,10 +252,8 @@ void multiply_upto(int n, const Linear& linear, const Rows& rows, int first, int
   if constexpr (R > 1) multiply_upto<R - 1, P>(n, linear, rows, first, panel, out);
 }
 
-// Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
-// [number of rows, UNIT].
 template <typename Take>
-void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+void multiply_unit_by_vectors(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
   alignas(64) float tile[MAX_TILE * UNIT];
   for (int first = 0; first < n; first += MAX_TILE) {
     int count = std::min(MAX_TILE, n - first);
@@ -257,6 +265,69 @@ void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take
     }
     take(first, count, tile);
   }
+}
+
+#if defined(SLIPSTREAM_TILES)
+
+// sums [n, UNIT] = up to 16 quantised rows [n, depth] times a unit's panels. Four inputs of all outputs lie together in a
+// panel: 16 outputs of 64 inputs are a tile as they are.
+template <int... column>
+void multiply_by_tiles(const uint8_t* rows, size_t depth, const int8_t* panels, int32_t* sums,
+                       std::integer_sequence<int, column...>) {
+  // The tiles of sums are 0, 1, ...; behind them one of rows and, in turns, two of weights.
+  constexpr int ROWS = sizeof...(column), WEIGHTS = ROWS + 1;
+  (clear_tile<column>(), ...);
+  for (size_t k = 0; k < depth; k += TILE_BYTES) {
+    load_tile<ROWS>(rows + k, depth);
+    auto add = [&]<int c>() {
+      constexpr int first = c * TILE_ROWS;  // output
+      load_tile<WEIGHTS + c % 2>(panels + (first / PANEL * depth + k) * PANEL + first % PANEL * 4, PANEL * 4);
+      add_products<c, ROWS, WEIGHTS + c % 2>();
+    };
+    (add.template operator()<column>(), ...);
+  }
+  (store_tile<column>(sums + column * TILE_ROWS, UNIT * sizeof *sums), ...);
+}
+
+// int8 alone. A tile of 16 rows takes the time of one row.
+template <typename Take>
+void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+  static_assert(PANEL % TILE_ROWS == 0 && UNIT / TILE_ROWS + 3 <= 8);
+  constexpr auto COLUMNS = std::make_integer_sequence<int, UNIT / TILE_ROWS>();
+  alignas(64) int32_t sums[TILE_ROWS * UNIT];
+  alignas(64) float tile[TILE_ROWS * UNIT];
+  const size_t depth = padded_depth(INT8, linear.in), begin = size_t(unit) * UNIT;
+  for (int first = 0, shaped = 0; first < n; first += TILE_ROWS) {
+    const int count = std::min(TILE_ROWS, n - first);
+    if (count != shaped) {
+      TileShapes shapes;
+      for (int i = 0; i < 8; ++i) shapes.set(i, i > UNIT / TILE_ROWS ? TILE_ROWS : count);
+      shape_tiles(shapes);
+      shaped = count;
+    }
+    multiply_by_tiles(rows.quantised + first * depth, depth, (const int8_t*)linear.panels + begin * depth, sums, COLUMNS);
+    for (int r = 0; r < count; ++r)
+      for (int c = 0; c < UNIT; c += LANES) {
+        ints total;
+        std::memcpy(&total, sums + r * UNIT + c, sizeof total);
+        store(tile + r * UNIT + c, scaled(total, linear.sums + begin + c, linear.scales + begin + c, rows.scales[first + r]));
+      }
+    add_bias(linear, count, 2 * unit, 2, tile);
+    take(first, count, tile);
+  }
+  release_tiles();
+}
+
+#endif
+
+// Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
+// [number of rows, UNIT].
+template <typename Take>
+void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+#if defined(SLIPSTREAM_TILES)
+  if (linear.kind == INT8 && tiles_permitted()) return multiply_unit_by_tiles(linear, rows, n, unit, take);
+#endif
+  multiply_unit_by_vectors(linear, rows, n, unit, take);
 }
 
 // out [in] = one row of the unpacked weight.
