@@ -86,9 +86,9 @@ struct Packed {
     if (kind == INT8)
       slipstream_pack_int8(exact.get(), in, out, (int8_t*)panels.get(), scales.get(), sums.get(), threads);
     else if (kind == BFLOAT16)
-      slipstream_pack_bfloat16(upper.get(), in, out, (uint16_t*)panels.get(), threads);
+      slipstream_pack_bfloat16((const bfloat16*)upper.get(), in, out, (bfloat16*)panels.get(), threads);
     else if (kind == FLOAT16)
-      slipstream_pack_float16(upper.get(), in, out, (uint16_t*)panels.get(), threads);
+      slipstream_pack_float16((const float16*)upper.get(), in, out, (float16*)panels.get(), threads);
     else
       slipstream_pack_float32(exact.get(), in, out, (float*)panels.get(), threads);
     for (int i = 0; biased && i < out; ++i) bias[i] = number();

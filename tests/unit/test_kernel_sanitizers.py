@@ -58,8 +58,8 @@ def test_odd_shapes_are_clean_and_equal_in_any_company(build: Build, tmp_path: P
     [
         (
             "linear.h",
-            "for (int k = 0; k < in; ++k) out[k] = Weights::widened",
-            "for (int k = 0; k <= in; ++k) out[k] = Weights::widened",
+            "for (int k = 0; k < in; ++k) out[k] = widened",
+            "for (int k = 0; k <= in; ++k) out[k] = widened",
             "AddressSanitizer",
         ),
         (

@@ -1,20 +1,10 @@
-// What the cache holds: keys and values, rounded once when they are written and widened whenever they are read.
-//
-// Widening is exact. So it makes no difference to any bit whether a kernel widens in registers, where few queries read an
-// entry, or into a buffer, where many do.
+// What the cache holds: keys and values, rounded once when they are written and widened whenever they are read: in
+// registers, where few queries read an entry, or into a buffer, where many do.
 #pragma once
 
-#include "vectors.h"
+#include "widen.h"
 
 enum EntryType : int32_t { ENTRY_FLOAT32 = 0, ENTRY_BFLOAT16 = 1, ENTRY_FLOAT16 = 2, ENTRY_INT8 = 3 };
-
-struct bfloat16 {
-  uint16_t bits;
-};
-
-struct float16 {
-  uint16_t bits;
-};
 
 #if defined(__aarch64__)
 typedef __fp16 half;
@@ -22,41 +12,7 @@ typedef __fp16 half;
 typedef _Float16 half;
 #endif
 
-// LANES numbers as float32.
-inline floats widen(const float* from) { return load(from); }
-
-inline floats widen(const bfloat16* from) {
-#if defined(__AVX512F__)
-  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
-#elif defined(__AVX2__)
-  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
-#elif defined(__aarch64__)
-  return (floats)vshll_n_u16(vld1_u16((const uint16_t*)from), 16);
-#else
-  ints bits;
-  for (int lane = 0; lane < LANES; ++lane) bits[lane] = int32_t(uint32_t(from[lane].bits) << 16);
-  return (floats)bits;
-#endif
-}
-
-inline floats widen(const float16* from) {
-#if defined(__AVX512F__)
-  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-  return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__aarch64__)
-  return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)from)));
-#else
-  floats value;
-  for (int lane = 0; lane < LANES; ++lane) {
-    half narrow;
-    std::memcpy(&narrow, from + lane, sizeof narrow);
-    value[lane] = float(narrow);
-  }
-  return value;
-#endif
-}
-
+// LANES integers, as `widen` of the other types.
 inline floats widen(const int8_t* from) {
 #if defined(__AVX512F__)
   return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));

@@ -83,11 +83,11 @@ void slipstream_pack_float32(const float* weight, int in, int out, float* panels
   pack<Float32Weights>(weight, in, out, panels, threads);
 }
 
-void slipstream_pack_bfloat16(const uint16_t* weight, int in, int out, uint16_t* panels, int threads) {
+void slipstream_pack_bfloat16(const bfloat16* weight, int in, int out, bfloat16* panels, int threads) {
   pack<Bfloat16Weights>(weight, in, out, panels, threads);
 }
 
-void slipstream_pack_float16(const uint16_t* weight, int in, int out, uint16_t* panels, int threads) {
+void slipstream_pack_float16(const float16* weight, int in, int out, float16* panels, int threads) {
   pack<Float16Weights>(weight, in, out, panels, threads);
 }
 

@@ -50,7 +50,7 @@ void pack_floats(const typename Weights::Stored* weight, int in, int out, int pa
   for (int k = 0; k < in; ++k)
     for (int column = 0; column < PANEL; ++column) {
       int row = panel * PANEL + column;
-      to[size_t(k) * PANEL + Weights::place(column)] = row < out ? weight[size_t(row) * in + k] : 0;
+      to[size_t(k) * PANEL + Weights::place(column)] = row < out ? weight[size_t(row) * in + k] : typename Weights::Stored{};
     }
 }
 
@@ -73,7 +73,7 @@ void multiply_floats(const float* rows, size_t stride, const typename Weights::S
 
 template <typename Weights>
 void unpack_floats(const typename Weights::Stored* panel, int in, int column, float* out) {
-  for (int k = 0; k < in; ++k) out[k] = Weights::widened(panel[size_t(k) * PANEL + Weights::place(column)]);
+  for (int k = 0; k < in; ++k) out[k] = widened(panel[size_t(k) * PANEL + Weights::place(column)]);
 }
 
 // --- int8 ------------------------------------------------------------------------------------------------------------
@@ -341,8 +341,8 @@ inline void unpack_row(const Linear& linear, int64_t row, float* out) {
         out[k] = ((const int8_t*)linear.panels)[at] * linear.scales[row];
       }
       break;
-    case BFLOAT16: unpack_floats<Bfloat16Weights>((const uint16_t*)linear.panels + panel, linear.in, column, out); break;
-    case FLOAT16: unpack_floats<Float16Weights>((const uint16_t*)linear.panels + panel, linear.in, column, out); break;
+    case BFLOAT16: unpack_floats<Bfloat16Weights>((const bfloat16*)linear.panels + panel, linear.in, column, out); break;
+    case FLOAT16: unpack_floats<Float16Weights>((const float16*)linear.panels + panel, linear.in, column, out); break;
     default: unpack_floats<Float32Weights>((const float*)linear.panels + panel, linear.in, column, out);
   }
 }
