@@ -43,6 +43,8 @@ class FakeEngine:
     logprob_shift: float = 0.0
     logprob_jitter: float = 0.0
     """Added to the log-probabilities of every third answer."""
+    fills_in: bool = False
+    """Of every third token the log-probability is 0 and without alternatives."""
     ignores_stop: bool = False
     empty: bool = False
     """All answers are."""
@@ -155,7 +157,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.gives_ids and body.get("return_token_ids"):
             choice["token_ids"] = tokens
         if self.fake.gives_logprobs and body.get("logprobs"):
-            choice["logprobs"] = {"content": [self._entry(token, number) for token in tokens]}
+            entries = [self._entry(token, number) for token in tokens]
+            if self.fake.fills_in:
+                filled = {"logprob": 0, "top_logprobs": []}
+                entries = [{**one, **(filled if place % 3 == 2 else {})} for place, one in enumerate(entries)]
+            choice["logprobs"] = {"content": entries}
         return choice
 
     def _entry(self, token: int, number: int) -> dict[str, Any]:

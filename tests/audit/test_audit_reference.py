@@ -17,6 +17,7 @@ from slipstream.audit.certificate import Certificate
 from slipstream.audit.decision import AuditDecision
 from slipstream.audit.mix import FULL, PLAIN, SERVED, Profile
 from slipstream.audit.records import AuditReply, AuditRequest
+from slipstream.audit.remote import judging
 from slipstream.audit.remote.audit import RemoteAudit, run_remote
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.settings import AuditSettings
@@ -109,13 +110,18 @@ class ForgetfulSide(ServerSide):
         return reply
 
 
-def test_an_answer_that_cannot_be_scored_leaves_doubt(url: str, reference: Engine) -> None:
+@pytest.mark.parametrize(("share", "decision"), [(0.02, "could not tell"), (0.25, "certified")])
+def test_answers_that_cannot_be_scored_leave_doubt_where_they_are_many(
+    url: str, reference: Engine, share: float, decision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "MAX_FAILED_SHARE", share)
     settings = AuditSettings(read_workload("sample"), num_answers=4, max_tokens=8, num_prompts=4)
     side = ForgetfulSide("audited", ServerAddress(f"{url}/v1", "pair", f"{url}/metrics", timeout_s=60))
     plan = RemoteAudit(settings, side, reference=reference, profiles=SERVED, has_own_size=True)
     found = run_remote(plan)
-    assert found.decision is AuditDecision.COULD_NOT_TELL
-    assert found.reasons == ["1 of 4 answers came without token ids, and the reference scores no others"]
+    assert found.decision == decision
+    said = found.reasons if decision == "could not tell" else found.notes
+    assert "1 of 4 answers came without all token ids, and the reference scores no others" in said
 
 
 @pytest.mark.long

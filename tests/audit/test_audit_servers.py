@@ -255,6 +255,15 @@ def test_what_servers_lack_is_said() -> None:
     assert found.decision is AuditDecision.CERTIFIED, found.reasons
 
 
+def test_zeros_in_place_of_log_probabilities_are_named() -> None:
+    found = audit({"fills_in": True}, {}, num_answers=12)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    assert violated(found) == ["log-probabilities"]
+    [reason] = found.reasons
+    assert "with the log-probability 0 and without alternatives" in reason
+    assert audit({"fills_in": True}, {"fills_in": True}, num_answers=12).decision is AuditDecision.CERTIFIED
+
+
 @pytest.mark.parametrize(("told", "outcomes"), [(4, ["held", "held"]), (9, ["violated", "violated"])])
 def test_an_entry_of_log_probabilities_may_be_several_tokens(told: int, outcomes: list[str]) -> None:
     """llama.cpp gives one for all tokens of a character: the `°` here is at most two, the answer at most four."""
@@ -265,6 +274,9 @@ def test_an_entry_of_log_probabilities_may_be_several_tokens(told: int, outcomes
     request = AuditRequest(0, prompt=0, task="math", params={}, max_tokens=told, seed=0)
     usage, ends, _ = account({0: request}, {0: reader.reply()}, Knowledge())
     assert [usage.outcome, ends.outcome] == outcomes
+    assert reader.reply().answers[0].token_ids is None  # a reference would score another text
+    reader.add({"choices": [], "usage": {"completion_tokens": 3}})
+    assert reader.reply().answers[0].token_ids == [5, 5, 5]
 
 
 def test_refusals() -> None:

@@ -50,6 +50,11 @@ class TokenTop:
     top: tuple[tuple[str, float], ...] = ()
     """(token, log-probability), most probable first."""
 
+    @property
+    def is_filled_in(self) -> bool:
+        """A zero without alternatives: llama.cpp gives one for every token that a pass with drafts yields."""
+        return self.logprob == 0 and not self.top
+
 
 @dataclass(slots=True)
 class AuditAnswer:

@@ -77,7 +77,7 @@ def compare_with_reference(
             check.num_compared += 1
             tops = answer.tops or []
             if len(tops) == len(answer.token_ids):
-                told = np.array([top.logprob for top in tops])
+                told = np.array([np.nan if top.is_filled_in else top.logprob for top in tops])
                 finite = np.isfinite(told)
                 found.log_prob_differences.append((told - replayed.raw_log_probs)[finite])
             for place, (own, chosen) in enumerate(zip(answer.token_ids, replayed.chosen, strict=True)):

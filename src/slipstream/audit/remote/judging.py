@@ -17,7 +17,7 @@ from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.local import SAME, audit_data, lossy_settings
-from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
 from slipstream.audit.reference import compare_with_reference, judge
 from slipstream.audit.remote.margins import reported_gaps, reported_margin
 from slipstream.audit.remote.pairs import BETTING, DISCREPANCY, SampledPairs
@@ -35,7 +35,7 @@ ROUNDING_FLOOR = 1e-3
 LARGEST_ROUNDING = 1.0
 """Nats. Two passes over one text that differ by more do not differ by rounding, not even in half precision."""
 MAX_FAILED_SHARE = 0.02
-"""Failed requests beyond this share leave too much unseen."""
+"""Failed requests, and answers that cannot be scored, beyond this share leave too much unseen."""
 LOG_PROBS = "log-probabilities"
 
 
@@ -91,7 +91,6 @@ class Judge:
         else:
             identity, rounding, gaps = self._by_reference(self._replayer)
             tests = self._distribution(self._replayer, rounding.tie_margin)
-            self._doubt_unscored()
         level = settings.alpha / MAX_TESTS
         ties = rounding.test(gaps, identity.num_ties, level)
         unknown = None
@@ -105,7 +104,7 @@ class Judge:
             *account(self._by_number, self._mine, known),
             *asked.extras,
         ]
-        notes = self._doubt_failures()
+        notes = [*self._doubt_failures(), *self._doubt_unscored()]
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
         smallest.add_identity(identity, rounding.tie_margin)
         smallest.add_tests(tests)
@@ -204,9 +203,23 @@ class Judge:
                     f"half of the log-probabilities differ by more than {typical:.2g} nats, where {limit:.2g} are "
                     "taken for rounding; if the two sides are meant to compute in different formats, give --tie-margin"
                 )
-        else:
+        self._check_filled_in()
+        if not self._log_probs.num_compared and not self._log_probs.num_violations:
             self._log_probs.skipped = "the servers do not report them"
         return rounding
+
+    def _check_filled_in(self) -> None:
+        """A violation where the audited side alone reports zeros in place of some log-probabilities."""
+        theirs = {} if self._replayer is not None else self._asked.replies(1)
+        mine, other = (
+            [top for reply in side.values() for top in _tops(reply)] for side in (self._mine, theirs)
+        )
+        num = sum(top.is_filled_in for top in mine)
+        if num and any(top.top for top in mine) and not any(top.is_filled_in for top in other):
+            self._log_probs.violate(
+                f"{num:,} of {len(mine):,} tokens are reported with the log-probability 0 and without alternatives: "
+                "the server does not compute it there"
+            )
 
     def _doubts_unknown(self, identity: AnswerComparison) -> bool:
         """Whether differences of unknown margin say nothing, because rounding could not be measured."""
@@ -232,13 +245,17 @@ class Judge:
                 (self._doubts if len(errors) > MAX_FAILED_SHARE * num else notes).append(text)
         return notes
 
-    def _doubt_unscored(self) -> None:
-        """A reference scores token ids only."""
+    def _doubt_unscored(self) -> list[str]:
+        """A note of the answers without all token ids, which a reference cannot score; too many leave doubt."""
         answers = [answer for reply in self._mine.values() for answer in reply.answers]
-        if unscored := sum(answer.token_ids is None for answer in answers):
-            self._doubts.append(
-                f"{unscored} of {len(answers)} answers came without token ids, and the reference scores no others"
-            )
+        unscored = sum(answer.token_ids is None for answer in answers)
+        if self._replayer is None or not unscored:
+            return []
+        text = f"{unscored} of {len(answers)} answers came without all token ids, and the reference scores no others"
+        if unscored <= MAX_FAILED_SHARE * len(answers):
+            return [text]
+        self._doubts.append(text)
+        return []
 
     def _count(self) -> Any:
         if self._replayer is None:
@@ -281,6 +298,10 @@ class Judge:
         if self._asked.journal.num_resumed:
             notes.append(f"{self._asked.journal.num_resumed:,} replies are from an earlier run")
         return notes
+
+
+def _tops(reply: AuditReply) -> list[TokenTop]:
+    return [top for answer in reply.answers for top in answer.tops or ()]
 
 
 def _described(side: ServerSide) -> dict[str, Any]:

@@ -62,9 +62,11 @@ class ReplyReader:
 
     def reply(self) -> AuditReply:
         """All that came."""
+        shown = sum(len(parts.token_ids or []) for parts in self._choices.values())
+        lacks_some = (self._usage.get("completion_tokens") or 0) > shown
         return AuditReply(
             request=self.request,
-            answers=[_answer(index, parts) for index, parts in sorted(self._choices.items())],
+            answers=[_answer(index, parts, lacks_some) for index, parts in sorted(self._choices.items())],
             num_prompt_tokens=self._usage.get("prompt_tokens"),
             num_output_tokens=self._usage.get("completion_tokens"),
             num_total_tokens=self._usage.get("total_tokens"),
@@ -72,20 +74,22 @@ class ReplyReader:
         )
 
 
-def _answer(index: int, parts: _Parts) -> AuditAnswer:
+def _answer(index: int, parts: _Parts, lacks_some: bool) -> AuditAnswer:
+    """`lacks_some`: fewer ids came than tokens were counted, so ids of entries that stand for several are unknown."""
     shown = parts.token_ids if parts.token_ids is not None else parts.tops
     hidden = 1 if parts.finish_reason == "stop" else 0
+    joined = 0
     if parts.entries_stand_for_tokens:
-        hidden += sum(_num_joined(top.token) for top in parts.tops or ())
+        joined = sum(_num_joined(top.token) for top in parts.tops or ())
     return AuditAnswer(
         index=index,
         text=parts.text,
-        token_ids=parts.token_ids,
+        token_ids=None if joined and lacks_some else parts.token_ids,
         finish_reason=parts.finish_reason,
         stop_reason=parts.stop_reason,
         tops=parts.tops,
         num_tokens=None if shown is None else len(shown),
-        num_hidden=hidden,
+        num_hidden=hidden + joined,
     )
 
 

@@ -56,11 +56,13 @@ def measure_repeats(side: ServerSide, requests: Seq[AuditRequest]) -> Repeats:
 
 def log_prob_differences(first: AuditAnswer, second: AuditAnswer) -> Floats:
     """Log-probabilities of the first answer less those of the second, of the tokens up to their first difference and of
-    the alternatives that both report."""
+    the alternatives that both report; none of tokens that either side filled in."""
     tops, others = first.tops or [], second.tops or []
     end = first_difference([top.token for top in tops], [top.token for top in others])
     found: list[float] = []
     for one, other in zip(tops[:end], others[:end], strict=False):
+        if one.is_filled_in or other.is_filled_in:
+            continue
         found.append(one.logprob - other.logprob)
         alternatives = dict(other.top)
         found += [value - alternatives[token] for token, value in one.top if token in alternatives]
