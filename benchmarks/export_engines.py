@@ -3,10 +3,12 @@
     python -m benchmarks.export_engines --vllm-python VENV/bin/python --openvino-python VENV/bin/python \\
         --transformers-python VENV/bin/python --llama-server BUILD/bin/llama-server
 
-Each engine gets the setting and the checkpoint that `slipstream export --checkpoint` writes for it, in float32, and
-answers the same prompts, as token ids, greedily and one at a time. Answers are as long as ours are before their end
-token, so that no engine's way of ending counts. Acceptance is compared as target passes, the prompts' included. An
-engine that is not named is left out, one that does not run a drafter is recorded with its reason.
+Each engine gets the setting and the checkpoint that `slipstream export --checkpoint` writes for it, computes in
+float32 as far as it can, and answers the same prompts, as token ids, greedily and one at a time. Answers are as long as
+ours are before their end token, so that no engine's way of ending counts. Acceptance is what a target pass accepts
+behind the prompt's own pass: in that one Transformers and Slipstream check tokens of a draft model, the others check
+none. So ours goes on from the tokens that theirs began with, and Transformers gets the first token with the prompt. An
+engine that is not named stays as it was in the result, one that does not run a drafter is recorded with its reason.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing import Any
 
 import httpx2
 
+from benchmarks.export_page import page
+from benchmarks.export_parsers import VERSIONS, llama_version
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
@@ -40,13 +44,13 @@ HERE = Path(__file__).parent
 RESULT = HERE.parent / "docs/benchmarks/export_engines.json"
 NUM_TOKENS = 4
 DRAFTS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
-VERSIONS = {"vllm": "0.32"}
 START_TIMEOUT_S = 300.0
 
 Request = dict[str, Any]
 """`prompts` as token ids, the target's `texts` as token ids without the end, and their `lengths`."""
 Answers = dict[str, Any]
-"""`version` of the engine and `answers`: (token ids, target passes) of each prompt."""
+"""`version` of the engine and `answers`: (token ids, how many of them the answer began with, target passes behind
+those) of each prompt."""
 Engine = Callable[[str, ExportedSetting, Path, Request], Answers]
 
 
@@ -66,29 +70,47 @@ def main() -> None:
         "openvino": (options.openvino_python, openvino),
         "vllm": (options.vllm_python, vllm),
     }
-    kept, cells = Kept(RESULT, vars(options)), []
+    kept = Kept(RESULT, vars(options))
     request = kept.cell("the target alone", partial(asked, options.prompts, options.max_tokens))
-    for engine, (program, run) in programs.items():
-        for method, model in DRAFTS.items():
-            if program is None:
-                continue
-            record = SpeculativeRecord(method=method, target=EMBEDDED_TARGET, model=model, depth=NUM_TOKENS)
-            here = kept.cell(f"slipstream {method}", partial(ours, record, request))
-            there = kept.cell(f"{engine} {method}", partial(theirs, engine, program, run, record, request))
-            cells.append({"engine": engine, "method": method, **compared(here, there, request)})
-            print(json.dumps(cells[-1]), flush=True)
     settings = {
         "num_prompts": len(request["prompts"]),
         "max_tokens": options.max_tokens,
         "depth": NUM_TOKENS,
         "num_tokens": sum(request["lengths"]),
     }
-    kept.finish({"provenance": provenance(), **settings, "cells": cells})
+    origin = provenance()
+    cells = earlier(settings, [engine for engine, (program, _) in programs.items() if program is not None])
+    for engine, (program, run) in programs.items():
+        for method, model in DRAFTS.items():
+            if program is None:
+                continue
+            record = SpeculativeRecord(method=method, target=EMBEDDED_TARGET, model=model, depth=NUM_TOKENS)
+            there = kept.cell(f"{engine} {method}", partial(theirs, engine, program, run, record, request))
+            cell = {"engine": engine, "method": method, "commit": origin["commit"]}
+            if "answers" in there:
+                begun = [num for _, num, _ in there["answers"]]
+                here = kept.cell(f"ours for {engine} {method}", partial(ours, record, request, begun))
+                cells.append({**cell, **compared(here, there, request)})
+            else:
+                cells.append({**cell, **there})
+            print(json.dumps(cells[-1]), flush=True)
+    kept.finish({"provenance": origin, **settings, "cells": cells})
+    RESULT.with_suffix(".md").write_text(page(json.loads(RESULT.read_text())), encoding="utf-8")
+
+
+def earlier(settings: dict[str, Any], measured: list[str]) -> list[dict[str, Any]]:
+    """Cells of the engines that are not measured now, from a result with the same settings."""
+    if not RESULT.exists():
+        return []
+    before = json.loads(RESULT.read_text())
+    if any(before[name] != value for name, value in settings.items()):
+        return []
+    return [cell for cell in before["cells"] if cell["engine"] not in measured]
 
 
 def asked(num_prompts: int, max_tokens: int) -> Request:
     """Prompts of every task, answered by our target without speculation."""
-    llm = LLM()
+    llm = _target()
     rows = sample_prompts()[:num_prompts]
     prompts = [list(encode_chat(llm.engine.tokenizer, row["messages"])) for row in rows]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
@@ -102,24 +124,22 @@ def asked(num_prompts: int, max_tokens: int) -> Request:
     }
 
 
-def ours(record: SpeculativeRecord, request: Request) -> Answers:
-    """A chain, as the other engines run it, request by request.
-
-    Our draft models draft in the prompt's own pass, others after the first token. So that the same drafts are
-    compared, a draft model here gets the first token with the prompt; `whole` are the passes without that.
-    """
+def ours(record: SpeculativeRecord, request: Request, begun: list[int]) -> Answers:
+    """A chain, as the other engines run it, request by request, behind the first `begun` tokens of each answer."""
     config = {"method": record.method, "model": record.model, "num_speculative_tokens": record.depth}
     chain = {"tree_top_k": 1} | ({"num_draft_nodes": None} if record.method == "eagle3" else {})
-    llm, answers, whole = LLM(speculative_config=config | chain), [], []
-    for prompt, text in zip(request["prompts"], request["texts"], strict=True):
-        given = text[:1] if record.method == "draft_model" else []
+    llm, answers = LLM(speculative_config=config | chain, kv_cache_dtype="float32"), []
+    drafts_for_prompts = record.method != "eagle3"  # a head drafts from the target's hidden states
+    for prompt, text, num in zip(request["prompts"], request["texts"], begun, strict=True):
+        given = text[:num] if drafts_for_prompts else text[: num - 1]
         tokens, passes = _answer(llm, prompt + given, len(text) - len(given))
-        answers.append([given + tokens, passes + len(given)])
-        whole.append(_answer(llm, prompt, len(text))[1] if given else passes)
-    return {"answers": answers, "whole": whole}
+        answers.append([given + tokens, num, passes if drafts_for_prompts else passes - 1])
+    return {"answers": answers}
 
 
 def _answer(llm: LLM, prompt: list[int], length: int) -> tuple[list[int], int]:
+    if not length:
+        return [], 0
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     [output] = llm.generate([prompt], params)
     return list(output.outputs[0].token_ids), output.metrics.num_steps
@@ -142,27 +162,29 @@ def theirs(engine: str, program: str, run: Engine, record: SpeculativeRecord, re
 
 
 def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
-    """Both engines' passes over all answers, how many texts are the target's, and where the others part from it."""
-    if "answers" not in there:
-        return there
-    parted = []
-    for number, (expected, (tokens, _)) in enumerate(zip(request["texts"], there["answers"], strict=True)):
+    """How many texts are the target's, where the others part from it, and what a pass accepts where they are."""
+    parted, passes, num_tokens = [], {"ours": 0, "theirs": 0}, 0
+    rows = zip(request["prompts"], request["texts"], here["answers"], there["answers"], strict=True)
+    for number, (prompt, expected, mine, other) in enumerate(rows):
+        if mine[0] != expected:
+            raise RuntimeError(f"prompt {number}: our own text with drafts is another than without")
+        tokens, begun, their_passes = other
         if tokens != expected:
-            parted.append({"prompt": number, **difference(request["prompts"][number], expected, tokens)})
-    passes = {"ours": _passes(here), "theirs": _passes(there)}
+            parted.append({"prompt": number, **difference(prompt, expected, tokens)})
+            continue
+        passes["ours"] += mine[2]
+        passes["theirs"] += their_passes
+        num_tokens += len(expected) - begun
+    accepted = {side: num_tokens / count - 1 if count else None for side, count in passes.items()}
     return {
         "version": there["version"],
         "same_texts": len(request["texts"]) - len(parted),
         "differences": parted,
+        "num_tokens": num_tokens,
         "passes": passes,
-        "tokens_per_pass": {side: sum(request["lengths"]) / count for side, count in passes.items()},
-        "theirs_over_ours": passes["ours"] / passes["theirs"],
-        "our_passes_with_drafts_for_the_prompt": sum(here["whole"]),
+        "accepted_per_pass": accepted,
+        "theirs_over_ours": accepted["theirs"] / accepted["ours"] if num_tokens else None,
     }
-
-
-def _passes(side: Answers) -> int:
-    return sum(passes for _, passes in side["answers"])
 
 
 def difference(prompt: list[int], expected: list[int], tokens: list[int]) -> dict[str, Any]:
@@ -181,7 +203,7 @@ def difference(prompt: list[int], expected: list[int], tokens: list[int]) -> dic
 
 @cache
 def _target() -> LLM:
-    return LLM()
+    return LLM(kv_cache_dtype="float32")
 
 
 def vllm(python: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
@@ -200,7 +222,14 @@ def openvino(python: str, setting: ExportedSetting, place: Path, request: Reques
 
 
 def transformers(python: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
-    return _worker(python, "transformers", {"values": _values(setting)} | request)
+    """With the first token given, so that the pass in which it begins to draft is behind that."""
+    prompts = [prompt + text[:1] for prompt, text in zip(request["prompts"], request["texts"], strict=True)]
+    lengths = [length - 1 for length in request["lengths"]]
+    given = {"values": _values(setting), "prompts": prompts, "lengths": lengths}
+    found = _worker(python, "transformers", given)
+    firsts = [text[:1] for text in request["texts"]]
+    answers = zip(firsts, found["answers"], strict=True)
+    return {**found, "answers": [[first + tokens, 1, passes] for first, (tokens, passes) in answers]}
 
 
 def _values(setting: ExportedSetting) -> dict[str, Any]:
@@ -247,7 +276,7 @@ def llama_cpp(server: str, setting: ExportedSetting, place: Path, request: Reque
             [server, *setting.argv[1:], *more, "--port", port], stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        return _served(f"http://127.0.0.1:{port}", process, request)
+        answers = _served(f"http://127.0.0.1:{port}", process, request)
     except RuntimeError as error:
         lines = [
             line for line in log.read_text(errors="replace").splitlines() if " E " in line or "error" in line
@@ -256,9 +285,10 @@ def llama_cpp(server: str, setting: ExportedSetting, place: Path, request: Reque
     finally:
         process.kill()
         process.wait()
+    return {"version": llama_version(server), "answers": answers}
 
 
-def _served(url: str, process: subprocess.Popen[bytes], request: Request) -> Answers:
+def _served(url: str, process: subprocess.Popen[bytes], request: Request) -> list[Any]:
     until = time.monotonic() + START_TIMEOUT_S
     while not _healthy(url):
         if process.poll() is not None or time.monotonic() > until:
@@ -272,9 +302,8 @@ def _served(url: str, process: subprocess.Popen[bytes], request: Request) -> Ans
         ).json()
         # it drafts no token that the length would cut, so every pass ends with a token of the target's own
         accepted = reply["timings"].get("draft_n_accepted", 0)
-        answers.append([reply["tokens"], len(reply["tokens"]) - accepted])
-    version = httpx2.get(f"{url}/props").json()["build_info"]
-    return {"version": version, "answers": answers}
+        answers.append([reply["tokens"], 1, len(reply["tokens"]) - accepted - 1])
+    return answers
 
 
 def _healthy(url: str) -> bool:

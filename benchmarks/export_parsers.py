@@ -29,6 +29,8 @@ from slipstream.provenance import provenance
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "docs/benchmarks/export.json"
 TIMEOUT_S = 500.0
+VERSIONS = {"vllm": "0.32", "llama-cpp": "2026-09"}
+"""Versions of the environments, where they are not the newest that is known; llama.cpp is that of llama-cpp-python."""
 
 _DRAFT = SpeculativeRecord(method="draft_model", target=EMBEDDED_TARGET, model=EMBEDDED_DRAFT, depth=4)
 _EAGLE3 = replace(_DRAFT, method="eagle3", model=EMBEDDED_EAGLE3, head=head_facts(EMBEDDED_EAGLE3))
@@ -120,7 +122,7 @@ def judged(
     engine: str, program: str, run: Callable[[str, Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Verdicts on all records that the engine supports, in its installed version, and on the wrong settings."""
-    version = "0.32" if engine == "vllm" else None
+    version = VERSIONS.get(engine)
     given, refused = cases(engine, version)
     found = run(program, {**given, **{f"wrong: {name}": case for name, case in WRONG[engine].items()}})
     verdicts = found["verdicts"]
@@ -197,9 +199,14 @@ def _llama_server(binary: str, given: Mapping[str, Any]) -> dict[str, Any]:
         text = (done.stdout + done.stderr).strip()
         accepted = done.returncode == 0 and "version" in text
         verdicts[name] = {"accepted": accepted} | ({} if accepted else {"error": text.splitlines()[-1:]})
+    return {"version": llama_version(binary), "verdicts": verdicts}
+
+
+def llama_version(binary: str) -> str:
+    """What `llama-server --version` says: version, build and commit."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=60)
-    version = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("version"))
-    return {"version": version, "verdicts": verdicts}
+    lines = (done.stdout + done.stderr).splitlines()
+    return next(line.removeprefix("version:").strip() for line in lines if line.startswith("version:"))
 
 
 def _without_paths(value: Any) -> Any:

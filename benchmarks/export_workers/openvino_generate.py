@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's answers to `benchmarks.export_engines`, a request at a time: tokens and target passes of each."""
+"""OpenVINO GenAI's answers to `benchmarks.export_engines`, a request at a time.
+
+Of each the tokens, how many of them the prompt's pass yielded, and the target passes behind it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def main() -> None:
         ids = np.array([prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         result = pipeline.generate(inputs, config)
-        passes = result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes
-        answers.append([[int(token) for token in result.tokens[0]], len(passes)])
+        yielded = result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes
+        answers.append([[int(token) for token in result.tokens[0]], yielded[0], len(yielded) - 1])
     print(json.dumps({"version": openvino_genai.__version__, "answers": answers}))
 
 

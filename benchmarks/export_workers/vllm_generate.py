@@ -1,4 +1,7 @@
-"""vLLM's answers to `benchmarks.export_engines`, a request at a time: tokens and target passes of each."""
+"""vLLM's answers to `benchmarks.export_engines`, a request at a time.
+
+Of each the tokens, how many of them the prompt's pass yielded, and the target passes behind it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def main() -> None:
             before = num_drafts(llm)
             [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
             # every pass but the prompt's has drafts to check
-            answers.append([list(output.outputs[0].token_ids), num_drafts(llm) - before + 1])
+            answers.append([list(output.outputs[0].token_ids), 1, num_drafts(llm) - before])
     print(json.dumps({"version": vllm.__version__, "answers": answers}))
 
 

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.export_parsers import RESULT, WRONG, cases
+from benchmarks.export_parsers import RESULT, VERSIONS, WRONG, cases
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/export.md"
-NAMES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "transformers": "Transformers"}
+NAMES = {
+    "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "transformers": "Transformers",
+    "llama-cpp": "llama.cpp",
+}
 
 
 @pytest.mark.parametrize("engine", WRONG)
@@ -18,7 +23,7 @@ def test_the_same_settings_are_written_today(engine: str) -> None:
     recorded = json.loads(RESULT.read_text())["engines"].get(engine)
     if recorded is None:
         pytest.skip(f"not recorded for {engine}")
-    given, refused = cases(engine, "0.32" if engine == "vllm" else None)
+    given, refused = cases(engine, VERSIONS.get(engine))
     assert recorded["records"].keys() == given.keys()
     assert recorded["refused by slipstream"].keys() == refused.keys()
     assert all(verdict["accepted"] for verdict in recorded["records"].values())
@@ -29,6 +34,5 @@ def test_the_same_settings_are_written_today(engine: str) -> None:
 def test_the_guide_names_what_was_recorded() -> None:
     guide = " ".join(GUIDE.read_text().split())
     for engine, recorded in json.loads(RESULT.read_text())["engines"].items():
-        if engine in NAMES:
-            short = ".".join(recorded["version"].split("-")[0].split(".")[:3])
-            assert f"{NAMES[engine]} {short}" in guide
+        short = ".".join(recorded["version"].split("-")[0].split(".")[:3])
+        assert f"{NAMES[engine]} {short}" in guide

@@ -490,6 +490,16 @@ def test_llama_cpp_samples_draft_models_and_no_heads() -> None:
     assert "draft_sampling" in head.lost
 
 
+@pytest.mark.parametrize("sampling", ["sampled", "coupled", "one_hot"])
+def test_older_builds_of_llama_cpp_are_not_given_a_flag_that_they_do_not_know(sampling: str) -> None:
+    record = draft_record(draft_sampling=sampling, verify="rejection")
+    setting = ENGINES["llama-cpp"].to_engine(record, "2026-09")
+    assert "--spec-draft-sampling" not in setting.argv
+    assert setting.record.draft_sampling == "one_hot"
+    assert ("draft_sampling" in setting.lost) == (sampling != "one_hot")
+    assert "verify" in setting.lost
+
+
 def test_all_spellings_of_vllms_flags(tmp_path: Path) -> None:
     short = "/opt/env/bin/vllm serve t --enforce-eager --spec-method ngram --spec-tokens 3"
     wanted = SpeculativeRecord(method="ngram", target="t", depth=3, ngram=NgramLookup(5, 5))

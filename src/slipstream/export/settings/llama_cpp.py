@@ -1,6 +1,7 @@
-"""llama.cpp: flags of `llama-server`. Read in its server's manual of November 2026.
+"""llama.cpp: flags of `llama-server`. Read in its server's manual of November 2026 and in its parser of September 2026.
 
-The target is sampled and compared with a greedy draft, or a draft model is sampled and tested by rejection.
+The target is sampled and compared with a greedy draft, or, from build 11368 on, a draft model is sampled and tested by
+rejection.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ SYNONYMS = {
 REMOVED = {"--draft-max": "--spec-draft-n-max", "--draft-min": "--spec-draft-n-min"}
 """Flags of older versions, and what they are called today."""
 SYNTHETIC = ("--spec-synth-len", "--spec-synth-rates")
+WITHOUT_SAMPLED_DRAFTS = "2026-09"
+"""Builds before 11368, which do not know `--spec-draft-sampling`."""
 _SIZES = ("size-n", "size-m", "min-hits")
 FLAGS = dict.fromkeys(
     (
@@ -91,7 +94,7 @@ class LlamaCppSettings(SettingsFormat):
     """The `--spec-*` flags."""
 
     name = "llama-cpp"
-    versions = ("2026-11",)
+    versions = (WITHOUT_SAMPLED_DRAFTS, "2026-11")
     default_depths: ClassVar[Mapping[str, int]] = {
         "draft_model": DEFAULT_DEPTH,
         "eagle3": DEFAULT_DEPTH,
@@ -105,12 +108,13 @@ class LlamaCppSettings(SettingsFormat):
         if record.tree is not None and record.method != "off":
             raise refuse_tree(record, "llama.cpp")
         _check_head(record)
-        losses = _adapted(record)
+        samples_drafts = version != WITHOUT_SAMPLED_DRAFTS
+        losses = _adapted(record, samples_drafts)
         return ExportedSetting(
             engine=self.name,
             version=version,
             record=losses.record,
-            argv=("llama-server", *_model_words(record.target), *_words(losses.record)),
+            argv=("llama-server", *_model_words(record.target), *_words(losses.record, samples_drafts)),
             lost=losses.lost,
             notes=tuple(_notes(record)),
         )
@@ -157,14 +161,14 @@ def _check_head(record: SpeculativeRecord) -> None:
         raise refuse_method(record, "llama.cpp", TYPES, why + " and ".join(reasons))
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
+def _adapted(record: SpeculativeRecord, samples_drafts: bool) -> Losses:
     losses = Losses(record)
     losses.change("quantization", None, "a GGUF file has its own format")
     losses.change("exit_layer", None, "llama.cpp has no early exit")
     losses.change("suffix", None, "llama.cpp has no suffix drafter")
     losses.change("schedule", (), "llama.cpp drafts the same depth at any load")
     losses.change("revision", None, "llama.cpp takes a file or the newest of the hub")
-    _adapt_verification(record, losses)
+    _adapt_verification(record, losses, samples_drafts)
     if record.method not in ("draft_model", "eagle3"):
         losses.change("model", None, "this drafter has no model")
         losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
@@ -181,9 +185,12 @@ def _adapted(record: SpeculativeRecord) -> Losses:
     return losses
 
 
-def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
-    """Only a draft model may be sampled; then it is verified by rejection."""
-    if record.method == "draft_model" and record.draft_sampling in ("sampled", "coupled"):
+def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_drafts: bool) -> None:
+    """Only a draft model may be sampled, and only by newer builds; then it is verified by rejection."""
+    drawn = record.method == "draft_model" and record.draft_sampling in ("sampled", "coupled")
+    if drawn and not samples_drafts:
+        losses.change("draft_sampling", "one_hot", "llama.cpp samples drafts from build 11368 on")
+    elif drawn:
         losses.change(
             "draft_sampling", "sampled", "llama.cpp has no coupled noise: drafts are drawn on their own"
         )
@@ -198,7 +205,7 @@ def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
         losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens here")
 
 
-def _words(record: SpeculativeRecord) -> list[str]:
+def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
     if record.method == "off":
         return []
     words = ["--spec-type", TYPES[record.method]]
@@ -211,7 +218,7 @@ def _words(record: SpeculativeRecord) -> list[str]:
     words += [*_model_words(record.model, draft=True), "--spec-draft-n-max", str(record.depth)]
     if record.confidence_threshold:
         words += ["--spec-draft-p-min", repr(record.confidence_threshold)]
-    if record.draft_sampling is not None:
+    if record.draft_sampling is not None and samples_drafts:
         words += [
             "--spec-draft-sampling",
             {"one_hot": "greedy", "sampled": "probabilistic"}[record.draft_sampling],

@@ -1,0 +1,99 @@
+"""The page of the exports that other engines ran, `docs/benchmarks/export_engines.md`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = {
+    "llama-cpp": "llama.cpp",
+    "transformers": "Transformers",
+    "openvino": "OpenVINO GenAI",
+    "vllm": "vLLM",
+}
+METHODS = {"draft_model": "draft model", "eagle3": "EAGLE-3"}
+TOLERANCE = 0.02
+"""Acceptance there may differ from ours by this share."""
+
+
+def page(result: dict[str, Any]) -> str:
+    """Markdown from the result of `benchmarks.export_engines`."""
+    ran = [cell for cell in result["cells"] if "passes" in cell]
+    commits = ", ".join(sorted({cell["commit"][:7] for cell in result["cells"]}))
+    lines = [
+        "# Exports in the engines that they are for",
+        "",
+        "Written by `python -m benchmarks.export_engines`; do not edit.",
+        "",
+        "What `slipstream export --checkpoint` writes for the embedded pair, run by the engines themselves:",
+        f"{result['num_prompts']} prompts of all tasks as token ids, greedy, one at a time, a chain of "
+        f"{result['depth']} draft tokens,",
+        f"{result['num_tokens']:,} tokens of answers. The engines compute in float32 as far as they can.",
+        "[What is written](../guides/export.md), [raw result](export_engines.json).",
+        "",
+        "| engine | drafter | texts as ours | passes, ours | passes, theirs | accepted a pass, ours "
+        "| accepted a pass, theirs | theirs over ours |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(cell, result["num_prompts"]) for cell in ran),
+        "",
+        "Passes are those of the target behind the prompt's own pass. In that one Transformers and Slipstream check",
+        "tokens of a draft model, the others check none. Ours goes on from the tokens that theirs began with, so both",
+        "check the same drafts. Acceptance is counted over the texts that are ours.",
+        f"The bar is a difference of {TOLERANCE:.0%}: {_verdict(ran)}.",
+    ]
+    parted = [line for cell in ran for line in _differences(cell)]
+    if parted:
+        lines += ["", "Texts that are not ours part from them here:", "", *parted]
+    refused = [cell for cell in result["cells"] if "passes" not in cell]
+    if refused:
+        lines += ["", "Not run:", "", *(_refusal(cell) for cell in refused)]
+    machine = result["provenance"]
+    lines += [
+        "",
+        f"Run {machine['date']} at commit {commits}. Nothing here is timed.",
+        "Whether the engines' own parsers take every setting is [another result](export.json).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def met(cell: dict[str, Any]) -> bool:
+    """Whether the acceptance of an engine is within the tolerance."""
+    return abs(float(cell["theirs_over_ours"]) - 1) <= TOLERANCE
+
+
+def _row(cell: dict[str, Any], num_prompts: int) -> str:
+    passes, accepted = cell["passes"], cell["accepted_per_pass"]
+    words = [
+        f"{NAMES[cell['engine']]} {cell['version']}",
+        METHODS[cell["method"]],
+        f"{cell['same_texts']} of {num_prompts}",
+        f"{passes['ours']:,}",
+        f"{passes['theirs']:,}",
+        f"{accepted['ours']:.3f}",
+        f"{accepted['theirs']:.3f}",
+        f"{cell['theirs_over_ours']:.3f}",
+    ]
+    return f"| {' | '.join(words)} |"
+
+
+def _verdict(cells: list[dict[str, Any]]) -> str:
+    missed = [f"{NAMES[cell['engine']]} with {METHODS[cell['method']]}" for cell in cells if not met(cell)]
+    return f"missed by {' and '.join(missed)}" if missed else f"met by all {len(cells)}"
+
+
+def _differences(cell: dict[str, Any]) -> list[str]:
+    who = f"{NAMES[cell['engine']]} with {METHODS[cell['method']]}"
+    found = []
+    for one in cell["differences"]:
+        margin = one.get("margin")
+        how = (
+            f"at token {one['position']}, where our target prefers its own by {margin:.2g} nats"
+            if margin is not None
+            else f"at token {one['position']}"
+        )
+        found.append(f"- {who}, prompt {one['prompt']}: {how}")
+    return found
+
+
+def _refusal(cell: dict[str, Any]) -> str:
+    why = cell.get("refused") or cell.get("failed") or ""
+    return f"- {NAMES[cell['engine']]} with {METHODS[cell['method']]}: {' '.join(why.split())}"
