@@ -381,29 +381,43 @@ struct TextRows {
 struct RandomChains {
   int count, depth;
   Exact<int64_t> lengths, token_ids;
-  Exact<float> temperatures;
+  Exact<Drawing> drawings;
+  Exact<double> confidences;
   Exact<uint64_t> keys;
   Chains chains;
 
   RandomChains(int count, int num_tokens, int most)
-      : count(count), depth(std::min(between(1, 5), most)), lengths(count), token_ids(size_t(count) * depth), temperatures(count),
-        keys(size_t(count) * depth) {
-    for (int i = 0; i < count; ++i) lengths[i] = between(1, depth), temperatures[i] = between(0, 2) * 0.5f;
+      : count(count), depth(std::min(between(1, 5), most)), lengths(count), token_ids(size_t(count) * depth), drawings(count),
+        confidences(count), keys(size_t(count) * depth) {
+    for (int i = 0; i < count; ++i) {
+      lengths[i] = between(1, depth);
+      confidences[i] = 1.0;
+      Drawing& drawing = drawings[i];
+      drawing.min_p = between(0, 1) * 0.01;
+      drawing.top_p = between(1, 2) * 0.5;
+      drawing.least_confidence = between(0, 1) * 1e-4;
+      drawing.temperature = between(1, 2) * 0.5f;
+      drawing.top_k = between(0, 1) * 3;
+      drawing.noisy = between(0, 2);
+    }
     for (int i = 0; i < count * depth; ++i) keys[i] = generator();
-    chains = {depth, num_tokens, lengths.get(), temperatures.get(), keys.get(), token_ids.get()};
+    chains = {depth, num_tokens, lengths.get(), drawings.get(), keys.get(), confidences.get(), token_ids.get()};
   }
 
   // Whether a chain has these tokens where `next(chain, level)` makes the logits of each in turn.
   template <typename Next>
   void check(const char* what, int number_of_case, Next next) {
-    for (int chain = 0; chain < count; ++chain)
+    for (int chain = 0; chain < count; ++chain) {
+      double confidence = 1.0;
       for (int level = 0; level < lengths[chain]; ++level) {
         const size_t place = size_t(chain) * depth + level;
         const std::vector<float> logits = next(chain, level);
-        if (choose(logits.data(), chains.num_tokens, temperatures[chain], keys[place]) != token_ids[place])
+        if (choose(logits.data(), chains.num_tokens, drawings[chain], keys[place], confidence) != token_ids[place])
           differs(what, number_of_case);
-        if (token_ids[place] < 0) break;  // none of its tokens may be drafted
+        if (token_ids[place] < 0) break;  // none of its tokens may be drafted, or the chain has ended
       }
+      if (confidence != confidences[chain]) differs(what, number_of_case);
+    }
   }
 };
 

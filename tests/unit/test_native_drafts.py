@@ -21,9 +21,11 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.packed import PackedAttention
-from slipstream.models.cpu.chains import Chains, Draw
+from slipstream.models.cpu.chains import ENDED, Chains, Draw
 from slipstream.models.rows import Rows
 from slipstream.sampling.noise import Noise
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
 
 VOCAB, HIDDEN, LAYERS = 1003, 72, 3
 SLOTS = 64
@@ -206,6 +208,17 @@ CHAINS = [(5, 0.0), (1, 0.8), (4, 1.3), (3, 0.0), (6, 0.3)]
 """Length and temperature of the chain of each sequence, which has the seed of its number."""
 
 
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_p": 0.5},
+    {"top_p": 0.999},
+    {"min_p": 0.02},
+    {"top_k": 200, "top_p": 0.9, "min_p": 0.001},
+    {"top_k": VOCAB + 5, "top_p": 0.01},
+]
+
+
 def draws() -> list[Draw]:
     return [
         Draw(temperature, [Noise(seed, 0).key(12 + level) for level in range(length)])
@@ -259,13 +272,45 @@ def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_pat
         assert chains[number] == text[12:]
 
 
+def rows_of_a_text() -> Rows:
+    text = [(31 * i * i + 11) % VOCAB for i in range(200)]
+    return Rows([RowGroup(range(200), 0, text, range(200))])
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.05, 1.0, 4.0])
+def test_the_kernels_filter_as_the_target_does(
+    temperature: float, filters: dict[str, Any], lm: CausalLM
+) -> None:
+    """Also the confidence: that of the most probable token among those that pass."""
+    assert lm.decoder is not None
+    pool, rows = KVPool(lm.shapes, 200, lm.dtype, lm.device), rows_of_a_text()
+    logits = lm.decoder.forward(rows, pool)[0]
+    params = SamplingParams(temperature=temperature, **filters)
+    log_probs = LogitsProcessor(params, (), (), (), VOCAB).log_probs(logits, (), [()] * 200)
+    expected = [int(Noise(i, 0).choose(row[None], [i])) for i, row in enumerate(log_probs)]
+    keys = [Noise(i, 0).key(i) for i in range(200)]
+    draws = [Draw(temperature, [key], **filters) for key in keys]
+    assert lm.decoder.draft(rows, pool, Chains(draws, VOCAB)) == [[token] for token in expected]
+    confidences = log_probs.amax(-1).double().exp()
+    least = float(confidences.median())
+    draws = [Draw(temperature, [0], **filters, least_confidence=least, greedy=True) for _ in keys]
+    likely = lm.decoder.draft(rows, pool, Chains(draws, VOCAB))
+    best = logits.argmax(-1).tolist()
+    sure = (confidences > least * (1 + 1e-5)).tolist()
+    unsure = (confidences < least * (1 - 1e-5)).tolist()
+    assert sum(sure) > 20 or temperature == 0.05 or filters.get("top_k") == 1
+    for chain, token, above, below in zip(likely, best, sure, unsure, strict=True):
+        assert chain in ([token], [ENDED])
+        assert not (above and chain == [ENDED])
+        assert not (below and chain == [token])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0, 4.0])
 def test_the_kernels_choose_what_the_noise_chooses(temperature: float, lm: CausalLM) -> None:
     """One token each of many positions and seeds, among them some that only much noise can make win."""
     assert lm.decoder is not None
-    pool = KVPool(lm.shapes, 200, lm.dtype, lm.device)
-    text = [(31 * i * i + 11) % VOCAB for i in range(200)]
-    rows = Rows([RowGroup(range(200), 0, text, range(200))])
+    pool, rows = KVPool(lm.shapes, 200, lm.dtype, lm.device), rows_of_a_text()
     keys = [Noise(i, 0).key(i) for i in range(200)]
     drawn = lm.decoder.draft(rows, pool, Chains([Draw(temperature, [key]) for key in keys], VOCAB))
     logits = lm.decoder.forward(rows, pool)[0]

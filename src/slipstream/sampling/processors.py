@@ -85,15 +85,9 @@ class LogitsProcessor:
         return self._params.greedy and not (self.masks or self._biases or self._penalises)
 
     @cached_property
-    def plain_temperature(self) -> float | None:
-        """The temperature, 0 for greedy, where the logits are divided by it and not processed otherwise; else None."""
-        if self.is_plain_greedy:
-            return 0.0
-        params = self._params
-        filters = params.min_p > 0 or 0 < params.top_k < self._vocab_size or params.top_p < 1
-        if params.greedy or filters or self.masks or self._biases or self._penalises:
-            return None
-        return params.temperature
+    def filters_only(self) -> SamplingParams | None:
+        """The parameters where temperature and filters are all that is done to logits, whatever the text; else None."""
+        return None if self.masks or self._biases or self._penalises else self._params
 
     @cached_property
     def masks(self) -> bool:

@@ -24,7 +24,7 @@ from slipstream.config import check_at_least, reject_unknown
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.slots import SlotMap
-from slipstream.models.cpu.chains import Draw
+from slipstream.models.cpu.chains import ENDED, NOT_FINITE, Draw
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
@@ -264,26 +264,36 @@ class Growth:
         return shape.method == "greedy" or self.noise.greedy
 
     def draw(self) -> Draw | None:
-        """How the kernels can draw the whole chain; None where more than temperature and noise decides on a token."""
-        shape, temperature = self.shape, self.processor.plain_temperature
-        if shape.widths is not None or not shape.is_chain or self.confidence_threshold or temperature is None:
+        """How the kernels can draw the whole chain; None where they cannot.
+
+        They cannot where a token depends on the text in another way than through the logits, or where the probabilities
+        that it was drawn with are to be told (`probabilistic`): of other methods a verifier compares the tokens alone.
+        """
+        shape, params = self.shape, self.processor.filters_only
+        if shape.widths is not None or not shape.is_chain or params is None:
             return None
-        if shape.method == "greedy" or self.noise.greedy:
-            return Draw(0.0, [0] * self.max_depth)
-        if shape.method != "coupled":
+        least, no_keys = self.confidence_threshold, [0] * self.max_depth
+        if self.noise.greedy:
+            return Draw(0.0, no_keys, least_confidence=least)
+        if shape.method not in ("greedy", "coupled"):
             return None
-        first = len(self.sequence.token_ids)
-        return Draw(temperature, [self.noise.key(first + level) for level in range(self.max_depth)])
+        greedy, first = shape.method == "greedy", len(self.sequence.token_ids)
+        keys = no_keys if greedy else [self.noise.key(first + level) for level in range(self.max_depth)]
+        filters = max(params.top_k, 0), params.top_p, params.min_p
+        return Draw(params.temperature, keys, *filters, least, greedy)
 
     def take_chain(self, token_ids: Seq[int]) -> None:
-        """Take the tokens of a whole chain, all but the last of which were fed."""
-        if -1 in token_ids:
+        """Take what `Chains.tokens` says of a whole chain. All its tokens but the last were fed, and that one too where
+        the chain ended behind it for lack of confidence."""
+        if NOT_FINITE in token_ids:
             raise NotFiniteError(self.sequence.id)
         for token_id in token_ids:
             parent = self.nodes[-1] if self.nodes else None
             if parent is not None:
                 parent.stored = len(self.stored)
                 self.stored.append(parent)
+            if token_id == ENDED:
+                break
             self.nodes.append(DraftNode(token_id, parent, len(self.nodes) + 1, 0.0))
         self.frontier = []
 

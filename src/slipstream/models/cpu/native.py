@@ -15,7 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+)
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,12 +182,23 @@ class HeadRowsStruct(Structure):
     )
 
 
+class DrawingStruct(Structure):
+    """`Drawing` of draw.h."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("min_p", "top_p", "least_confidence")),
+        ("temperature", c_float),
+        ("top_k", c_int32),
+        ("noisy", c_int64),
+    )
+
+
 class ChainsStruct(Structure):
     """`Chains` of chain.h."""
 
     _fields_ = (
         *((name, c_int32) for name in ("depth", "num_tokens")),
-        *((name, c_void_p) for name in ("lengths", "temperatures", "keys", "token_ids")),
+        *((name, c_void_p) for name in ("lengths", "drawings", "keys", "confidences", "token_ids")),
     )
 
 

@@ -168,8 +168,10 @@ void slipstream_heads(const Heads* heads, const HeadRows* rows, Scratch* scratch
 void slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const Chains* chains, Scratch* scratch, int threads) {
   run_heads(*heads, *rows, *scratch, threads);
   for (int chain = 0; chain < rows->n; ++chain)
-    for (int level = 0; level < chains->lengths[chain]; ++level)
-      choose(*chains, chain, level, rows->logits + (size_t(level) * rows->n + chain) * heads->vocab);
+    for (int level = 0; level < chains->lengths[chain]; ++level) {
+      const float* logits = rows->logits + (size_t(level) * rows->n + chain) * heads->vocab;
+      if (choose(*chains, chain, level, logits) < 0) break;
+    }
 }
 
 // Hydra: each level reads what the last one read and the embedding of the token behind it. `states` [n, hidden] belong to
