@@ -182,10 +182,10 @@ class EngineConfig:
     activations. Changes the model a little, not the exactness of speculation: rows do not depend on each other.
     `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats; loading the model checks the name."""
     kv_cache_dtype: str = "auto"
-    """How keys and values of the target and of draft models are held. They are rounded once, when they are written:
-    with any type the text is the same with and without speculation and in any batch. A smaller type changes the model a
-    little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the checkpoint's own
-    type, if the native kernels run whole passes; else the type that is computed in."""
+    """How keys and values of the target, of draft models and of EAGLE heads are held. They are rounded once, when they
+    are written: with any type the text is the same with and without speculation and in any batch. A smaller type
+    changes the model a little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the
+    checkpoint's own type, if the native kernels run whole passes; else the type that is computed in."""
     cpu_kernels: str = "auto"
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""

@@ -6,7 +6,8 @@ import pytest
 from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.draft.heads.eagle import EagleDrafter
 from slipstream.models.cpu import native
 
 pytestmark = pytest.mark.skipif(
@@ -43,3 +44,20 @@ def test_the_text_is_the_same_with_drafts_in_any_batch_after_reuse_and_preemptio
     )
     assert texts(tight, chosen) == expected
     assert tight.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
+def test_an_eagle_head_holds_its_entries_as_the_target_does(
+    make_llm: MakeLLM, prompts: list[list[int]], cache: str, kernels: str
+) -> None:
+    """It drafts over them nearly as well as over float32."""
+    spec = {"method": "eagle3", "model": EMBEDDED_EAGLE3}
+    rates: list[float] = []
+    for kept in (cache, "float32"):
+        llm = make_llm(spec, kv_cache_dtype=kept, cpu_kernels=kernels)
+        assert llm.engine.drafter_as(EagleDrafter).cache.pool.cache_dtype == llm.engine.model.cache_dtype
+        outputs = llm.generate(prompts[:6], SamplingParams(temperature=0, max_tokens=40))
+        assert llm.engine.stats().num_draft_failures == 0
+        rates.append(sum(output.metrics.num_accepted_tokens for output in outputs))
+    assert rates[0] > 0.8 * rates[1] > 60

@@ -86,6 +86,7 @@ class EagleDrafter(CachedDrafter):
             shapes=[shape],
             dtype=self.target.dtype,
             device=self.target.device,
+            cache_dtype=self.target.cache_dtype,
         )
         self._variant = Variant(config.head_dim**-0.5)
         self.target_cache: KVCache | None = None
@@ -113,7 +114,7 @@ class EagleDrafter(CachedDrafter):
             head_bytes=held_bytes(tensors, target, options.quantization) + own_table * target.dtype.itemsize,
             head_stored_bytes=stored_bytes(tensors),
             head_bytes_per_row=(2 * width + 6 * config.hidden_size) * target.dtype.itemsize,
-            kv_bytes_per_token=bytes_per_token([entry], target.dtype),
+            kv_bytes_per_token=bytes_per_token([entry], target.cache_dtype),
             feature_layers=config.feature_layers,
             logit_rows=2 * shape.logit_rows,  # its own vocabulary's, then the target's
         )

@@ -65,7 +65,14 @@ class CachedDrafter(LevelDrafter):
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that `_forward` reads."""
-        return KVCache(self._shapes, num_tokens, self._dtype, self._device, prefix_caching)
+        return KVCache(
+            self._shapes,
+            num_tokens,
+            self._dtype,
+            self._device,
+            prefix_caching,
+            cache_dtype=self._cache_dtype,
+        )
 
     def memory_bytes(self) -> int:
         return self.weight_bytes() + (self.cache.memory_bytes() if self._cache else 0)
