@@ -122,6 +122,14 @@ def test_candidates_have_names_of_their_own() -> None:
     assert found[2].at(3).options["num_speculative_tokens"] == 3
 
 
+def test_a_tree_that_is_a_default_is_written_out() -> None:
+    """The plan is `auto`'s, under which an EAGLE head that names no shape drafts chains."""
+    found = make_candidates([SpeculativeConfig("eagle3", options={"model": "m"})], with_trees=True)
+    chain, tree = (one.speculative.options for one in found[-2:])
+    assert (chain["tree_top_k"], chain["num_draft_nodes"]) == (1, None)
+    assert (tree["tree_top_k"], tree["num_draft_nodes"]) == (4, 16)
+
+
 def test_parts_of_another_advice_are_not_resumed(tmp_path: Path) -> None:
     kept = KeptParts(tmp_path, {"model": "a", "loads": [1]}, resume=False)
     assert kept.part("recording", lambda: [1, 2]) == [1, 2]

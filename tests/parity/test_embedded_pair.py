@@ -71,7 +71,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "auto-block": {
         "method": "auto",
         "verifier": "block",
-        "drafters": [{"method": "token_recycling"}, {**EAGLE3, "tree_top_k": 1, "num_draft_nodes": None}],
+        "drafters": [{"method": "token_recycling"}, EAGLE3],
     },
     "tli-chain": {"method": "tli"},
     "tli-tree": {"method": "tli", "tree_top_k": 3, "num_draft_nodes": 10},

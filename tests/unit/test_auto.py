@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream import LLM
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.core import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
@@ -233,3 +234,16 @@ def test_where_nobody_chooses_the_first_is_asked() -> None:
     first.says, second.says = (7,), (8,)
     assert auto.propose([text(0)], [8]) == [Proposal.chain([7])]
     assert second.asked == []
+
+
+def test_an_eagle_head_drafts_chains_unless_its_entry_has_a_tree() -> None:
+    """What `auto` chooses is the depth of chains; by itself a head would draft trees."""
+    head = {"method": "eagle3", "model": EMBEDDED_EAGLE3}
+    wide = {**head, "tree_top_k": 2}
+    fixed = {**head, "tree_top_k": 1, "num_draft_nodes": None, "tree_choices": [[0], [1]]}
+    llm = LLM(
+        speculative_config={"method": "auto", "drafters": [head, wide, fixed]}, kv_cache_bytes=64 * 2**20
+    )
+    drafters = [member.drafter for member in llm.engine.drafter_as(AutoDrafter).members]
+    assert [drafter.chain_length() for drafter in drafters] == [5, None, None]
+    assert [drafter.max_nodes() for drafter in drafters] == [5, 16, 2]

@@ -150,6 +150,9 @@ def _variants(config: SpeculativeConfig, with_trees: bool) -> list[Candidate]:
     tree = Candidate(f"{name} tree", config)
     if is_tree and shaped:
         return [tree]
+    if is_tree:  # by default: `auto` would draft chains
+        own = {"tree_top_k": options.tree_top_k, "num_draft_nodes": options.num_draft_nodes}
+        tree = replace(tree, speculative=replace(config, options={**config.options, **own}))
     given = config.options.get("num_speculative_tokens")
     deepest = given or (CHAIN_DEPTH if config.method == "draft_model" else HEAD_DEPTH)
     depths = (*(depth for depth in DEPTHS if depth < deepest), deepest)

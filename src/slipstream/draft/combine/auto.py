@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
@@ -12,12 +12,16 @@ from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
+from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, is_smaller
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import weight_format
+
+SHAPE_KEYS = frozenset({"tree_top_k", "tree_choices", "num_draft_nodes"})
+"""A drafter with one of these has a shape of its own choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,8 @@ class AutoOptions:
 
     drafters: list[Any] | None = None
     """What may be chosen from, each a `speculative_config` of its own; the verifier is theirs together. Chains are
-    chosen in depth too, trees and lookups are taken or left. None is `suffix` and, on a CPU with a target that is not
+    chosen in depth too, trees and lookups are taken or left. So an EAGLE head drafts chains here, unless `tree_top_k`
+    or `tree_choices` says otherwise. None is `suffix` and, on a CPU with a target that is not
     quantised, `layer_skip` in int8."""
     plan: list[Any] | None = None
     """What to do, instead of choosing: rules such as `{"drafter": 0, "num_speculative_tokens": 4, "max_requests": 8,
@@ -59,7 +64,7 @@ class AutoOptions:
         for drafter in self.drafters or ():
             if isinstance(drafter, Mapping) and "verifier" in drafter:
                 raise ConfigError("the drafters of auto share its verifier; set it beside drafters")
-        return [SpeculativeConfig.from_mapping(drafter) for drafter in self.drafters or ()]
+        return [_as_chain(SpeculativeConfig.from_mapping(drafter)) for drafter in self.drafters or ()]
 
 
 class AutoDrafter(DrafterGroup):
@@ -105,6 +110,18 @@ class AutoDrafter(DrafterGroup):
 
     def observe(self, observations: Seq[Observation]) -> None:
         self.drafters.observe(observations)
+
+
+def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The drafter without the tree that is its default: only a chain's depth is chosen by what it gains."""
+    _, options = validate(config)
+    if (
+        not isinstance(options, GrowthOptions)
+        or options.tree_top_k == 1
+        or SHAPE_KEYS & config.options.keys()
+    ):
+        return config
+    return replace(config, options={**config.options, "tree_top_k": 1, "num_draft_nodes": None})
 
 
 def _usual(context: DraftContext) -> list[SpeculativeConfig]:

@@ -135,6 +135,9 @@ class HeadDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.shape.num_nodes
 
+    def chain_length(self) -> int | None:
+        return self.shape.depth if self.shape.is_chain else None
+
     def feature_layers(self) -> Seq[int]:
         return (self.target.num_layers,)
 
