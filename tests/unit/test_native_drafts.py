@@ -299,7 +299,7 @@ def test_the_kernels_filter_as_the_target_does(
     best = logits.argmax(-1).tolist()
     sure = (confidences > least * (1 + 1e-5)).tolist()
     unsure = (confidences < least * (1 - 1e-5)).tolist()
-    assert sum(sure) > 20 or temperature == 0.05 or filters.get("top_k") == 1
+    assert sum(sure) > 20 or least > 0.999, "else every row has its one token"
     for chain, token, above, below in zip(likely, best, sure, unsure, strict=True):
         assert chain in ([token], [ENDED])
         assert not (above and chain == [ENDED])
