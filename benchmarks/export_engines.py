@@ -176,6 +176,7 @@ def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
         passes["theirs"] += their_passes
         num_tokens += len(expected) - begun
     accepted = {side: num_tokens / count - 1 if count else None for side, count in passes.items()}
+    ours, theirs = accepted["ours"], accepted["theirs"]
     return {
         "version": there["version"],
         "same_texts": len(request["texts"]) - len(parted),
@@ -183,7 +184,7 @@ def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "passes": passes,
         "accepted_per_pass": accepted,
-        "theirs_over_ours": accepted["theirs"] / accepted["ours"] if num_tokens else None,
+        "theirs_over_ours": theirs / ours if ours and theirs is not None else None,
     }
 
 
