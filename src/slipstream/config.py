@@ -171,10 +171,11 @@ class EngineConfig:
     trust_remote_code: bool = False
     dtype: str = "auto"
     """On a GPU the type that the model computes in; `auto` is the checkpoint's own. On a CPU the type that weights are
-    kept in, and the arithmetic is float32: `auto` keeps those of a 16-bit checkpoint as they are stored, which gives
-    the text of `float32`, bit for bit; `bfloat16` and `float16` round other weights, once. Without the native kernels,
-    and for models with weights that these do not read (experts), a CPU computes in the type itself, and `auto` is
-    float32."""
+    kept in, and the arithmetic is float32: `auto` keeps those of a 16-bit checkpoint as they are stored, which with
+    `kv_cache_dtype: float32` gives the logits of `dtype: float32`, bit for bit (by default the cache has the
+    checkpoint's type too, and logits differ by the rounding of its entries); `bfloat16` and `float16` round other
+    weights, once. Without the native kernels, and for models with weights that these do not read (experts), a CPU
+    computes in the type itself, and `auto` is float32."""
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
@@ -182,10 +183,14 @@ class EngineConfig:
     activations. Changes the model a little, not the exactness of speculation: rows do not depend on each other.
     `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats; loading the model checks the name."""
     kv_cache_dtype: str = "auto"
-    """How keys and values of the target, of draft models and of EAGLE heads are held. They are rounded once, when they
-    are written: with any type the text is the same with and without speculation and in any batch. A smaller type
-    changes the model a little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the
-    checkpoint's own type, if the native kernels run whole passes; else the type that is computed in."""
+    """How keys and values of the target, of draft models and of EAGLE heads are held. They are rounded once, when
+    they are written.
+    Where the native kernels run whole passes (the fused decoder), with any type the text is the same with and without
+    speculation and in any batch; elsewhere PyTorch's last bits depend on what else is in a pass, a smaller type makes
+    such differences larger, and every pass copies what it reads of the cache, widened. A smaller type changes the model
+    a little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the checkpoint's own
+    type, if the native kernels run whole passes; else the type that is computed in, so the same command has a float32
+    cache where there are no kernels. Loading logs the type."""
     cpu_kernels: str = "auto"
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""

@@ -14,6 +14,8 @@ from serve_cases import MakeApp
 from starlette.testclient import TestClient
 
 from slipstream import LLM
+from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.metrics.metrics import Metrics
 
 STOCK_BOARD = {
     "e2e_request_latency_seconds_bucket",
@@ -128,3 +130,11 @@ def test_the_cache_is_described(shown: tuple[dict[str, float], str], drafting: L
     )
     assert int(labels["kv_cache_memory_bytes"]) == drafting.engine.memory_plan.kv_bytes
     assert labels["enable_prefix_caching"] == "True"
+
+
+@pytest.mark.parametrize("cache", ["int8", "float16"])
+def test_the_cache_is_described_by_its_own_type(cache: str) -> None:
+    """Not by the type that the model computes in."""
+    metrics = Metrics("m", TaskLabels((), 0), None)
+    metrics.describe_cache(LLM(kv_cache_bytes=2**20, kv_cache_dtype=cache).engine)
+    assert f'cache_dtype="{cache}"' in metrics.exposition().decode()

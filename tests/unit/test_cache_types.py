@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token, quantise
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.cpu import native
-from slipstream.models.loading import resolve_cache_dtype
+from slipstream.models.loading import _warn_of_copies, resolve_cache_dtype
 from slipstream.models.outline import outline_model
 from slipstream.vllm_names import own_engine_keys
 
@@ -159,3 +160,31 @@ def test_what_is_no_type_is_refused() -> None:
         own_engine_keys({"kv_cache_dtype": "fp8_e5m2"})
     assert own_engine_keys({"kv_cache_dtype": torch.bfloat16}) == {"kv_cache_dtype": "bfloat16"}
     assert own_engine_keys({"kv_cache_dtype": "half"}) == {"kv_cache_dtype": "float16"}
+
+
+@needs_kernels
+def test_a_float32_cache_gives_the_bits_of_float32(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights as stored are exact; what `auto` changes is the cache, and loading says so."""
+    with caplog.at_level(logging.INFO, "slipstream"):
+        stored = load_model(EMBEDDED_TARGET, kv_cache_dtype="float32")
+        wide = load_model(EMBEDDED_TARGET, dtype="float32")
+        auto = load_model(EMBEDDED_TARGET)
+    logits = [run(lm, str(lm.cache_dtype).removeprefix("torch."))[0] for lm in (stored, wide, auto)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert "kept in float32\n" in caplog.text
+    assert "kept in float16 (kv_cache_dtype auto, with the fused decoder)" in caplog.text
+
+
+def test_a_narrow_cache_without_the_decoder_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_copies.cache_clear()
+    with caplog.at_level(logging.INFO, "slipstream"):
+        load_model(EMBEDDED_TARGET, cpu_kernels="torch")
+        assert "kept in float32 (kv_cache_dtype auto, without the fused decoder)" in caplog.text
+        assert "every pass copies" not in caplog.text
+        for _ in range(2):
+            load_model(EMBEDDED_TARGET, cpu_kernels="torch", kv_cache_dtype="int8")
+    assert (
+        caplog.text.count("kv_cache_dtype is int8 where the fused decoder does not run: every pass copies")
+        == 1
+    )

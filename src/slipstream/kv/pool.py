@@ -151,7 +151,8 @@ def quantise(entries: Tensor) -> tuple[Tensor, Tensor]:
     numbers = entries.float()
     largest = numbers.abs().amax(dim=-1)
     usable = largest.isfinite() & (largest >= 1e-30)
-    inverse = torch.where(usable, 127.0 / largest, 0.0)
+    # A number divided by a tensor would be its reciprocal, times the number: rounded twice.
+    inverse = torch.where(usable, torch.full_like(largest, 127.0) / largest, 0.0)
     integers = (numbers * inverse[..., None]).nan_to_num(0.0).round().to(torch.int8)
     scales = torch.where(usable, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
     return integers, scales

@@ -244,6 +244,7 @@ def load_model(
         )
     fused = lm.decoder is not None
     lm.cache_dtype = resolve_cache_dtype(kv_cache_dtype, dtype, stored, lm.dtype, fused)
+    _tell_cache_dtype(lm, kv_cache_dtype)
     return lm
 
 
@@ -305,6 +306,28 @@ def adapt(
         if expected is not None:
             check_logits(lm, expected)
     return lm
+
+
+def _tell_cache_dtype(lm: CausalLM, asked: str) -> None:
+    """Log how keys and values are held, and warn of a narrow type that our kernels do not read."""
+    name, fused = str(lm.cache_dtype).removeprefix("torch."), lm.decoder is not None
+    why = (
+        ""
+        if asked != "auto"
+        else f" (kv_cache_dtype auto, {'with' if fused else 'without'} the fused decoder)"
+    )
+    log.info("%s: keys and values are kept in %s%s", lm.family, name, why)
+    if asked != "auto" and not fused and lm.cache_dtype.itemsize < lm.dtype.itemsize:
+        _warn_of_copies(name)
+
+
+@functools.cache
+def _warn_of_copies(name: str) -> None:
+    log.warning(
+        "kv_cache_dtype is %s where the fused decoder does not run: every pass copies the entries that it reads, "
+        "widened, and where company changes PyTorch's last bits, text may differ at near ties by a step of the type",
+        name,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class Metrics:
             "num_gpu_blocks": str(plan.num_slots),
             "kv_cache_size_tokens": str(plan.num_slots),
             "kv_cache_memory_bytes": str(plan.kv_bytes),
-            "cache_dtype": str(engine.model.dtype).removeprefix("torch."),
+            "cache_dtype": str(engine.model.cache_dtype).removeprefix("torch."),
             "enable_prefix_caching": str(engine.config.enable_prefix_caching),
         }
         about = "Size and settings of the cache, in the labels; always 1."
