@@ -124,7 +124,7 @@ def test_what_is_said_to_fit_is_the_most_that_fits() -> None:
 
 @pytest.mark.long
 def test_every_change_fits_when_it_is_planned_again() -> None:
-    planned, memory = planner(DRAFT), 700 * 2**20
+    planned, memory = planner(DRAFT, kv_cache_dtype="float32"), 700 * 2**20
     changes = fitting_changes(planned, 32, 2048, memory)
     assert len(changes) == 3
     assert [change.weight for change in changes] == sorted(change.weight for change in changes)
