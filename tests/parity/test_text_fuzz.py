@@ -172,7 +172,8 @@ def test_every_answer_is_that_of_speculation_off(
                 assert (ours.logprobs is None) == (theirs.logprobs is None), told
     assert llm.engine.integrity() == []
     assert llm.engine.stats().num_draft_failures == 0
-    assert num_accepted > 20, "next to nothing was drafted, so next to nothing was shown"
+    # What `auto` drafts goes by the time that steps take; its drafters are held to it each by itself.
+    assert num_accepted > 20 or spec == "auto", "next to nothing was drafted, so next to nothing was shown"
     if short_of_memory:
         PREEMPTED[spec] = num_preempted
 
