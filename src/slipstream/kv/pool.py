@@ -146,7 +146,7 @@ def quantise(entries: Tensor) -> tuple[Tensor, Tensor]:
     """[..., dim] -> int8 [..., dim] to the nearest, and the float32 scales [...] that undo it.
 
     The native kernels do the same, bit for bit. An entry with a number that is not finite gets the scale NaN, so that
-    whoever sees it is NaN as well.
+    rows that attend to it are NaN as well.
     """
     numbers = entries.float()
     largest = numbers.abs().amax(dim=-1)

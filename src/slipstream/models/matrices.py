@@ -132,7 +132,7 @@ def _multiply(linear: nn.Linear, rows: Tensor) -> Tensor:
 
 
 def _readers(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Floating-point parameters to the modules that read them; the model itself stands for whoever reads a bias."""
+    """Floating-point parameters to the modules that read them; a bias counts as read by the model itself."""
     readers: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -60,7 +60,7 @@ inline void narrow(const float* from, int size, float16* to) {
 }
 
 // Integers from -127 to 127, to the nearest, and the scale that undoes it. An entry with a number that is not finite gets
-// the scale NaN, so that whoever sees it is NaN as well.
+// the scale NaN, so that rows that attend to it are NaN as well.
 inline float narrow(const float* from, int size, int8_t* to) {
   float largest = 0.0f, odd = 0.0f;
   for (int i = 0; i < size; ++i) {
