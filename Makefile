@@ -2,7 +2,8 @@
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
-# make wheel   a wheel with compiled CPU kernels in dist/, for this type of machine and those with a cross compiler
+# make wheel   a wheel with compiled CPU kernels in dist/, for this type of machine and those with a cross compiler;
+#              on other systems than Linux one without
 # make docs    write the generated reference pages anew, then build the site in build/site
 # make clean   remove what the others made, .venv included
 
@@ -41,11 +42,15 @@ check: $(STAMP)
 # MACHINE-linux-gnu-g++, which Debian has, is a cross compiler.
 wheel: export HATCH_BUILD_HOOK_ENABLE_CUSTOM = true
 wheel: $(STAMP)
-	for machine in x86_64 aarch64; do \
+	@made=; test $$(uname -s) = Linux && for machine in x86_64 aarch64; do \
 	  if test $$machine = $$(uname -m) || command -v $$machine-linux-gnu-g++ > /dev/null; then \
-	    SLIPSTREAM_WHEEL_MACHINE=$$machine $(BIN)/python -m hatchling build --target wheel || exit 1; \
+	    SLIPSTREAM_WHEEL_MACHINE=$$machine $(BIN)/python -m hatchling build --target wheel || exit 1; made=yes; \
 	  fi; \
-	done
+	done; \
+	if test -z "$$made"; then \
+	  echo "Compiled CPU kernels are put into wheels on Linux, for x86-64 and aarch64; this one has their sources alone."; \
+	  HATCH_BUILD_HOOK_ENABLE_CUSTOM=false $(BIN)/python -m hatchling build --target wheel; \
+	fi
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

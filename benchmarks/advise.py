@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from benchmarks.advise_page import write_page
 from benchmarks.control.traffic import TARGETS, checkpoints
 from benchmarks.kept import Kept, say
 from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name, settings
@@ -44,7 +46,8 @@ LOADS = (1, 4, 16)
 TRAFFIC = {"code": (("sql", "code", "api_call"), 0.0), "creative": (("creative", "chat"), 1.0)}
 """Name to tasks and temperature: text that is easy to predict, and text that is not."""
 BARS = {"within": 0.10, "cells": 15, "choice": 0.97}
-QUICK = {"max_tokens": 32, "rounds": 2, "minutes": 0.6}
+MAX_TURNS = 40
+QUICK = {"max_tokens": 32, "rounds": 2, "cell_seconds": 20.0, "minutes": 0.6}
 
 
 def main() -> None:
@@ -58,7 +61,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/control"), help="for cost-expanded copies")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="over the whole grid")
+    parser.add_argument("--rounds", type=int, default=5, help="over the whole grid, at least")
+    parser.add_argument(
+        "--cell-seconds", type=float, default=60.0, help="go on with rounds over the grid so long, at least"
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="of each advice, its check apart")
     parser.add_argument(
         "--requests", type=int, default=32, help="of each traffic, at least two for each at once"
@@ -82,6 +88,7 @@ def main() -> None:
     result["summary"] = summary(cells)
     say(str(result["summary"]))
     kept.finish(result)
+    write_page(result, file)
 
 
 def candidates(quick: bool, head: str | None) -> list[Candidate]:
@@ -144,7 +151,7 @@ def measure_traffic(name: str, traffic: str, options: argparse.Namespace, kept: 
     for load in loads:
 
         def measure(load: int = load) -> dict[str, Any]:
-            return measure_cell(work, engines, load, options.rounds)
+            return measure_cell(work, engines, load, options)
 
         cell = kept.cell(cells[load], measure)
         found.append({"model": name, "traffic": traffic, **cell})
@@ -152,7 +159,9 @@ def measure_traffic(name: str, traffic: str, options: argparse.Namespace, kept: 
     return found
 
 
-def measure_cell(work: AdviceWork, engines: CheckEngines, load: int, rounds: int) -> dict[str, Any]:
+def measure_cell(
+    work: AdviceWork, engines: CheckEngines, load: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """The advice's own check, then the whole grid."""
     places = range(min(len(work.jobs), max(4, 2 * load)))
     jobs = [work.jobs[place] for place in places]
@@ -162,9 +171,9 @@ def measure_cell(work: AdviceWork, engines: CheckEngines, load: int, rounds: int
     best, rival = work.contest.settings_at(load)
     for setting in listed:
         runner.run(setting, warm=True)
-    checks = [runner.turn([OFF, best, rival], turn) for turn in range(max(rounds // 2, 1))]
+    checks = runner.turns([OFF, best, rival], max(options.rounds // 2, 1), options.cell_seconds / 2)
     advised = work.contest.decide(load, checked(checks, names)).setting
-    turns = [runner.turn(listed, turn) for turn in range(rounds)]
+    turns = runner.turns(listed, options.rounds, options.cell_seconds)
     goodput = {names[one]: statistics.median(turn[one] for turn in turns) for one in listed}
     predicted = {
         names[one]: work.simulator.closed_loop(places, load, always(one), used(one)).goodput for one in listed
@@ -177,6 +186,7 @@ def measure_cell(work: AdviceWork, engines: CheckEngines, load: int, rounds: int
         "fastest": fastest,
         "advised_over_fastest": round(goodput[advised] / goodput[fastest], 3),
         "predicted_best": names[best],
+        "turns": len(turns),
         "goodput": {name: round(value, 2) for name, value in goodput.items()},
         "predicted_goodput": {name: round(value, 2) for name, value in predicted.items()},
         "speedup": {name: round(value, 3) for name, value in gain.items()},
@@ -203,6 +213,14 @@ class GridRunner:
         jobs = self._jobs[:1] if warm else self._jobs
         answers, _, seconds = closed_loop(engine, jobs, self._load, setting.depth or None)
         return sum(len(answer.token_ids) for answer in answers) / seconds
+
+    def turns(self, listed: Seq[Setting], least: int, seconds: float) -> list[dict[Setting, float]]:
+        """So many turns at least, and for so long."""
+        ends_s = time.perf_counter() + seconds
+        found: list[dict[Setting, float]] = []
+        while len(found) < least or (time.perf_counter() < ends_s and len(found) < MAX_TURNS):
+            found.append(self.turn(listed, len(found)))
+        return found
 
     def turn(self, listed: Seq[Setting], number: int) -> dict[Setting, float]:
         """Each setting once, beginning with another one each time."""

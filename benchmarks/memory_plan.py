@@ -4,8 +4,9 @@
 
 Every case loads an engine with exactly the batch and context that were planned, answers requests that fill both, then
 as many short ones as the cache has room for, and reads the highest resident memory that the process ever had. The
-weights' files are mapped while they are read, so their pages count. Two models are made for it: the embedded target
-enlarged to 0.3 G, in float32 and in bfloat16.
+weights' files are mapped while they are read, so their pages count. Then processes that only load a model: the most
+that they ever held over what they hold afterwards, both beyond what they held before. The models are made for it: the
+embedded target enlarged to 0.3 G, in float32 and in bfloat16, and to 1 G in bfloat16.
 """
 
 from __future__ import annotations
@@ -80,7 +81,53 @@ CASES: dict[str, dict[str, Any]] = {
         "context": 128,
         "cpu_kernels": "torch",
     },
+    "0.3 G from bfloat16, off": {"model": "bfloat16", "batch": 2, "context": 1024},
+    "0.3 G int8, int8 cache": {
+        "model": "bfloat16",
+        "quantization": "int8",
+        "kv_cache_dtype": "int8",
+        "batch": 8,
+        "context": 1024,
+    },
+    "0.3 G float32, float16 cache": {
+        "model": "float32",
+        "kv_cache_dtype": "float16",
+        "batch": 4,
+        "context": 1024,
+    },
 }
+LOADS: dict[str, dict[str, Any]] = {
+    "0.3 G, bfloat16 as stored": {"model": "bfloat16"},
+    "0.3 G, bfloat16 to int8": {"model": "bfloat16", "quantization": "int8"},
+    "0.3 G, bfloat16 to float32": {"model": "bfloat16", "dtype": "float32"},
+    "0.3 G, float32 as stored": {"model": "float32"},
+    "0.3 G, float32 to int8": {"model": "float32", "quantization": "int8"},
+    "1 G, bfloat16 as stored": {"model": "1G bfloat16"},
+    "1 G, bfloat16 to int8": {"model": "1G bfloat16", "quantization": "int8"},
+}
+"""Models to load, and nothing else."""
+LOADING_LIMIT = 1.15
+"""The most that loading may hold over what the model takes."""
+
+LOADER = """
+import json, sys
+import psutil
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.models import load_model
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+
+path, options = json.loads(sys.argv[1])
+load_model(EMBEDDED_DRAFT)  # what loading sets up
+before = psutil.Process().memory_info().rss
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+model = load_model(path, **options)
+after = psutil.Process().memory_info().rss
+print(json.dumps({"weight_bytes": model.weight_bytes, "peak_bytes": peak() - before, "final_bytes": after - before}))
+"""
 
 WORKER = """
 import json, random, resource, sys
@@ -111,7 +158,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="*", choices=list(CASES), help="some of the cases; nothing is written"
+        "--only", nargs="*", choices=[*CASES, *LOADS], help="some of the cases; nothing is written"
     )
     parser.add_argument("--answer", type=int, default=24, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=2)
@@ -126,12 +173,14 @@ def main() -> None:
         if options.replan:
             found = json.loads(RESULT.read_text(encoding="utf-8"))
         elif options.only:
-            found = _of([measured(name, folder, settings) for name in options.only], settings)
+            rows = [measured(name, folder, settings) for name in options.only if name in CASES]
+            loads = [loaded(name, folder) for name in options.only if name in LOADS]
+            found = _of(rows, loads, settings)
         else:
-            kept = Kept(RESULT, {**settings, "cases": CASES})
-            found = _of(
-                [kept.cell(name, partial(measured, name, folder, settings)) for name in CASES], settings
-            )
+            kept = Kept(RESULT, {**settings, "cases": CASES, "loads": LOADS})
+            rows = [kept.cell(name, partial(measured, name, folder, settings)) for name in CASES]
+            loads = [kept.cell(f"load {name}", partial(loaded, name, folder)) for name in LOADS]
+            found = _of(rows, loads, settings)
         process = ProcessMemory(**found["process"])
         found["planned_at"] = commit()
         found["cases"] = [
@@ -139,6 +188,9 @@ def main() -> None:
         ]
     for row in found["cases"]:
         print(_line(row))
+    for row in found["loads"]:
+        sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("weight_bytes", "final_bytes", "peak_bytes")]
+        print(f"{row['name']}: weights {sizes[0]}, held {sizes[1]}, at most {sizes[2]}, {row['ratio']:.3f}")
     if options.only:
         return
     if options.replan:
@@ -148,7 +200,9 @@ def main() -> None:
     PAGE.write_text(page(found), encoding="utf-8")
 
 
-def _of(rows: list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _of(
+    rows: list[dict[str, Any]], loads: list[dict[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """A result without plans."""
     return {
         "provenance": provenance(num_threads=settings["threads"]),
@@ -156,13 +210,14 @@ def _of(rows: list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, An
         "limits": LIMITS,
         "process": asdict(process_memory()),
         "cases": rows,
+        "loads": loads,
     }
 
 
 def planner_of(name: str, folder: Path, settings: Mapping[str, Any], process: ProcessMemory) -> Planner:
     """Plans for the model and the drafter of a case."""
     case = CASES[name]
-    engine = {key: case[key] for key in ("quantization", "cpu_kernels") if key in case}
+    engine = {key: case[key] for key in ("quantization", "cpu_kernels", "kv_cache_dtype") if key in case}
     config = EngineConfig(_model(case["model"], folder), num_threads=settings["threads"], **engine)
     return Planner(config, SpeculativeConfig.from_mapping(_spec(name)), process)
 
@@ -191,6 +246,7 @@ def measured(name: str, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     engine = {
         "quantization": planner.config.quantization,
         "cpu_kernels": planner.config.cpu_kernels,
+        "kv_cache_dtype": planner.config.kv_cache_dtype,
         "num_threads": planner.config.num_threads,
         "max_num_seqs": plan.batch,
         "max_model_len": plan.context,
@@ -198,8 +254,28 @@ def measured(name: str, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     }
     size = {"batch": plan.batch, "context": plan.context}
     work = {"model": planner.config.model, "spec": _spec(name), "engine": engine, **size, **settings}
+    ran = _run(name, WORKER, work)
+    return {
+        "name": name,
+        "spec": _spec(name)["method"],
+        "weights": planner.target.weight_format.name,
+        "cache": str(planner.target.cache_dtype).removeprefix("torch."),
+        **size,
+        "measured_bytes": ran["peak_bytes"],
+        "num_slots": ran["num_slots"],
+    }
+
+
+def loaded(name: str, folder: Path) -> dict[str, Any]:
+    """What a process holds that loads a model, beyond what it held before: at most, and afterwards."""
+    options = dict(LOADS[name])
+    ran = _run(name, LOADER, (_model(options.pop("model"), folder), options))
+    return {"name": name, **ran, "ratio": ran["peak_bytes"] / ran["final_bytes"]}
+
+
+def _run(name: str, program: str, work: object) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", WORKER, json.dumps(work)],
+        [sys.executable, "-c", program, json.dumps(work)],
         capture_output=True,
         text=True,
         check=False,
@@ -207,15 +283,8 @@ def measured(name: str, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     )
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr.strip()}")
-    ran = json.loads(done.stdout.strip().splitlines()[-1])
-    return {
-        "name": name,
-        "spec": _spec(name)["method"],
-        "weights": planner.target.weight_format.name,
-        **size,
-        "measured_bytes": ran["peak_bytes"],
-        "num_slots": ran["num_slots"],
-    }
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def _spec(name: str) -> dict[str, Any]:
@@ -238,16 +307,29 @@ def page(found: Mapping[str, Any]) -> str:
         f"whichever is larger. {within} of {len(found['cases'])} plans are between {100 * -low:.0f} % under and",
         f"{100 * high:.0f} % over the measured peak.",
         "",
-        "| case | weights | drafter | requests | context | planned, MiB | measured, MiB | over | peak of |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | weights | cache | drafter | requests | context | planned, MiB | measured, MiB | over | peak of |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found["cases"]:
         loading = row["planned_loading_bytes"] > row["planned_running_bytes"]
+        types = f"{row['weights']} | {row['cache']}"
         lines.append(
-            f"| {row['name']} | {row['weights']} | {row['spec']} | {row['batch']} | {row['context']} | "
+            f"| {row['name']} | {types} | {row['spec']} | {row['batch']} | {row['context']} | "
             f"{row['planned_bytes'] / 2**20:,.0f} | {row['measured_bytes'] / 2**20:,.0f} | {row['error']:+.1%} | "
             f"{'loading' if loading else 'running'} |"
         )
+    few = sum(row["ratio"] <= LOADING_LIMIT for row in found["loads"])
+    lines += [
+        "",
+        "While a model is loaded: the most that its process ever held over what it holds afterwards, both beyond",
+        f"what it held before. {few} of {len(found['loads'])} are at most {LOADING_LIMIT}.",
+        "",
+        "| loaded | weights, MiB | held, MiB | at most, MiB | at most over held |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["loads"]:
+        sizes = [f"{row[key] / 2**20:,.0f}" for key in ("weight_bytes", "final_bytes", "peak_bytes")]
+        lines.append(f"| {row['name']} | {' | '.join(sizes)} | {row['ratio']:.2f} |")
     lines += [
         "",
         f"Measured {origin['date']} on {origin['cpu']}, {found['settings']['threads']} threads, commit "
@@ -274,12 +356,17 @@ def _line(row: Mapping[str, Any]) -> str:
 def _model(name: str, folder: Path) -> str:
     if name == "embedded":
         return EMBEDDED_TARGET
-    target = folder / f"0.3G-{name}"
+    size, dtype = name.split() if " " in name else ("0.3G", name)
+    target = folder / f"{size}-{dtype}"
     if not target.is_dir():
-        say(f"making the 0.3 G target in {name} …")
+        say(f"making the {size} target in {dtype} …")
         command = [sys.executable, "-m", "slipstream.testing.expand", EMBEDDED_TARGET, str(target)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        subprocess.run([*command, "--parameters", "300M", "--dtype", name], check=True, env=environment)
+        subprocess.run(
+            [*command, "--parameters", {"0.3G": "300M"}.get(size, size), "--dtype", dtype],
+            check=True,
+            env=environment,
+        )
     return str(target)
 
 

@@ -1,10 +1,11 @@
-"""What types of weights and of the cache cost in quality: perplexity on held-out text.
+"""What types of weights and of the cache cost in quality: perplexity and divergence on held-out text.
 
     python -m benchmarks.quantization [MODEL ...] [--weights float32,int8] [--caches float32,int8]
 
-Text: the messages of the bundled held-out prompts, as the chat template writes them, each as one sequence; and the same
+Text: the messages of bundled held-out prompts, as the chat template writes them, each as one sequence; and the same
 behind one another in sequences of --packed tokens, where the cache is long. Every token is predicted through the
-engine's own cache: keys and values are rounded when they are written, and rows attend to what was rounded. Writes
+engine's own cache: keys and values are rounded when they are written, and rows attend to what was rounded. Weights that
+are calibrated (`slipstream quantize`) are so on the prompts behind those that are scored, never on the same. Writes
 docs/benchmarks/quantization.json and the table beside it.
 """
 
@@ -12,21 +13,29 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.errors import SlipstreamError
-from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.models import CausalLM, RowGroup, load_model, load_plain, load_tokenizer
 from slipstream.models.cpu.native import instructions
 from slipstream.provenance import provenance
+from slipstream.quantize.calibration import round_layers
+from slipstream.quantize.job import FORMATS, QuantizeOptions, quantise
+from slipstream.quantize.rounding import rounded
+from slipstream.quantize.texts import as_rows, read_texts
 from slipstream.text.prompts import encode_chat
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/quantization.json"
@@ -34,9 +43,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
-    "int8": {"dtype": "float32", "quantization": "int8"},
+    **{
+        name: {"dtype": "float32", "quantization": name} for name in ("int8", "int4", "int4_g64", "int4_g128")
+    },
 }
 """How each is asked for."""
+CALIBRATED = {f"{name} calibrated": name for name in ("int4", "int4_g64", "int4_g128")}
+"""Formats of saved checkpoints, and what `slipstream quantize` is asked for."""
 CACHES = ("float32", "bfloat16", "float16", "int8")
 EXACT = ("float32", "float32")
 """What the others are compared with."""
@@ -47,9 +60,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", help="checkpoint folders; the embedded target unless given")
-    parser.add_argument("--prompts", type=int, default=350)
+    parser.add_argument("--prompts", type=int, default=175, help="that are scored; the rest is calibrated on")
     parser.add_argument("--packed", type=int, default=1536, help="tokens of the longer sequences")
-    parser.add_argument("--weights", type=names(WEIGHTS), default=list(WEIGHTS))
+    parser.add_argument("--weights", type=names([*WEIGHTS, *CALIBRATED]), default=[*WEIGHTS, *CALIBRATED])
     parser.add_argument("--caches", type=names(CACHES), default=list(CACHES))
     options = parser.parse_args()
     kept = Kept(RESULT, {"prompts": options.prompts, "packed": options.packed})
@@ -92,34 +105,90 @@ def names(valid: Sequence[str] | dict[str, Any]) -> Any:
 
 
 def measure(path: str, weights: str, cache_type: str, num_prompts: int, packed: int) -> dict[str, Any]:
-    """Perplexity of both kinds of sequences, and how many greedy choices are those of float32."""
+    """Both kinds of sequences beside float32."""
     row: dict[str, Any] = {"model": Path(path).name, "weights": weights, "cache": cache_type}
-    scores = scored(path, weights, cache_type, num_prompts, packed)
-    exact = scored(path, *EXACT, num_prompts, packed)
-    for kind, (loss, choices) in scores.items():
-        exact_loss, exact_choices = exact[kind]
+    for kind, score in scored(path, weights, cache_type, num_prompts, packed).items():
         row[kind] = {
-            "tokens": len(choices),
-            "perplexity": math.exp(loss / len(choices)),
-            "ratio": math.exp((loss - exact_loss) / len(choices)),
-            "argmax_equal": float((choices == exact_choices).float().mean()),
+            "tokens": score.tokens,
+            "perplexity": math.exp(score.loss / score.tokens),
+            "ratio": math.exp((score.loss - score.exact_loss) / score.tokens),
+            "kl": score.kl / score.tokens,
+            "argmax_equal": score.num_equal / score.tokens,
         }
     return row
 
 
+@dataclass
+class Score:
+    """Sums over the predicted tokens of all texts."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    """Negative log-likelihood in nats."""
+    exact_loss: float = 0.0
+    """The same of float32."""
+    kl: float = 0.0
+    """Divergence of the distributions from float32's, in nats."""
+    num_equal: int = 0
+    """Greedy choices that are float32's."""
+
+
 @cache
-def scored(
-    path: str, weights: str, cache_type: str, num_prompts: int, packed: int
-) -> dict[str, tuple[float, torch.Tensor]]:
-    """Loss in nats and greedy choices, of single conversations and of packed ones."""
-    lm = load_model(path, **types(weights, cache_type))
-    tokenizer = load_tokenizer(path)
-    texts = [encode_chat(tokenizer, row["messages"]) for row in sample_prompts()[:num_prompts]]
-    single = [text[: lm.context_length] for text in texts]
-    return {
-        "conversations": score(lm, single),
-        "packed": score(lm, pack(texts, min(packed, lm.context_length))),
-    }
+def exact_model(path: str) -> CausalLM:
+    return load_model(path, **types(*EXACT))
+
+
+def scored(path: str, weights: str, cache_type: str, num_prompts: int, packed: int) -> dict[str, Score]:
+    """Single conversations and packed ones."""
+    exact = exact_model(path)
+    with saved(path, weights, num_prompts) as (folder, asked):
+        lm = load_model(folder, **asked, kv_cache_dtype=cache_type)
+        tokenizer = load_tokenizer(path)
+        texts = [encode_chat(tokenizer, row["messages"]) for row in sample_prompts()[:num_prompts]]
+        single = [text[: lm.context_length] for text in texts]
+        return {
+            "conversations": score(lm, exact, single),
+            "packed": score(lm, exact, pack(texts, min(packed, lm.context_length))),
+        }
+
+
+@contextmanager
+def saved(path: str, weights: str, num_scored: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The checkpoint of these weights and what `load_model` is asked for; a calibrated one lives for the body."""
+    if weights not in CALIBRATED:
+        yield path, WEIGHTS[weights]
+        return
+    others = sample_prompts()[num_scored:]
+    if not others:
+        raise SystemExit("nothing is left to calibrate on: give fewer --prompts")
+    with TemporaryDirectory() as folder:
+        texts = Path(folder) / "texts.jsonl"
+        texts.write_text("".join(f"{json.dumps(row)}\n" for row in others), encoding="utf-8")
+        out = Path(folder) / "checkpoint"
+        options = QuantizeOptions(CALIBRATED[weights])
+        try:
+            quantise(path, out, options, texts, lambda done: None)
+        except (
+            ConfigError
+        ):  # groups that do not divide a layer's inputs: no layout has them, but quality is quality
+            save_numbers(path, out, options, texts)
+            yield str(out), WEIGHTS["float32"]
+        else:
+            # The output layer in 8 bits, as it is where a checkpoint is rounded when it is loaded.
+            yield str(out), {"quantization": "int8"}
+
+
+def save_numbers(path: str, out: Path, options: QuantizeOptions, texts: Path) -> None:
+    """A float32 checkpoint of the numbers that calibrated weights stand for; the last group of a row may be short."""
+    bits, group = FORMATS[options.quantization]
+    assert group is not None
+    model = load_plain(path, dtype=torch.float32, attention="sdpa").eval().requires_grad_(False)
+    rows = as_rows(load_tokenizer(path), read_texts(texts), options.num_texts, options.length, options.seed)
+    for _ in round_layers(
+        model, rows, lambda weight, seen: rounded(weight, seen, bits, group, torch.bfloat16)
+    ):
+        pass
+    model.save_pretrained(out)
 
 
 def pack(texts: Sequence[list[int]], length: int) -> list[list[int]]:
@@ -130,18 +199,28 @@ def pack(texts: Sequence[list[int]], length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def score(lm: CausalLM, texts: Sequence[list[int]]) -> tuple[float, torch.Tensor]:
-    """Negative log-likelihood in nats, summed over all tokens but the first of each text; and every row's argmax."""
-    pool, slots = lm.trial_cache(max(len(text) for text in texts))
-    total, choices = 0.0, []
+def score(lm: CausalLM, exact: CausalLM, texts: Sequence[list[int]]) -> Score:
+    """All tokens but the first of each text."""
+    longest = max(len(text) for text in texts)
+    caches = {id(side): side.trial_cache(longest) for side in (lm, exact)}
+
+    def log_probs(side: CausalLM, text: list[int]) -> torch.Tensor:
+        pool, slots = caches[id(side)]
+        logits = side.forward([RowGroup(slots, 0, text, range(len(text) - 1))], pool).logits  # [n - 1, vocab]
+        return logits.log_softmax(-1)
+
+    total = Score()
     for number, text in enumerate(texts):
         if number % 50 == 0:
             say(f"  text {number} of {len(texts)}")
-        logits = lm.forward([RowGroup(slots, 0, text, range(len(text) - 1))], pool).logits  # [n - 1, vocab]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum")
-        total += float(loss)
-        choices.append(logits.argmax(-1))
-    return total, torch.cat(choices)
+        right, found = log_probs(exact, text), log_probs(lm, text)
+        wanted = torch.tensor(text[1:])[:, None]
+        total.tokens += len(text) - 1
+        total.loss -= float(found.gather(1, wanted).sum())
+        total.exact_loss -= float(right.gather(1, wanted).sum())
+        total.kl += float((right.exp() * (right - found)).sum())
+        total.num_equal += int((found.argmax(-1) == right.argmax(-1)).sum())
+    return total
 
 
 def table(result: dict[str, Any]) -> str:
@@ -154,13 +233,15 @@ def table(result: dict[str, Any]) -> str:
         "[quantization.json](quantization.json).",
         "",
         "Perplexity of the bundled held-out conversations, each alone and behind one another in long sequences, every",
-        "token through the engine's own cache. *Ratio* is over float32 weights and cache; *same choice* is the share",
-        "of positions whose most probable token is theirs.",
+        "token through the engine's own cache. *Ratio* is over float32 weights and cache, *KL* the mean divergence",
+        "from their distributions in nats, *same choice* the share of positions whose most probable token is theirs.",
+        "Calibrated weights are `slipstream quantize`'s, made on prompts that are not scored. Where groups do not",
+        "divide a layer's inputs, the numbers alone are scored, with rows that are not rounded.",
         "",
         f"{about['cpu']} ({about['instructions']}), {about['date']}, commit {(about['commit'] or 'unknown')[:12]}.",
         "",
-        "| model | weights | cache | conversations | ratio | same choice | packed | ratio | same choice |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | weights | cache | conversations | ratio | KL | same choice | packed | ratio | KL | same choice |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         figures = [
@@ -169,6 +250,7 @@ def table(result: dict[str, Any]) -> str:
             for figure in (
                 f"{row[kind]['perplexity']:.4f}",
                 f"{row[kind]['ratio']:.5f}",
+                f"{row[kind]['kl']:.5f}",
                 f"{row[kind]['argmax_equal']:.2%}",
             )
         ]

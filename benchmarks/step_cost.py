@@ -37,6 +37,8 @@ from slipstream.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
 CONTEXT_RESULT = RESULT.with_name("context_cost.json")
+SAVED = "saved"
+"""Weights of a checkpoint that was saved quantised, its output layer in 8 bits."""
 NUM_STEPS = 60
 ROW_COUNTS = (1, 2, 4, 5, 8, 16)
 
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="checkpoint folders beside the embedded target")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contexts", type=_counts, help="measure passes behind so many tokens: 128,1536")
-    parser.add_argument("--weights", type=names(WEIGHTS), default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--weights", type=names([*WEIGHTS, SAVED]), default=["float32", "bfloat16", "int8"])
     parser.add_argument("--caches", type=names(CACHES), default=["bfloat16"])
     parser.add_argument(
         "--budget", type=float, default=8.0, help="seconds of passes a model and pair of types"
@@ -107,7 +109,8 @@ def pass_costs(
     model: str, weights: str, cache: str, contexts: list[int], budget_s: float
 ) -> list[dict[str, Any]]:
     """One row a context."""
-    lm = load_model(model, cpu_kernels="native", **types(weights, cache))
+    asked = types(weights, cache) if weights != SAVED else {"quantization": "int8", "kv_cache_dtype": cache}
+    lm = load_model(model, cpu_kernels="native", **asked)
     if contexts[-1] + ROW_COUNTS[-1] > lm.context_length:
         raise SystemExit(
             f"{Path(model).name} has {lm.context_length} positions, too few for {contexts[-1]} tokens"

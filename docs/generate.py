@@ -145,8 +145,9 @@ FAMILIES_INTRODUCTION = """\
 `tests/parity/test_families.py` compares tiny random models of each family with Transformers' own: whole and chunked
 prompts, packed batches, draft trees, hidden states, greedy text, in float32, and some in bfloat16 and float16.
 
-*Whole pass* means that one call of the CPU kernels computes all layers (float32 and int8 weights). *Layer by layer*
-means that Transformers' code runs; in it the kernels compute the linear layers and PyTorch the attention. With
+*Whole pass* means that one call of the CPU kernels computes all layers, with weights in any format that they have.
+*Layer by layer* means that Transformers' code runs; in it the kernels compute the linear layers and PyTorch the
+attention. With
 `cpu_kernels="torch"`, and on other devices, everything runs in PyTorch.
 """
 
@@ -165,11 +166,21 @@ REFUSED_INTRODUCTION = """\
 
 MODEL = {"model": "draft"}
 NO_OPTIONS: dict[str, dict[str, Any]] = {
-    **{"off": {}, "ngram": {}, "suffix": {}, "token_recycling": {}, "lookahead": {}, "jacobi": {}},
+    **{
+        "off": {},
+        "ngram": {},
+        "suffix": {},
+        "token_recycling": {},
+        "siblings": {},
+        "lookahead": {},
+        "jacobi": {},
+    },
     **{"draft_model": MODEL, "tli": MODEL, "slem": MODEL},
     **{"self": {}, "layer_skip": {}, "cascade": {"draft": {"method": "off"}}},
     **{"eagle": MODEL, "eagle3": MODEL, "medusa": MODEL, "hydra": MODEL},
+    "remote": {},
     "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
+    "versions": {"drafter": {"method": "ngram"}},
 }
 """The built-in drafters with the options that have no default."""
 

@@ -20,7 +20,7 @@ from slipstream.vllm_names import ANYTHING, Foreign
 ENGINE_NOTES = {
     "dtype": "`half` and `float` are `float16` and `float32`; `torch.bfloat16` works too. On a CPU it says how weights "
     "are kept; the arithmetic is float32",
-    "quantization": "`int8`, `bfloat16`, `float16`, `float32`, or a package's "
+    "quantization": "`int8`, `int4`, `int4_g64`, `int4_g128`, `bfloat16`, `float16`, `float32`, or a package's "
     "[weight format](../extend/weight-format.md): a plain checkpoint is converted while it is loaded",
     "gpu_memory_utilization": "share of the device's whole memory for weights, keys and values; "
     "on a CPU the device is the machine",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,7 @@ def kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     if native.unavailable() is None:
         own = tmp_path_factory.getbasetemp() / "cache"
         own.mkdir(exist_ok=True)
-        built = cache_folder() / native.build().file_name
-        if built.is_file():
+        for built in cache_folder().glob(f"{native.build().stem}-*.so"):
             shutil.copy(built, own)
 
 
@@ -98,15 +98,64 @@ def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str
     monkeypatch.setattr(slipstream.engine.llm, "LLM", shared)
 
 
+LOADERS = (
+    "slipstream.engine.target",
+    "slipstream.draft.model.draft_model",
+    "slipstream.draft.model.borrowed",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pair_loaded_once() -> Iterator[None]:
+    """Engines share the weights and tokenizers of the models in the package, which nobody writes to. `Engine(like=…)`
+    does the same; `own_weights` has them loaded anew."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in LOADERS:
+            patched.setattr(f"{module}.load_model", _if_in_package(_model, "load_model"))
+        for module in LOADERS[:2]:
+            patched.setattr(f"{module}.load_tokenizer", _if_in_package(_tokenizer, "load_tokenizer"))
+        yield
+
+
+@pytest.fixture
+def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine loads its models, for tests of what loading says or does."""
+    from slipstream import models
+
+    for module in LOADERS:
+        monkeypatch.setattr(f"{module}.load_model", models.load_model)
+    for module in LOADERS[:2]:
+        monkeypatch.setattr(f"{module}.load_tokenizer", models.load_tokenizer)
+
+
 @pytest.fixture
 def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft models and their tokenizers are kept from test to test; nobody writes to them."""
+    """Draft models and their tokenizers are kept from test to test, those in other folders too."""
     monkeypatch.setattr("slipstream.draft.model.draft_model.load_model", _model)
     monkeypatch.setattr("slipstream.draft.model.draft_model.load_tokenizer", _tokenizer)
 
 
-@cache
+def _if_in_package(kept: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`kept` for the models in the package; what another folder holds may be another model next time."""
+    from slipstream import assets, models
+
+    in_package = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT)
+
+    def load(folder: str, **options: Any) -> Any:
+        return kept(folder, **options) if folder in in_package else getattr(models, name)(folder, **options)
+
+    return load
+
+
 def _model(folder: str, **options: Any) -> Any:
+    """The model that is kept, with attributes of its own."""
+    from slipstream.models.cpu import threads
+
+    return copy.copy(_model_for(threads.available(), folder, **options))
+
+
+@cache
+def _model_for(num_threads: int, folder: str, **options: Any) -> Any:
     from slipstream.models import load_model
 
     return load_model(folder, **options)

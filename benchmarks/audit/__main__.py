@@ -24,7 +24,7 @@ from benchmarks.audit.faults import FAULTS, HONEST, HONEST_CLASSICAL, HONEST_SEE
 from benchmarks.audit.honest import reference_audits, samples_audits
 from benchmarks.audit.page import write_page
 from benchmarks.audit.reference import Reference
-from benchmarks.audit.service import CHUNK, GREEDY, NUCLEUS, PLAIN, Service, prompts
+from benchmarks.audit.service import GREEDY, NUCLEUS, PLAIN, Service, chunks, prompts
 from benchmarks.audit.verb import Auditor, trials
 from benchmarks.kept import Kept, say, write_result
 from slipstream.provenance import commit, provenance
@@ -33,6 +33,8 @@ from slipstream.sampling.params import SamplingParams
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/audit_power.json"
 NUM_PROMPTS = 25
 NUM_ANSWERS, NUM_CUT_ANSWERS, NUM_PAIRS = 300, 3000, 1000
+USAGE, SEEDS, REFERENCE = "usage", "shared seeds", "reference"
+"""Kinds of audits."""
 SEEDED_PARAMS = [GREEDY, PLAIN, NUCLEUS]
 SAMPLED_PARAMS = [PLAIN, NUCLEUS]
 OTHER_SEEDS = 500
@@ -46,6 +48,8 @@ HONEST_POOLS = {
     "off": (None, PLAIN, 502),
 }
 """By name: the server, how it is asked, and with which seed."""
+SLOW = {("3 in 1,000 answers cut", REFERENCE), ("a tie broken otherwise", REFERENCE)}
+"""Audited once only: they take answers by the hundred or thousand, and the bars ask for shared seeds."""
 FROM_SAMPLES = {
     "temperature 0.8 served as 0.95": PLAIN,
     "top_p ignored": NUCLEUS,
@@ -59,7 +63,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.prompts = prompts(NUM_PROMPTS)
-        self._seeded: dict[int, list[Answered]] = {}
+        self._without: dict[tuple[str, int, int], list[Answered]] = {}
+        self._last: tuple[str, Service] | None = None
 
     @cached_property
     def off(self) -> Service:
@@ -69,48 +74,51 @@ class Bench:
     def reference(self) -> Reference:
         return Reference(self.off.llm.engine, self.prompts)
 
-    def faulted(self, fault: Fault, num_audits: int) -> dict[str, Any]:
-        """All audits of one fault, by kind."""
-        service = Service(fault)
+    def service(self, fault: Fault) -> Service:
+        """The engine with this fault; the last one is kept."""
+        if self._last is None or self._last[0] != fault.name:
+            self._last = None  # first, so that there are never two
+            self._last = fault.name, Service(fault)
+        return self._last[1]
+
+    def faulted(self, fault: Fault, kind: str, seed: int) -> dict[str, Any]:
+        """One audit of one fault, of a kind that needs no second sample."""
+        service = self.service(fault)
         num = NUM_CUT_ANSWERS if "cut" in fault.name else NUM_ANSWERS
-        kinds: dict[str, list[Found]] = {}
-        for seed in range(1, num_audits + 1):
-            if fault.usage:
-                answers = service.stream(self.prompts, SEEDED_PARAMS, seed, num)
-                kinds.setdefault("usage", []).append(by_usage(answers))
-                continue
-            if fault.seeds:
-                answers = service.stream(self.prompts, SEEDED_PARAMS, seed, num)
-                found = by_seeds(answers, self._without(seed, num))
-                kinds.setdefault("shared seeds", []).append(found)
-            answers = service.stream(self.prompts, SAMPLED_PARAMS, seed, num)
-            kinds.setdefault("reference", []).append(by_reference(answers, self.reference))
-        return {kind: [dataclasses.asdict(one) for one in found] for kind, found in kinds.items()}
+        params = SAMPLED_PARAMS if kind == REFERENCE else SEEDED_PARAMS
+        answers = service.stream(self.prompts, params, seed, num)
+        if kind == USAGE:
+            found = by_usage(answers)
+        elif kind == SEEDS:
+            found = by_seeds(answers, self.without(SEEDED_PARAMS, seed, num))
+        else:
+            found = by_reference(answers, self.reference)
+        return dataclasses.asdict(found)
 
     def from_samples(self, name: str, seed: int) -> dict[str, Any]:
         """One audit of the fault of this name from samples alone."""
         params = FROM_SAMPLES[name]
         fault = next(each for each in FAULTS if each.name == name)
-        answers = Service(fault).stream(self.prompts, [params], seed, NUM_PAIRS)
-        without = self.off.stream(self.prompts, [params], seed + OTHER_SEEDS, NUM_PAIRS)
+        answers = self.service(fault).stream(self.prompts, [params], seed, NUM_PAIRS)
+        without = self.without([params], seed + OTHER_SEEDS, NUM_PAIRS)
         return dataclasses.asdict(by_samples(answers, without))
 
-    def _without(self, seed: int, num: int) -> Iterator[Answered]:
-        """The honest answers under shared seeds, which every fault is compared with."""
-        kept = self._seeded.setdefault(seed, [])
-        for start in range(0, num, CHUNK):
-            if start >= len(kept):
-                kept += self.off.answers(self.prompts, SEEDED_PARAMS, seed, range(start, start + CHUNK))
-            yield from kept[start : start + CHUNK]
+    def without(self, params: Seq[SamplingParams], seed: int, num: int, first: int = 0) -> Iterator[Answered]:
+        """Answers `first` to `num` without speculation. They are made once for all that is compared with them."""
+        for numbers in chunks(first, num):
+            place = (repr(params), seed, numbers.start)
+            if place not in self._without:
+                self._without[place] = self.off.answers(self.prompts, params, seed, numbers)
+            yield from self._without[place]
 
     def honest_seeded(self, num_audits: int) -> dict[str, Any]:
         """Honest audits under shared seeds, each of answers of its own."""
-        coupled = Service(HONEST_SEEDED)
+        coupled = self.service(HONEST_SEEDED)
         return _alarms(
             [
                 by_seeds(
                     coupled.stream(self.prompts, SEEDED_PARAMS, seed, NUM_ANSWERS),
-                    self._without(seed, NUM_ANSWERS),
+                    self.without(SEEDED_PARAMS, seed, NUM_ANSWERS),
                 )
                 for seed in range(1, num_audits + 1)
             ]
@@ -120,11 +128,11 @@ class Bench:
         """A part of the pool of honest answers: plain and with top_p from the server that keeps no seed, and plain ones
         from the engine without speculation."""
         fault, params, seed = HONEST_POOLS[side]
-        service = self.off if fault is None else Service(fault)
-        found: list[Answered] = []
-        for start in range(numbers.start, numbers.stop, CHUNK):
-            part = range(start, min(start + CHUNK, numbers.stop))
-            found += service.answers(self.prompts, [params], seed, part)
+        if fault is None:
+            found = list(self.without([params], seed, numbers.stop, numbers.start))
+        else:
+            stream = self.service(fault).stream(self.prompts, [params], seed, numbers.stop, numbers.start)
+            found = list(stream)
         return [[one.prompt, one.token_ids, one.finish_reason] for one in found]
 
     def honest_sampled(self, pools: dict[str, list[Any]], num_audits: int) -> dict[str, Any]:
@@ -134,14 +142,11 @@ class Bench:
         say(f"{len(scores):,} honest answers scored")
         on, off = answers["plain"], answers["off"]
         most = len(on) // 2
+        num_answers, few, many = (min(num, most) for num in (NUM_ANSWERS, FEW_PAIRS, NUM_PAIRS))
         return {
-            "reference": _alarms(reference_audits(scores, num_audits, min(NUM_ANSWERS, most))),
-            f"samples alone, {FEW_PAIRS} pairs": _alarms(
-                samples_audits(on, off, num_audits, min(FEW_PAIRS, most))
-            ),
-            f"samples alone, {NUM_PAIRS} pairs": _alarms(
-                samples_audits(on, off, max(1, num_audits // 5), min(NUM_PAIRS, most))
-            ),
+            f"reference, {num_answers} answers": _alarms(reference_audits(scores, num_audits, num_answers)),
+            f"samples alone, {few} pairs": _alarms(samples_audits(on, off, num_audits, few)),
+            f"samples alone, {many} pairs": _alarms(samples_audits(on, off, max(1, num_audits // 5), many)),
         }
 
 
@@ -173,18 +178,44 @@ class Measured:
         return self._cells.get(name)
 
 
-def measure_faults(options: argparse.Namespace, kept: Cells) -> dict[str, Any]:
+def kinds_of(fault: Fault) -> list[str]:
+    """The audits of a fault that need no second sample."""
+    if fault.usage:
+        return [USAGE]
+    return [SEEDS, REFERENCE] if fault.seeds else [REFERENCE]
+
+
+def measure_faults(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
     """Through the statistics, answers from the engine."""
-    bench = Bench()
-    found = {
-        fault.name: kept.cell(fault.name, partial(bench.faulted, fault, options.audits)) for fault in FAULTS
-    }
-    return _there(found)
+    kinds = [(fault, kind) for fault in FAULTS for kind in kinds_of(fault) if (fault.name, kind) not in SLOW]
+    return _audits(kinds, options.audits, kept, bench)
 
 
-def measure_samples(options: argparse.Namespace, kept: Cells) -> dict[str, Any]:
+def measure_slow(_options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
+    """The same for what takes long, once."""
+    return _audits(
+        [(fault, kind) for fault in FAULTS for kind in kinds_of(fault) if (fault.name, kind) in SLOW],
+        1,
+        kept,
+        bench,
+    )
+
+
+def _audits(kinds: Seq[tuple[Fault, str]], num_audits: int, kept: Cells, bench: Bench) -> dict[str, Any]:
+    """By fault and kind, those audits that there are."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for fault, kind in kinds:
+        audits = [
+            kept.cell(f"{fault.name}, {kind}, seed {seed}", partial(bench.faulted, fault, kind, seed))
+            for seed in range(1, num_audits + 1)
+        ]
+        if there := [audit for audit in audits if audit is not None]:
+            found.setdefault(fault.name, {})[kind] = there
+    return found
+
+
+def measure_samples(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
     """The same from samples alone."""
-    bench = Bench()
     return {
         name: [
             found
@@ -195,9 +226,8 @@ def measure_samples(options: argparse.Namespace, kept: Cells) -> dict[str, Any]:
     }
 
 
-def measure_honest(options: argparse.Namespace, kept: Cells) -> dict[str, Any]:
+def measure_honest(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
     """The same, without a fault."""
-    bench = Bench()
     pools: dict[str, list[Any]] = {}
     for side in HONEST_POOLS:
         size = options.pool // 2 if side == "top_p" else options.pool
@@ -209,25 +239,22 @@ def measure_honest(options: argparse.Namespace, kept: Cells) -> dict[str, Any]:
     seeded = max(1, options.honest // 100)
     coupled = kept.cell("shared seeds", partial(bench.honest_seeded, seeded))
     drawn = kept.cell(f"drawn from {options.pool}", partial(bench.honest_sampled, pools, options.honest))
-    return _there({"shared seeds": coupled, **(drawn or {})})
+    return {name: each for name, each in {SEEDS: coupled, **(drawn or {})}.items() if each is not None}
 
 
-def measure_verb(_options: argparse.Namespace, kept: Cells) -> list[Any]:
+def measure_verb(_options: argparse.Namespace, kept: Cells, _bench: Bench) -> list[Any]:
     """Through the command's own code, over HTTP."""
     auditor = Auditor()
     found = {trial.name: kept.cell(trial.name, partial(auditor.run, trial)) for trial in trials(FAULTS)}
-    return list(_there(found).values())
+    return [each for each in found.values() if each is not None]
 
 
-def _there(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in found.items() if each is not None}
-
-
-PARTS: dict[str, tuple[Callable[[argparse.Namespace, Cells], Any], Seq[str]]] = {
-    "faults": (measure_faults, ("audits",)),
+PARTS: dict[str, tuple[Callable[[argparse.Namespace, Cells, Bench], Any], Seq[str]]] = {
+    "faults": (measure_faults, ()),
     "samples": (measure_samples, ()),
     "honest": (measure_honest, ("honest",)),
     "verb": (measure_verb, ()),
+    "slow": (measure_slow, ()),
 }
 """Each with the options that its cells depend on."""
 
@@ -242,27 +269,32 @@ def _kept(options: argparse.Namespace, part: str) -> Path:
     return part_file(options, part).with_suffix(".partial.json")
 
 
-def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace, part: str, bench: Bench) -> dict[str, Any]:
     """A part's cells, and where they were measured."""
     run, needed = PARTS[part]
     file = part_file(options, part)
     if options.merge:
         found = Measured(_kept(options, part))
-        return {"commit": found.settings["commit"], "cells": run(options, found)}
+        return {"commit": found.settings["commit"], "cells": run(options, found, bench)}
     kept = Kept(file, {name: getattr(options, name) for name in needed})
-    return {"commit": commit(), "cells": run(options, kept)}
+    return {"commit": commit(), "cells": run(options, kept, bench)}
 
 
 def _missing(found: dict[str, Any], num_audits: int) -> list[str]:
     """What is not measured yet."""
     cells = {part: found[part]["cells"] if part in found else {} for part in PARTS}
-    missing = [fault.name for fault in FAULTS if fault.name not in cells["faults"]]
+    missing = [
+        f"{fault.name} by {kind}"
+        for fault in FAULTS
+        for kind in kinds_of(fault)
+        if not any(kind in cells[part].get(fault.name, {}) for part in ("faults", "slow"))
+    ]
     missing += [
         f"{name} from samples alone ({num} of {num_audits} audits)"
         for name in FROM_SAMPLES
         if (num := num_audits - len(cells["samples"].get(name, ())))
     ]
-    missing += ["honest engines but for shared seeds"] if "reference" not in cells["honest"] else []
+    missing += ["honest engines but for shared seeds"] if len(cells["honest"]) < 2 else []
     num_trials = len(trials(FAULTS)) - len(cells["verb"])
     return missing + ([f"{num_trials} audits through the command"] if num_trials else [])
 
@@ -280,11 +312,15 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    bench = Bench()
     if options.part is not None:
-        measure(options, options.part)
+        measure(options, options.part, bench)
         return
     parts = [part for part in PARTS if not options.merge or _kept(options, part).exists()]
-    found = {part: measure(options, part) for part in parts}
+    for audits in range(1, options.audits):  # first one audit of everything, so that a short run has seen all
+        for part in [part for part in parts if part != "slow"]:
+            measure(argparse.Namespace(**{**vars(options), "audits": audits}), part, bench)
+    found = {part: measure(options, part, bench) for part in parts}
     result = {
         "provenance": provenance(),
         "confidence": 0.99,

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from benchmarks.audit.faults import Answered
 from benchmarks.audit.reference import Reference
+from slipstream.audit.decision import MAX_TESTS
 from slipstream.audit.statistics.hamming import mmd_test
 from slipstream.audit.statistics.likelihood import ReferenceTest, TokenScores
 from slipstream.audit.statistics.samples import padded
 from slipstream.audit.statistics.sequential import SequentialTest
 
 CONFIDENCE = 0.99
-SAMPLES_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
-"""From samples alone two tests share what a false alarm may cost."""
+TEST_CONFIDENCE = 1 - (1 - CONFIDENCE) / MAX_TESTS
+"""Of each test, as in the command: its tests share what a false alarm may cost."""
 LENGTH = 64
 
 
@@ -54,7 +55,7 @@ def by_reference(answers: Iterable[Answered], reference: Reference) -> Found:
 
 def of_scores(scores: Iterable[TokenScores]) -> Found:
     """As `by_reference`, for answers that are scored already."""
-    test = ReferenceTest(CONFIDENCE)
+    test = ReferenceTest(TEST_CONFIDENCE)
     for each in scores:
         test.add(each)
         if test.rejects:
@@ -65,7 +66,7 @@ def of_scores(scores: Iterable[TokenScores]) -> Found:
 
 def by_samples(answers: Iterable[Answered], without: Iterable[Answered]) -> Found:
     """Pairs of answers to the same prompts under other seeds: the sequential test, then MMD over all of them."""
-    test = SequentialTest(SAMPLES_CONFIDENCE, LENGTH)
+    test = SequentialTest(TEST_CONFIDENCE, LENGTH)
     by_prompt: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
     for one, other in zip(answers, without, strict=True):
         test.add(one.prompt, one.token_ids, other.token_ids)
@@ -76,5 +77,5 @@ def by_samples(answers: Iterable[Answered], without: Iterable[Answered]) -> Foun
         sides[0].append(one.token_ids)
         sides[1].append(other.token_ids)
     strata = [(padded(first, LENGTH), padded(second, LENGTH)) for first, second in by_prompt.values()]
-    differs = mmd_test(strata).p_value < 1 - SAMPLES_CONFIDENCE
+    differs = mmd_test(strata).p_value < 1 - TEST_CONFIDENCE
     return Found(test.num_pairs, "MMD with a Hamming kernel") if differs else Found(None, "")

@@ -31,7 +31,8 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         "Answers come from a faulty engine, and the tests of `slipstream audit` see one after the other. Each line:",
         "the median of the answers that it took over several audits of different seeds, the most that it took, and",
-        "in how many of the audits the fault was found. An audit has at most",
+        "in how many of the audits the fault was found. Each test has a quarter of the chance of a false alarm, as in",
+        "the command, where up to four share it. An audit has at most",
         f"{result['num_answers']} answers, {result['num_cut_answers']:,} for cut answers, and from samples alone",
         f"{result['num_pairs']:,} of either side.",
         "Under shared seeds the first 25 answers are greedy. The reference scores sampled answers only.",
@@ -40,7 +41,7 @@ def page(result: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|---|",
     ]
     for fault, kinds in result["faults"].items():
-        kinds = {kind: audits for kind, audits in kinds.items() if kind != "samples alone"}
+        kinds = {**kinds, **result.get("slow", {}).get(fault, {})}
         if samples := result.get("samples", {}).get(fault):
             kinds["samples alone"] = samples
         lines += [_row(fault, kind, kinds[kind]) for kind in KINDS if kind in kinds]
@@ -91,9 +92,12 @@ def _honest(honest: Mapping[str, Any], num_pool: int) -> list[str]:
 
 
 def _measured_at(commits: Mapping[str, str]) -> str:
-    return "measured with what landed as " + ", ".join(
-        f"{str(commit)[:7]} ({part})" for part, commit in commits.items()
-    )
+    """One commit where all parts were measured at the same."""
+    found = {part: str(commit)[:7] for part, commit in commits.items()}
+    same = set(found.values())
+    if len(same) == 1:
+        return f"measured with what landed as {same.pop()}"
+    return "measured with what landed as " + ", ".join(f"{commit} ({part})" for part, commit in found.items())
 
 
 def _verb_row(each: Mapping[str, Any]) -> str:

@@ -22,7 +22,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 KV_BYTES = 700_000_000
 """More than 64 answers with their prompts need, for target and draft."""
 CHUNK = 50
-"""Answers that are made at once; an audit that has found its fault needs no more."""
+"""Answers that are made at once at most."""
+EARLY = (5, 30)
+"""The first ones are made in smaller parts: an audit that has found its fault needs no more."""
 _SEED_STEP = 1_000_003
 
 
@@ -63,11 +65,18 @@ class Service:
         return answers
 
     def stream(
-        self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], seed: int, num: int
+        self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], seed: int, num: int, first: int = 0
     ) -> Iterator[Answered]:
-        """The first `num` of them, made as they are asked for."""
-        for start in range(0, num, CHUNK):
-            yield from self.answers(prompts, params, seed, range(start, min(start + CHUNK, num)))
+        """Numbers `first` to `num` of them, made as they are asked for."""
+        for numbers in chunks(first, num):
+            yield from self.answers(prompts, params, seed, numbers)
+
+
+def chunks(first: int, num: int) -> Iterator[range]:
+    """The numbers from `first` to `num` in the parts in which they are answered; part ends do not depend on `first`."""
+    ends = [end for end in (*EARLY, *range(CHUNK, num, CHUNK), num) if first < end <= num]
+    for start, end in zip((first, *ends), ends, strict=False):
+        yield range(start, end)
 
 
 def prompts(num: int) -> list[list[int]]:

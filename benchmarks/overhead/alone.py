@@ -28,6 +28,7 @@ async def closed_loop(engine: AsyncEngine, bodies: Seq[dict[str, Any]], streams:
     """Ask all, `streams` at any time, and read every text as it grows."""
     texts = [""] * len(bodies)
     num_tokens = 0
+    gaps_s: list[float] = []
     waiting = iter(range(len(bodies)))
 
     async def one_stream() -> None:
@@ -35,13 +36,19 @@ async def closed_loop(engine: AsyncEngine, bodies: Seq[dict[str, Any]], streams:
         for number in waiting:
             asked = dict(bodies[number])
             prompt = engine.encode_chat(asked.pop("messages"))
+            last_s = None
             async for update in engine.stream(prompt, SamplingParams.from_mapping(asked)):
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    gaps_s.append(now_s - last_s)
+                last_s = now_s
                 texts[number] += update.text
                 num_tokens += len(update.token_ids)
 
     started_s = time.perf_counter()
     await asyncio.gather(*(one_stream() for _ in range(streams)))
-    return {"seconds": time.perf_counter() - started_s, "num_tokens": num_tokens, "texts": texts}
+    seconds = time.perf_counter() - started_s
+    return {"seconds": seconds, "num_tokens": num_tokens, "texts": texts, "gaps_s": gaps_s}
 
 
 def main() -> None:
@@ -52,11 +59,14 @@ def main() -> None:
     parser.add_argument("--spec", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kv-cache-bytes", type=int, required=True)
+    parser.add_argument("--quantization")
     options = parser.parse_args()
     speculative = speculative_config(SpeculationFlags(spec=options.spec), options.model)
     if speculative.probe_share is None:  # as `slipstream serve` has it
         speculative = replace(speculative, probe_share=PROBE_SHARE)
-    sizes = {"num_threads": options.threads, "kv_cache_bytes": options.kv_cache_bytes}
+    sizes: dict[str, Any] = {"num_threads": options.threads, "kv_cache_bytes": options.kv_cache_bytes}
+    if options.quantization is not None:
+        sizes["quantization"] = options.quantization
     engine = AsyncEngine(
         engine=make_engine(options.model, speculative, sizes),
         stream_interval_s=ServeConfig().stream_interval_s,

@@ -24,13 +24,14 @@ async def closed_loop(port: int, bodies: Seq[dict[str, Any]], streams: int) -> d
     """Ask all, `streams` at any time, each stream on one connection. Raises RuntimeError for what is no answer."""
     requests = [_request(body) for body in bodies]
     responses = [b""] * len(requests)
+    gaps_s: list[float] = []
     waiting = iter(range(len(requests)))
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(streams)]
 
     async def one_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for number in waiting:
             writer.write(requests[number])
-            responses[number] = await _response(reader)
+            responses[number] = await _response(reader, gaps_s)
 
     started_s = time.perf_counter()
     await asyncio.gather(*(one_stream(*connection) for connection in connections))
@@ -44,6 +45,7 @@ async def closed_loop(port: int, bodies: Seq[dict[str, Any]], streams: int) -> d
         "num_tokens": sum(num_tokens for _, num_tokens, _ in answers),
         "num_events": sum(num_events for _, _, num_events in answers),
         "texts": [text for text, _, _ in answers],
+        "gaps_s": gaps_s,
     }
 
 
@@ -56,11 +58,16 @@ def _request(body: dict[str, Any]) -> bytes:
     return head.encode() + content
 
 
-async def _response(reader: asyncio.StreamReader) -> bytes:
-    """Head and chunked body of one response."""
+async def _response(reader: asyncio.StreamReader, gaps_s: list[float]) -> bytes:
+    """Head and chunked body of one response; adds the time between what came and what came next."""
     response = bytearray()
+    last_s = 0.0
     while not response.endswith(_END):
         received = await reader.read(_READ_BYTES)
+        now_s = time.perf_counter()
+        if response:
+            gaps_s.append(now_s - last_s)
+        last_s = now_s
         response += received
         if not received or not response.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"no stream came, but {bytes(response[:500])!r}")

@@ -1,4 +1,4 @@
-"""Rounds over HTTP and without it in turn, on the same questions."""
+"""Rounds over HTTP, at servers of one process and of two, and without HTTP, in turn and on the same questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import psutil
 from benchmarks.kept import say
 from slipstream.assets import sample_prompts
 from slipstream.bench.statistics import PairedTimes, speedup_interval
+from slipstream.serve.process.spawn import WORKER
 
 WARM_UP = 1
 """Rounds that are not counted."""
@@ -45,6 +46,12 @@ class Plan:
     threads: int = 1
     """Of each engine. The server's event loop and the client want a core too."""
     kv_cache_bytes: int = 256 * 2**20
+    processes: Seq[int] = (1, 2)
+    """Of each server: 1 is `slipstream serve --one-process`."""
+    quantization: str | None = None
+    """Of the target, as `slipstream serve` takes it."""
+    name: str | None = None
+    """What the result calls the model; None goes by `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,10 @@ class Side:
     """Of the process with the engine: of the server, or of the engine alone."""
     client_cpu_s: float
     texts: list[str]
+    front_cpu_s: float = 0.0
+    """Of the process in front of the engine's, where there are two; `cpu_s` is without it."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between what came on a stream and what came next on it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,26 +95,35 @@ class Worker:
 
 
 def measure(plan: Plan, spec: str) -> dict[str, Any]:
-    """The cell of one drafter."""
+    """The cell of one drafter: `servers` has a summary for each number of processes."""
     rows = sample_prompts()
     with ExitStack() as stack:
         model = [] if plan.model is None else ["--model", plan.model]
         alone = stack.enter_context(_worker("alone", *model, *_flags(plan, spec)))
-        port, server_pid = stack.enter_context(_server(plan, spec))
-        client = stack.enter_context(_worker("client", str(port)))
-        pairs: list[tuple[Side, Side]] = []
+        servers: list[tuple[Worker, int]] = []
+        for number in plan.processes:
+            port, pid = stack.enter_context(_server(plan, spec, number))
+            servers.append((stack.enter_context(_worker("client", str(port))), pid))
+        pairs: list[list[tuple[Side, Side]]] = [[] for _ in servers]
         for turn in range(WARM_UP + plan.rounds):
             say(f"  round {turn + 1} of {WARM_UP + plan.rounds}")
             asked = {"streams": plan.streams, "bodies": _bodies(plan, rows, turn)}
-            if turn % 2:
-                served = _serve_round(client, server_pid, asked)
-                pair = served, _alone_round(alone, asked)
-            else:
-                own = _alone_round(alone, asked)
-                pair = _serve_round(client, server_pid, asked), own
+            sides: dict[int, Side] = {}
+            order = [-1, *range(len(servers))]
+            for which in order[turn % len(order) :] + order[: turn % len(order)]:
+                if which < 0:
+                    sides[which] = _alone_round(alone, asked)
+                else:
+                    client, pid = servers[which]
+                    sides[which] = _serve_round(client, pid, asked)
             if turn >= WARM_UP:
-                pairs.append(pair)
-        return {"spec": spec, **summary(pairs)}
+                for which, kept in enumerate(pairs):
+                    kept.append((sides[which], sides[-1]))
+        measured = zip(plan.processes, pairs, strict=True)
+        return {
+            "spec": spec,
+            "servers": [{"processes": number, **summary(kept)} for number, kept in measured],
+        }
 
 
 def _bodies(plan: Plan, rows: Seq[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
@@ -124,14 +144,34 @@ def _alone_round(alone: Worker, asked: dict[str, Any]) -> Side:
     before_s = alone.cpu_s()
     answer = alone.ask(asked)
     used_s = alone.cpu_s() - before_s
-    return Side(answer["num_tokens"], answer["seconds"], used_s, 0.0, answer["texts"])
+    return Side(
+        answer["num_tokens"], answer["seconds"], used_s, 0.0, answer["texts"], gaps_s=answer["gaps_s"]
+    )
 
 
 def _serve_round(client: Worker, server_pid: int, asked: dict[str, Any]) -> Side:
-    before_s, client_before_s = cpu_s(server_pid), client.cpu_s()
+    engine_pid = _engine_pid(server_pid)
+    pids = [server_pid] if engine_pid is None else [engine_pid, server_pid]
+    before_s, client_before_s = [cpu_s(pid) for pid in pids], client.cpu_s()
     answer = client.ask(asked)
-    used_s, client_used_s = cpu_s(server_pid) - before_s, client.cpu_s() - client_before_s
-    return Side(answer["num_tokens"], answer["seconds"], used_s, client_used_s, answer["texts"])
+    used_s = [cpu_s(pid) - before for pid, before in zip(pids, before_s, strict=True)]
+    return Side(
+        answer["num_tokens"],
+        answer["seconds"],
+        used_s[0],
+        client.cpu_s() - client_before_s,
+        answer["texts"],
+        front_cpu_s=sum(used_s[1:]),
+        gaps_s=answer["gaps_s"],
+    )
+
+
+def _engine_pid(server_pid: int) -> int | None:
+    """The engine's process of a server with two."""
+    for child in psutil.Process(server_pid).children():
+        if WORKER in child.cmdline():
+            return int(child.pid)
+    return None
 
 
 def summary(pairs: Seq[tuple[Side, Side]]) -> dict[str, Any]:
@@ -163,8 +203,13 @@ def summary(pairs: Seq[tuple[Side, Side]]) -> dict[str, Any]:
         },
         "cpu_us_per_token": {
             "server": _us_per_token([(served.cpu_s, served.num_tokens) for served, _ in pairs]),
+            "front": _us_per_token([(served.front_cpu_s, served.num_tokens) for served, _ in pairs]),
             "engine": _us_per_token([(alone.cpu_s, alone.num_tokens) for _, alone in pairs]),
             "client": _us_per_token([(served.client_cpu_s, served.num_tokens) for served, _ in pairs]),
+        },
+        "gap_ms": {
+            "server": _gaps_ms([gap for served, _ in pairs for gap in served.gaps_s]),
+            "engine": _gaps_ms([gap for _, alone in pairs for gap in alone.gaps_s]),
         },
         "num_tokens": sum(together.tokens_on),
         "texts_that_differ": differ,
@@ -179,6 +224,14 @@ def summary(pairs: Seq[tuple[Side, Side]]) -> dict[str, Any]:
     }
 
 
+def _gaps_ms(gaps_s: Seq[float]) -> dict[str, float]:
+    """Median and 99th percentile of the time between two events of a stream."""
+    if len(gaps_s) < 2:
+        return {}
+    ranked = statistics.quantiles(gaps_s, n=100, method="inclusive")
+    return {"p50": round(1e3 * ranked[49], 2), "p99": round(1e3 * ranked[98], 2)}
+
+
 def _us_per_token(used: Seq[tuple[float, int]]) -> float:
     return round(1e6 * sum(cpu for cpu, _ in used) / sum(num for _, num in used), 1)
 
@@ -191,15 +244,16 @@ def cpu_s(pid: int) -> float:
 
 def facts(plan: Plan) -> dict[str, Any]:
     """The plan as the result tells it."""
-    return {key: value for key, value in asdict(plan).items() if key != "specs"} | {
-        "model": "the embedded pair's target" if plan.model is None else Path(plan.model).name
-    }
+    named = "the embedded pair's target" if plan.model is None else Path(plan.model).name
+    told = {key: value for key, value in asdict(plan).items() if key not in ("specs", "name")}
+    return told | {"model": plan.name or named, "processes": list(plan.processes)}
 
 
 def _flags(plan: Plan, spec: str) -> list[str]:
     """As `slipstream serve` and the engine alone both take them."""
     sizes = ["--threads", str(plan.threads), "--kv-cache-bytes", str(plan.kv_cache_bytes)]
-    return ["--spec", spec, *sizes]
+    quantization = [] if plan.quantization is None else ["--quantization", plan.quantization]
+    return ["--spec", spec, *sizes, *quantization]
 
 
 @contextmanager
@@ -217,10 +271,10 @@ def _worker(module: str, *arguments: str) -> Iterator[Worker]:
 
 
 @contextmanager
-def _server(plan: Plan, spec: str) -> Iterator[tuple[int, int]]:
+def _server(plan: Plan, spec: str, processes: int) -> Iterator[tuple[int, int]]:
     """Port and process id of `slipstream serve`, which logs into a file."""
     model = [] if plan.model is None else [plan.model]
-    flags = _flags(plan, spec)
+    flags = [*_flags(plan, spec), "--one-process" if processes == 1 else "--no-one-process"]
     command = [sys.executable, "-m", "slipstream.cli.main", "serve", *model, "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log, text=True) as process:
         try:

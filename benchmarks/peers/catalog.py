@@ -22,7 +22,9 @@ PRECISIONS = {
     "bfloat16": "bfloat16",
     "int8": "int8",
     "int4": "int4",
+    "int4_g128": "int4",
     "Q8_0": "int8",
+    "Q4_0": "int4",
     "Q4_K_M": "int4",
 }
 """Weight formats, and the one that each is compared with."""

@@ -17,7 +17,16 @@ DRAFT = "embedded-draft"
 CONVERTED = {"openvino": "", "llamacpp": ".gguf"}
 """Peers that want a format of their own, and how their files' names end."""
 
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4, "Q8_0": 8.5, "Q4_K_M": 4.85}
+BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "int8": 8,
+    "int4": 4,
+    "int4_g128": 4,
+    "Q8_0": 8.5,
+    "Q4_0": 4.5,
+    "Q4_K_M": 4.85,
+}
 """Of one weight, with the scales where the format's name says what they are."""
 
 

@@ -1,6 +1,6 @@
 """One picture of the runs with prompts of given lengths: ms a token over the prompt's length, by engine and bits.
 
-It is drawn as SVG text, so that equal results give equal files, and reads on light and dark pages.
+It reads on light and dark pages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from html import escape
 from benchmarks.peers.cells import Cells, Side, condition_of, decode_rate, length_of, step_ms
 from benchmarks.peers.report import NAMES, OURS
 from benchmarks.peers.results import Results
+from benchmarks.peers.svg import framed
 
 PREFERRED = "expanded-300m"
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
@@ -114,23 +115,14 @@ def _drawing(results: Results, cells: Cells, drawn: list[Line]) -> str:
             f'  <line class="leader {kind}" x1="{end_x + 3:.1f}" y1="{end_y:.1f}" x2="{x - 4}" y2="{label_y:.1f}"/>',
             f'  <text x="{x}" y="{label_y + 4:.1f}">{escape(line.name)}: {line.points[-1][1]:.0f}</text>',
         ]
-    session = results.sessions[-1]
-    title = "Milliseconds a token behind a prompt, without speculation"
-    about = f"{cells.title}; {session['cores']} cores, {session['cpu']}, {session['date']}"
-    width = LEFT + WIDTH + RIGHT
-    height = max(TOP + HEIGHT + BOTTOM, round(label_y) + 20)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-            f' role="img" aria-label="{escape(title)}">',
-            f"  <style>\n{_STYLE}\n  </style>",
-            f'  <rect class="page" width="{width}" height="{height}" rx="6"/>',
-            f'  <text class="title" x="16" y="26">{escape(title)}</text>',
-            f'  <text class="small" x="16" y="45">{escape(about)}</text>',
-            *parts,
-            "</svg>",
-            "",
-        ]
+    return framed(
+        parts,
+        results,
+        title="Milliseconds a token behind a prompt, without speculation",
+        about=cells.title,
+        style=_STYLE,
+        width=LEFT + WIDTH + RIGHT,
+        height=max(TOP + HEIGHT + BOTTOM, round(label_y) + 20),
     )
 
 

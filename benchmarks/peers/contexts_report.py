@@ -7,7 +7,6 @@ length has few of them, so intervals are Student's, of the logarithms.
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from benchmarks.peers.cells import (
     step_ms,
 )
 from benchmarks.peers.figures import equal_texts
+from benchmarks.peers.markdown import refusals, versions, wrapped
 from benchmarks.peers.report import OURS
 from benchmarks.peers.results import Results
 
@@ -63,7 +63,7 @@ BARS = (
             *_same_bits(precision),
             (512, 1536, 8192),
         )
-        for precision in ("float32", "bfloat16", "int8")
+        for precision in ("float32", "bfloat16", "int8", "int4")
     ),
     *(
         Bar(
@@ -76,6 +76,13 @@ BARS = (
         )
         for what, speed in (("first token", prompt_rate), ("decode", decode_rate))
     ),
+    Bar(
+        "without speculation, int4, over the best peer's: decode",
+        1.15,
+        decode_rate,
+        *_same_bits("int4"),
+        (128, 1536),
+    ),
     *(
         Bar(
             f"best mode over the best peer's best, {precision}: decode",
@@ -85,7 +92,7 @@ BARS = (
             Side(False, precision, kinds=()),
             (128, 1536),
         )
-        for precision, least in (("int8", 2.2), ("bfloat16", 1.5))
+        for precision, least in (("int8", 2.2), ("bfloat16", 1.5), ("int4", 1.6))
     ),
 )
 
@@ -106,18 +113,12 @@ def page(results: Results, file_name: str, picture_name: str | None) -> str:
             _table(of_model, "peak memory, GiB", memory_gib, ".2f", spread=False),
             _texts(of_model),
             _beside(of_model),
-            _refusals(of_model),
+            refusals((label(mode), reason) for mode, reason in of_model.refused.items()),
         ]
-    parts.append(_versions(cells))
+    modes = ((of_model, mode) for of_model in cells for mode in of_model.modes)
+    parts.append(versions((label(mode), of_model.entries[mode]) for of_model, mode in modes))
     text = "\n".join(part for part in parts if part)
-    return "\n".join(_wrapped(line) for line in text.split("\n"))
-
-
-def _wrapped(line: str) -> str:
-    if line.startswith(("|", "!")):
-        return line
-    indent = "  " if line.startswith("- ") else ""
-    return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped(text)
 
 
 def _heading(results: Results, file_name: str, picture_name: str | None) -> str:
@@ -285,28 +286,3 @@ def _beside(cells: Cells) -> str:
         "when the models are loaded."
     )
     return "\n".join([about, "", heading, "|---|---|---|---|---|---|---|---|", *lines, ""])
-
-
-def _refusals(cells: Cells) -> str:
-    if not cells.refused:
-        return ""
-    lines = ["| cannot run | why |", "|---|---|"]
-    for mode, reason in cells.refused.items():
-        cell = reason.replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {label(mode)} | {cell} |")
-    return "\n".join([*lines, ""])
-
-
-def _versions(cells: Sequence[Cells]) -> str:
-    lines = ["## Versions and settings", "", "| mode | versions | settings |", "|---|---|---|"]
-    seen: set[str] = set()
-    for of_model in cells:
-        for mode in of_model.modes:
-            if mode in seen:
-                continue
-            seen.add(mode)
-            entry, definition = of_model.entries[mode], of_model.definition(mode)
-            versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
-            given = [f"`{name}`: `{definition[name]}`" for name in ("load", "call") if definition[name]]
-            lines.append(f"| {label(mode)} | {versions} | {'; '.join([*entry['notes'], *given])} |")
-    return "\n".join([*lines, ""])

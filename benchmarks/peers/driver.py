@@ -89,6 +89,7 @@ class Driver:
 
     def refuse(self, model: Model, mode: Mode, reason: str, *, batch: bool = False) -> None:
         where = f"{model.name}: {mode.key}" + (" (batch)" if batch else "")
+        reason = reason.replace(f"{self.options.models_dir}/", "")  # a result names no folder of a machine
         self.results.refused[where] = reason
         console.print(f"{where}: cannot run: {reason}")
 

@@ -1,6 +1,6 @@
 """One picture of the results: tokens a second of each peer, with and without the same draft model.
 
-It is drawn as SVG text, so that equal results give equal files, and reads on light and dark pages.
+It reads on light and dark pages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from html import escape
 from benchmarks.peers.figures import task_mean
 from benchmarks.peers.report import NAMES, OURS, ModelResults
 from benchmarks.peers.results import Results
+from benchmarks.peers.svg import framed
 
 MODEL = "expanded-300m"
 WEIGHTS = ("float32", "int8", "int4")
@@ -75,23 +76,14 @@ def picture(results: Results, name: str = MODEL) -> str:
             y += GAP
         parts += _row(row, y, scale)
         y += ROW
-    height, width = y + 8, LEFT + WIDTH + RIGHT
-    session = results.sessions[-1]
-    title = "Tokens a second on a CPU, one request"
-    about = f"{model.title}; {session['cores']} cores, {session['cpu']}, {session['date']}; mean over tasks"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-            f' role="img" aria-label="{escape(title)}">',
-            f"  <style>\n{_STYLE}\n  </style>",
-            f'  <rect class="page" width="{width}" height="{height}" rx="6"/>',
-            f'  <text class="title" x="16" y="26">{escape(title)}</text>',
-            f'  <text class="small" x="16" y="45">{escape(about)}</text>',
-            *_legend(16, 62),
-            *parts,
-            "</svg>",
-            "",
-        ]
+    return framed(
+        [*_legend(16, 62), *parts],
+        results,
+        title="Tokens a second on a CPU, one request",
+        about=f"{model.title}; mean over tasks",
+        style=_STYLE,
+        width=LEFT + WIDTH + RIGHT,
+        height=y + 8,
     )
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from benchmarks.peers.figures import (
     quartiles,
     task_mean,
 )
+from benchmarks.peers.markdown import refusals, versions, wrapped
 from benchmarks.peers.results import BATCH, Results, Sample
 
 NAMES = {
@@ -230,17 +230,9 @@ def page(results: Results, file_name: str) -> str:
         if model.batch:
             parts += [_batches(model)]
         parts += [_refusals(model)]
-    parts.append(_settings(models))
+    parts.append(versions((_label(key), model.entries[key]) for model in models for key in _in_order(model)))
     text = "\n".join(part for part in parts if part)
-    return "\n".join(_wrapped(line) for line in text.split("\n"))
-
-
-def _wrapped(line: str) -> str:
-    """Prose of at most 118 characters a line; tables stay as they are."""
-    if line.startswith("|"):
-        return line
-    indent = "  " if line.startswith("- ") else ""
-    return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped(text)
 
 
 def _heading(results: Results, file_name: str) -> str:
@@ -432,31 +424,11 @@ def _batches(model: ModelResults) -> str:
 
 
 def _refusals(model: ModelResults) -> str:
-    if not model.refused:
-        return ""
-    lines = ["| cannot run | why |", "|---|---|"]
+    reasons = []
     for key, reason in model.refused.items():
-        mode, _, batch = key.partition(" (batch)") if key.endswith(" (batch)") else (key, "", None)
-        label = _label(mode) + (f", {BATCH}" if batch is not None else "")
-        cell = reason.replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {label} | {cell} |")
-    return "\n".join([*lines, ""])
-
-
-def _settings(models: list[ModelResults]) -> str:
-    lines = ["## Versions and settings", "", "| mode | versions | settings |", "|---|---|---|"]
-    seen: set[str] = set()
-    for model in models:
-        for key in _in_order(model):
-            entry = model.entries[key]
-            if key in seen:
-                continue
-            seen.add(key)
-            versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
-            definition = entry["definition"]
-            given = [f"`{name}`: `{definition[name]}`" for name in ("load", "call") if definition[name]]
-            lines.append(f"| {_label(key)} | {versions} | {'; '.join([*entry['notes'], *given])} |")
-    return "\n".join([*lines, ""])
+        mode = key.removesuffix(" (batch)")
+        reasons.append((_label(mode) + (f", {BATCH}" if mode != key else ""), reason))
+    return refusals(reasons)
 
 
 def _in_order(model: ModelResults) -> list[str]:

@@ -73,7 +73,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", help="names of models, with commas; all unless given")
     parser.add_argument("--peers", help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--modes", help="names, kinds or weights of modes, with commas")
-    parser.add_argument("--weights", help="weight formats, with commas; int8 means Q8_0 too, int4 Q4_K_M")
+    parser.add_argument(
+        "--weights", help="weight formats, with commas; int8 means Q8_0 too, int4 every one of 4 bits"
+    )
     parser.add_argument("--caches", help="types of keys and values, with commas; peers have their own")
     parser.add_argument("--contexts", help="measure prompts of these lengths instead, with commas: 128,1536")
     parser.add_argument("--neighbours", help="with --contexts: busy loops beside, with commas: 0,1,2")

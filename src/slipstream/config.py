@@ -100,9 +100,15 @@ class SpeculativeConfig:
     """Share of the engine's time for probes that measure the gain of speculation: short stretches without it, and with
     `auto` exploration of drafters that are not chosen. 0 is never; None is 0.005 with `auto` and in `slipstream serve`,
     otherwise 0."""
+    draft_device: str | None = None
+    """Device on which the draft model runs, such as `cuda:1` or `cpu`; None is the target's. For drafters that read
+    nothing of the target but its text: draft_model, self, tli, slem."""
     draft_timeout_s: float = 30.0
     """Time limit of a drafter's call, in seconds. A drafter that exceeds it is paused, after repeated failures retired;
     requests continue without drafts."""
+    reasoning: Mapping[str, Any] | None = None
+    """Who drafts whole steps of thinking, and how steps are told apart: `{"model": PATH, "separator": "\\n\\n"}`; see
+    `ReasoningConfig`. For requests that ask for it, whose text it may change; needs `allow_lossy`."""
 
     def __post_init__(self) -> None:
         check_types(
@@ -133,6 +139,12 @@ class SpeculativeConfig:
         options = {key: value for key, value in mapping.items() if key not in own}
         return cls(**{key: mapping[key] for key in own & set(mapping)}, options=options)
 
+    def as_mapping(self) -> dict[str, Any]:
+        """As one flat mapping that `from_mapping` takes."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        own |= own.pop("options")
+        return {name: value for name, value in own.items() if value is not None}
+
     @classmethod
     def from_text(cls, text: str) -> SpeculativeConfig:
         """From JSON, or from the path of a JSON file; raises `ConfigError`."""
@@ -152,10 +164,10 @@ class SpeculativeConfig:
 
     @classmethod
     def from_short(cls, spec: str) -> SpeculativeConfig:
-        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `layer_skip:int8`, or any `NAME:MODEL`."""
+        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `remote:HOST:PORT`, or any `NAME:MODEL`."""
         name, _, value = spec.partition(":")
         method = {"draft": "draft_model"}.get(name, name)
-        key = "quantization" if method in ("self", "layer_skip") else "model"
+        key = {"self": "quantization", "layer_skip": "quantization", "remote": "workers"}.get(method, "model")
         return cls(method, options={key: value} if value else {})
 
 
@@ -166,7 +178,8 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     lora: str | None = None
-    """Folder of a LoRA adapter to merge into the target's weights; None uses one in the model's own folder, if any."""
+    """Folder of a LoRA adapter for the target; None uses one in the model's own folder, if any. It is merged into plain
+    weights, and kept apart from those that a file holds quantised."""
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
@@ -174,13 +187,15 @@ class EngineConfig:
     kept in, and the arithmetic is float32: `auto` keeps those of a 16-bit checkpoint as they are stored, which with
     `kv_cache_dtype: float32` gives the logits of `dtype: float32`, bit for bit (by default the cache has the
     checkpoint's type too, and logits differ by the rounding of its entries); `bfloat16` and `float16` round other
-    weights, once. Without the native kernels, and for models with weights that these do not read (experts), a CPU
-    computes in the type itself, and `auto` is float32."""
+    weights, once. Without the native kernels, and for models with weights that these do not read (experts of most
+    families), a CPU computes in the type itself, and `auto` is float32."""
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
     """Weight format of the linear layers, on a CPU. `int8`: 8-bit integers, one scale an output and one a row of
-    activations. Changes the model a little, not the exactness of speculation: rows do not depend on each other.
+    activations. `int4`, `int4_g64`, `int4_g128`: 4-bit codes in groups of 32, 64 or 128 inputs, each with a scale and a
+    zero, and activations of 8 bits; the output layer is in int8. Each changes the model, more with fewer
+    bits and larger groups, not the exactness of speculation: rows do not depend on each other.
     `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats; loading the model checks the name."""
     kv_cache_dtype: str = "auto"
     """How keys and values of the target, of draft models and of EAGLE heads are held. They are rounded once, when
@@ -191,6 +206,13 @@ class EngineConfig:
     a little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the checkpoint's own
     type, if the native kernels run whole passes; else the type that is computed in, so the same command has a float32
     cache where there are no kernels. Loading logs the type."""
+    fast_prompts: bool = False
+    """Compute the rows of a prompt but its last in bfloat16, where the native CPU kernels run whole passes over weights
+    kept in `bfloat16` or `float16`: the activations are rounded to it (and `float16` weights), products are added in
+    float32. It is for processors with AMX, and has never run on one; others compute the same bits, slower than without.
+    Changes a prompt's keys and values, and with them the text, a little. The text is still the same with and without
+    speculation, in any batch and after prefix reuse, which ends where the earlier request's prompt did. The prompt's
+    last row, answers and drafts are computed as ever."""
     cpu_kernels: str = "auto"
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""
@@ -213,6 +235,8 @@ class EngineConfig:
     """As in vLLM: share of the device's whole memory (on a CPU the machine's) for weights, keys and values together.
     Replaces `kv_memory_fraction`: keys and values get what the weights leave."""
     enable_prefix_caching: bool = True
+    allow_lossy: bool = False
+    """Let requests ask for what may change their text: step-level speculation (`reasoning`). Others stay exact."""
     seed: int | None = None
     """Seed for drawing the requests' own seeds; None draws them from the operating system."""
     generation_config: str = "auto"

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 
 from slipstream.errors import RequestError
 from slipstream.metrics.request import RequestMetrics
+from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.text.characters import check_characters
+from slipstream.text.prediction import Prediction, parse_prediction
 
 if TYPE_CHECKING:
     import torch
 
     from slipstream.sampling.grammars.grammar import Grammar
     from slipstream.sampling.params import SamplingParams
+    from slipstream.text.expected import ExpectedText
 
 ROOT = -1
 """The parent of a node that hangs directly below the last committed token."""
@@ -172,7 +175,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller may set for a request beside its sampling parameters. Nothing here changes the text.
+    """What a caller may set for a request beside its sampling parameters. Nothing here changes the text, but
+    `reasoning`, which is lossy and needs an engine that allows it.
 
     Raises `RequestError` for a value that no engine can serve.
     """
@@ -185,8 +189,17 @@ class RequestOptions:
     """The most draft tokens a step; 0 turns speculation off for the request, None leaves the bound to the engine."""
     draft_method: str | None = None
     """The request's explicit drafter, one of `Engine.draft_methods`; None leaves the choice to the engine."""
+    prediction: Prediction | None = None
+    """What the answer is expected to be, text or token ids: drafted beside whatever drafter runs, for this request
+    alone. OpenAI's form is taken too."""
+    learn: bool = True
+    """Whether a drafter that learns from what is served may learn from this request; False keeps nothing of it."""
+    reasoning: StepOptions | None = None
+    """Step-level speculation: a draft writes whole steps of thinking. May change the text. An object is taken too."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.learn, bool):
+            raise RequestError(f"learn must be true or false, got {self.learn!r}")
         for name in ("tenant", "task"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -198,9 +211,33 @@ class RequestOptions:
             raise RequestError(f"max_draft_tokens must be a whole number of at least 0, got {bound!r}")
         if not isinstance(self.draft_method, str | None):
             raise RequestError(f"draft_method must be a string, got {self.draft_method!r}")
+        if self.prediction is not None:
+            object.__setattr__(self, "prediction", parse_prediction(self.prediction))
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", parse_step_options(self.reasoning))
 
 
 DEFAULT_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedTokens:
+    """What was emitted of one answer before, by this engine or another one; its continuation begins behind it.
+
+    Raises `RequestError` for lists that do not belong together.
+    """
+
+    token_ids: Seq[int] = ()
+    from_draft: Seq[bool] = ()
+    """One a token, or empty where it is not known: then none counts as an accepted draft token."""
+    logprobs: Seq[TokenLogprob] = ()
+    """One a token where the request's parameters ask for log-probabilities, else empty."""
+
+    def __post_init__(self) -> None:
+        num = len(self.token_ids)
+        for name, values in (("from_draft", self.from_draft), ("logprobs", self.logprobs)):
+            if len(values) not in (0, num):
+                raise RequestError(f"emitted {name} has {len(values)} entries for {num} tokens")
 
 
 @dataclass(eq=False)
@@ -226,9 +263,22 @@ class Sequence:
     """The first sequence of the same request; the others wait for its prompt, to reuse it."""
     grammar: Grammar | None = None
     """What the answer must satisfy, as `params.structured` says; None without a constraint."""
+    expected: ExpectedText | None = None
+    """The options' prediction in the target's tokens."""
+    num_resumed_tokens: int = 0
+    """Leading output tokens that were emitted elsewhere and came with the request."""
+    scores_prompt: bool = True
+    """Whether it computes the prompt's log-probabilities where they are wanted: one answer of a request does."""
     from_draft: list[bool] = field(default_factory=list)
     """One an output token: True for an accepted draft token, False for the target's own."""
     num_computed: int = 0
+    awaits_draft: bool = False
+    """A draft is writing its next step of thinking: the target has nothing to compute until that is whole."""
+    num_step_nodes: int = 0
+    """Nodes of a whole drafted step, its question included, that its next pass checks: all of them or none."""
+    num_fast_tokens: int = 0
+    """Leading tokens that are computed in the arithmetic of `fast_prompts`: the prompt's but its last, or none. It goes
+    by the request alone, so that a preempted sequence is computed again as it was."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str = ""
@@ -259,14 +309,30 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_new_tokens(self) -> int:
+        """Output tokens that were made here."""
+        return self.num_output_tokens - self.num_resumed_tokens
+
+    @property
     def num_pending(self) -> int:
         """Committed tokens that the target has not yet computed; at least 1 while the sequence runs."""
         return len(self.token_ids) - self.num_computed
 
+    def entry_ids(self, begin: int = 0, end: int | None = None) -> list[int]:
+        """What tells the cache entries of tokens `begin` to `end` from others: equal ids from 0 on are equal entries.
+
+        A token's id; `~id` where `fast_prompts` computes it, which makes another entry of the same text.
+        """
+        end = len(self.token_ids) if end is None else end
+        fast = min(self.num_fast_tokens, end)
+        if fast <= begin:
+            return self.token_ids[begin:end]
+        return [*(~token_id for token_id in self.token_ids[begin:fast]), *self.token_ids[fast:end]]
+
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True while some prompt token's log-probability is not computed yet; only the first answer computes them."""
-        if self.params.prompt_logprobs is None or self.index > 0:
+        """True while some prompt token's log-probability is not computed yet."""
+        if self.params.prompt_logprobs is None or not self.scores_prompt:
             return False
         return len(self.prompt_logprobs or ()) < self.num_prompt_tokens
 
@@ -304,6 +370,12 @@ class StepItem:
     logits: torch.Tensor = field(init=False, repr=False)
     """[1 + n, vocab], the last of `rows`: row 0 follows the text as it was, row i + 1 follows node i of the proposal.
     Only of a sequence that decodes."""
+
+    # judged
+    num_given: int = 0
+    """Leading nodes of the proposal, a chain, that are taken as they are: a lossy judge has kept them."""
+    num_dropped_nodes: int = 0
+    """Nodes that the pass computed beside the proposal: the question to a judge."""
 
     # verified
     verdict: Verdict = field(init=False, repr=False)

@@ -8,7 +8,14 @@ SlipstreamError
 │   └── VocabularyMismatchError     a draft whose tokens are not the target's
 ├── CapacityError           something that does not fit into the planned memory
 ├── EngineStoppedError      the engine was closed, or failed, while a request was running
-└── RemoteError             a remote server that cannot be reached or gives no valid answer
+├── EngineBusyError         an engine in another process has more requests than it has read
+├── ProtocolError           the server's and the engine's processes do not understand each other
+├── RemoteError             a remote server that cannot be reached or gives no valid answer
+├── DeployError             a cluster or a replica that cannot be used
+│   └── OverloadedError     a request that the replicas cannot take in time
+└── LearnError              what the drafter learns from or has learned cannot be used
+    ├── CorruptRecordError      a record of a served answer that is not as it was written
+    └── CorruptVersionError     a version of weights that is not as it was written
 """
 
 
@@ -22,6 +29,14 @@ class ConfigError(SlipstreamError, ValueError):
 
 class RequestError(SlipstreamError, ValueError):
     """A prompt or a sampling parameter is invalid."""
+
+
+class PredictionError(RequestError):
+    """What a request expects as its answer cannot be read, or is too long for the model."""
+
+
+class ReasoningError(RequestError):
+    """A request asks for step-level speculation wrongly, or of an engine that does not have or allow it."""
 
 
 class ModelError(SlipstreamError):
@@ -44,5 +59,38 @@ class EngineStoppedError(SlipstreamError):
     """The engine was closed, or failed, before the request finished."""
 
 
+class EngineBusyError(SlipstreamError):
+    """More requests are on their way to the engine's process than may be; try again."""
+
+
+class ProtocolError(SlipstreamError):
+    """The server's process and the engine's process do not understand each other."""
+
+
 class RemoteError(SlipstreamError):
     """A server cannot be reached, or its answers are not OpenAI-compatible."""
+
+
+class DeployError(SlipstreamError):
+    """A cluster or a replica cannot be used: not there, of another model, of another protocol."""
+
+
+class OverloadedError(DeployError):
+    """The replicas cannot take a request, or not in time; `retry_after_s` says when to try again."""
+
+    def __init__(self, message: str, retry_after_s: int, is_deadline: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.is_deadline = is_deadline
+
+
+class LearnError(SlipstreamError):
+    """What the drafter learns from, or has learned, cannot be used: not there, not writable, of another model."""
+
+
+class CorruptRecordError(LearnError):
+    """The record of a served answer is not as it was written."""
+
+
+class CorruptVersionError(LearnError):
+    """A version of a drafter's weights is not as it was written."""

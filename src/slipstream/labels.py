@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from slipstream.models import CausalLM
 
 
+LOSSY_ALLOWED = (
+    "step-level speculation is allowed: answers marked lossy, which asked for it, are not the target's own"
+)
+
+
 def is_cost_expanded(model: CausalLM) -> bool:
     """True for a checkpoint that was enlarged without changing its function (`slipstream.testing.expand`)."""
     return bool(getattr(model.config, "cost_expanded", None))
@@ -16,8 +21,9 @@ def is_cost_expanded(model: CausalLM) -> bool:
 
 def engine_labels(engine: Engine, draft: str = "the draft") -> list[str]:
     """One sentence a label, empty for most engines. `draft` is what they call the model that drafts."""
+    lossy = [] if engine.reasoning is None else [LOSSY_ALLOWED]
     models = {"the target": engine.model, draft: engine.draft_model}
-    return [
+    return lossy + [
         f"{name} is cost-expanded: a smaller model's text at a larger model's cost"
         for name, model in models.items()
         if model is not None and is_cost_expanded(model)

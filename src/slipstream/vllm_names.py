@@ -87,7 +87,6 @@ CALL = {
     "priority": Foreign((0, []), "requests run in the order in which they come"),
     "prompt_adapter_request": Foreign(),
     "prompt_token_ids": Foreign((), 'give them as prompts: {"prompt_token_ids": [...]}'),
-    "reasoning": Foreign(),
     "tokenization_kwargs": Foreign(({},), "tokenize with get_tokenizer() and give token ids"),
     "chat_template_content_format": Foreign(
         ("auto", "string"), "parts of text are joined, others are refused"

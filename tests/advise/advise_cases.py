@@ -64,11 +64,18 @@ def recorded(requests: Sequence[RecordedRequest]) -> Recorded:
 
 
 def hand_made(
-    requests: Sequence[RecordedRequest], costs: StepCosts, max_rows: int = 512, max_requests: int = 32
+    requests: Sequence[RecordedRequest],
+    costs: StepCosts,
+    max_rows: int = 512,
+    max_requests: int = 32,
+    reuses_prefixes: bool = True,
+    fast_prompts: bool = False,
 ) -> Simulator:
     """A simulator of the one candidate `draft`, which drafts nothing where the requests have no drafts."""
     filled = [
         replace(one, drafts=one.drafts or {"draft": [NOT_DRAFTED] * one.num_output}) for one in requests
     ]
     scores = [RecordedScores(CANDIDATE, recorded(filled))]
-    return Simulator(filled, [CANDIDATE], scores, costs, max_rows, max_requests)
+    return Simulator(
+        filled, [CANDIDATE], scores, costs, max_rows, max_requests, reuses_prefixes, fast_prompts
+    )

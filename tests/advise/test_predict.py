@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from advise_cases import CANDIDATE, chain, hand_made, linear, recorded, request
@@ -58,6 +59,16 @@ def test_counted_steps_are_the_right_formulas() -> None:
     assert tau == pytest.approx(acceptance_length(0.8, 4), rel=0.03)
     assert abs(tau - (1 + 0.8 * 4)) > 0.5
     assert abs(tau - 1 / (1 - 0.8 * 4 / 5)) > 0.5
+
+
+def test_an_accepted_end_token_counts_as_accepted() -> None:
+    ends = replace(request(3, [(4, 4, 3), (4, 4, 2), (4, 4, 1)]), max_tokens=10)
+    of = recorded([ends, replace(ends, task="b")])
+    counts = rates(of, CHEAP).counts(Setting(0, 4), None)
+    assert (counts.tokens_per_step, counts.drafted_per_step, counts.accepted_per_step) == (3, 4, 3)
+    cells = predict(hand_made(of.requests, CHEAP), of, [CANDIDATE], rates(of, CHEAP), 1)
+    told = [cell.acceptance_rate for cell in cells if cell.setting == "draft γ=4"]
+    assert told == [0.75] * 3, "of all tasks together and of each"
 
 
 def test_the_predicted_speedup_is_tau_over_the_measured_cost() -> None:

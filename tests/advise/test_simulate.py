@@ -72,6 +72,36 @@ def test_a_trace_waits_for_arrivals_and_for_room() -> None:
     assert second.total_s == 5, "two seconds in the queue"
 
 
+@pytest.mark.parametrize(("at_once", "reuses", "rows"), [(1, True, 40 + 20), (2, True, 80), (1, False, 80)])
+def test_a_prompt_that_begins_like_an_earlier_one_is_computed_in_part(
+    at_once: int, reuses: bool, rows: int
+) -> None:
+    first = replace(request(2), prompt_token_ids=list(range(40)))
+    second = replace(request(2), prompt_token_ids=[*range(20), *range(50, 70)])
+    a_second_a_row = replace(FREE, steps={1: ((0.0, 0.0),)}, prompts=((1000.0, 1000.0),))
+    simulator = hand_made([first, second], a_second_a_row, reuses_prefixes=reuses)
+    done = simulator.closed_loop([0, 1], at_once, always(OFF), [])
+    assert done.wall_s == rows - 2  # a prompt's last row decodes
+
+
+@pytest.mark.parametrize(("fast_prompts", "known"), [(False, 42 + 3), (True, 41)])
+def test_an_answer_in_a_later_prompt_is_computed_again_with_fast_prompts(
+    fast_prompts: bool, known: int
+) -> None:
+    first = replace(request(4), prompt_token_ids=list(range(42)), output_token_ids=[60, 61, 62, 63])
+    second = replace(request(2), prompt_token_ids=[*range(42), 60, 61, 62, 63, 64])
+    a_second_a_row = replace(FREE, steps={1: ((0.0, 0.0),)}, prompts=((1000.0, 1000.0),))
+    simulator = hand_made([first, second], a_second_a_row, fast_prompts=fast_prompts)
+    done = simulator.closed_loop([0, 1], 1, always(OFF), [])
+    assert done.wall_s == 42 + 47 - known - 2
+
+
+def test_the_last_row_of_a_known_prompt_is_computed() -> None:
+    known = replace(request(2), prompt_token_ids=list(range(40)))
+    done = hand_made([known, known], FREE).closed_loop([0, 1], 1, always(OFF), [])
+    assert done.num_tokens == 4
+
+
 def test_prompts_share_the_rows_that_are_left() -> None:
     simulator = hand_made([request(2, num_prompt=30), request(2, num_prompt=10)], FREE, max_rows=20)
     done = simulator.closed_loop([0, 1], 2, always(OFF), [])

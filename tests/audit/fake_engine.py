@@ -52,22 +52,35 @@ class FakeEngine:
     """Every so many requests are answered 500."""
     requests_counted: int = 1
     """In the counters, for each request."""
+    drafted: int | None = None
+    """Draft tokens that the counters grow by with each request; None has no such counter."""
     stream_drops: bool = False
     """Streams lack their last token."""
     fails_after: int | None = None
     """Requests after which the server answers 500."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of /server_info."""
+    """Of /server_info, told as one text unless JSON is asked for, as vLLM does."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """Added to what /v1/models says."""
+    refuses: tuple[str, ...] = ()
+    """Parameters at which the server answers 400."""
     num_requests: int = 0
+    asked: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each prompt was asked under each seed: where none is kept, each time has other noise."""
     counters: Counter[str] = field(default_factory=Counter)
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tokens(self, body: dict[str, Any], number: int) -> list[int]:
+    def tokens(self, body: dict[str, Any]) -> list[int]:
         """The answer's tokens, with the end token where it ends by itself."""
-        greedy = body.get("temperature", 1) == 0
         prompt = json.dumps(body.get("prompt") or body.get("messages"))
-        key = [prompt] if greedy else [prompt, self.noise, body["seed"] if self.keeps_seed else number]
+        key: list[Any] = [prompt]
+        if body.get("temperature", 1) != 0:
+            key += [self.noise, body["seed"]]
+            if not self.keeps_seed:
+                with self.lock:
+                    self.asked[prompt, body["seed"]] += 1
+                    key.append(self.asked[prompt, body["seed"]])
         chance = random.Random(json.dumps([*key, body.get("temperature"), body.get("top_p")]))
         weights = [1 / (1 + token) ** self.spread for token in range(1, NUM_TOKENS)]
         length = body["max_tokens"]
@@ -105,11 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         fake = self.fake
         if self.path == "/v1/models":
-            self._send(200, {"data": [{"id": MODEL, "owned_by": fake.owner}]})
+            self._send(200, {"data": [{"id": MODEL, "owned_by": fake.owner, **fake.card}]})
         elif self.path == "/version":
             self._send(200, {"version": "1.2"})
-        elif self.path == "/server_info":
+        elif self.path == "/server_info?config_format=json":
             self._send(200, fake.settings)
+        elif self.path == "/server_info":
+            self._send(200, {name: str(value) for name, value in fake.settings.items()})
         elif self.path == "/metrics":
             lines = [
                 f'vllm:{name}_total{{model_name="{MODEL}"}} {value}' for name, value in fake.counters.items()
@@ -130,7 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
         if dead or (fake.fail_every and number % fake.fail_every == 0):
             self._send(500, {"error": {"message": "the engine died"}})
             return
-        tokens = fake.faulty(fake.tokens(body, number), number, body["max_tokens"])
+        if refused := [name for name in fake.refuses if name in body]:
+            self._send(400, {"error": {"message": f"{refused[0]} is not known"}})
+            return
+        tokens = fake.faulty(fake.tokens(body), number, body["max_tokens"])
         text, reason = text_of(tokens), "stop" if tokens and tokens[-1] == END else "length"
         for stop in [] if fake.ignores_stop or body.get("min_tokens") else body.get("stop") or []:
             if stop in text:
@@ -141,6 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
             fake.counters["generation_tokens"] += len(tokens) * fake.counter_factor
             fake.counters["prompt_tokens"] += 7
             fake.counters["request_success"] += fake.requests_counted
+            if fake.drafted is not None:
+                fake.counters["spec_decode_num_draft_tokens"] += fake.drafted
         if body.get("stream") and fake.streams:
             self._stream(tokens, text, reason, usage)
         else:

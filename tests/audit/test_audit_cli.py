@@ -76,6 +76,20 @@ def test_exit_codes_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert "cannot turn speculation off for a request; give --against URL" in alone.stderr
 
 
+def test_a_server_that_dies_leaves_the_exit_code_of_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "PATIENCE_S", 0.0)
+    args = ["--answers", "40", "--max-tokens", "8", "--output", str(tmp_path / "audit")]
+    with serve(fails_after=75) as one, serve() as other:
+        done = run(one.url, "--against", other.url, *args)
+    assert done.exit_code == 2, "130 is that of Ctrl-C"
+    certificate = json.loads((tmp_path / "audit/certificate.json").read_text())
+    assert certificate["decision"] == "could not tell"
+    assert not certificate["complete"]
+    assert not certificate["interrupted"]
+
+
 def test_a_fault_of_the_audit_itself_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise ZeroDivisionError("of its own")

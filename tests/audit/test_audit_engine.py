@@ -121,6 +121,15 @@ def test_classical_verifiers_are_judged_by_distributions(
     assert any(reason.startswith("distribution: p = ") for reason in faulty.reasons)
 
 
+def test_an_engine_that_allows_loss_is_never_certified(off: Engine) -> None:
+    """Requests may ask it for step-level speculation, so what it serves need not be the target's own."""
+    lossy = make_engine(None, DRAFT, {**MEMORY, "allow_lossy": True}, off)
+    found = certify(LocalAudit(settings(2), DRAFT), lossy, off)
+    assert found.decision is AuditDecision.NOT_CERTIFIED
+    [reason] = found.reasons
+    assert reason.startswith("allow_lossy lets requests ask for step-level speculation")
+
+
 def test_a_lossy_verifier_is_never_certified(
     with_speculation: Callable[[SpeculativeConfig], Engine], off: Engine
 ) -> None:
@@ -185,11 +194,13 @@ def test_an_interrupted_audit_is_resumed(
         patch.setattr("slipstream.audit.progress.AuditMeter.advance", advance)
         broken = certify(plan, on, off)
     assert not broken.complete
+    assert broken.interrupted
     assert broken.decision is AuditDecision.COULD_NOT_TELL
     assert on.integrity() == []
     again = LocalAudit(settings(6), DRAFT, journal=AuditJournal(file, resume=True))
     whole = certify(again, on, off)
     assert whole.complete
+    assert not whole.interrupted
     assert again.journal.num_resumed == 4
     assert whole.decision is AuditDecision.CERTIFIED, whole.reasons
     assert whole.data.num_requests == 6

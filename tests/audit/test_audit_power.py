@@ -185,7 +185,6 @@ def test_a_shift_of_the_smallest_detectable_size_is_found() -> None:
     assert found >= 20 * POWER - 3
 
 
-@pytest.mark.skipif(not (BENCHMARKS / "audit_power.json").exists(), reason="the benchmark was not run")
 def test_the_page_is_made_from_the_file() -> None:
     result = json.loads((BENCHMARKS / "audit_power.json").read_text(encoding="utf-8"))
     assert (BENCHMARKS / "audit_power.md").read_text(encoding="utf-8") == page(result)

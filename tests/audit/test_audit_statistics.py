@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from slipstream.audit.statistics.ties import (
     smallest_rejected,
     tail_probability,
 )
-from slipstream.audit.statistics.wealth import Wealth
 from slipstream.audit.ties import Rounding
+from slipstream.betting import Wealth
 
 # ---- samples and MMD
 
@@ -380,6 +381,10 @@ def test_no_temperature_between_the_bets_is_claimed() -> None:
     few, many = (smallest_temperature(2e4, 0.99, (0.98, 1.02), number) for number in (1, 17))
     assert few < many
     assert smallest_temperature(0.0, 0.99, (0.98, 1.02), 17) == smallest_shift(1, 0.99, 8) == math.inf
+    assert smallest_shift(13, 0.99, 8, num_waiting=4) == math.inf, (
+        "nine bets make 512 of 1, and 800 are needed"
+    )
+    assert smallest_shift(14, 0.99, 8, num_waiting=4) < math.inf
     assert smallest_shift(1000, 0.99, 8) < smallest_shift(100, 0.99, 8) < smallest_shift(100, 0.999, 8)
 
 
@@ -403,12 +408,35 @@ def test_differences_of_unknown_margin_are_always_tested_where_some_are_expected
     """Else the number of tests, and so the level of each, would depend on what was found."""
     noisy = Rounding(np.full(50, 1e-3))
     for num_unknown in (0, 1):
-        test = noisy.unknown_test(1000, num_unknown, 0.0025)
+        test = noisy.unknown_test(1000, num_unknown, 0.0025, most=30)
         assert test is not None
         assert test.p_value > 0.5
     assert "differences of unknown margin" in test.smallest
     exact = Rounding(np.zeros(50))
-    assert exact.unknown_test(1000, 0, 0.0025) is None
-    found = exact.unknown_test(1000, 1, 0.0025)
+    assert exact.unknown_test(1000, 0, 0.0025, most=30) is None
+    found = exact.unknown_test(1000, 1, 0.0025, most=30)
     assert found is not None
     assert found.p_value == 0.0
+    assert found.smallest == "1 differences of unknown margin"
+
+
+def test_more_differences_than_there_are_answers_are_not_said_to_be_found() -> None:
+    noisy = Rounding(np.full(50, 0.01))
+    few, many = (noisy.unknown_test(1000, 0, 0.0025, most) for most in (30, 300))
+    assert few is not None
+    assert many is not None
+    assert few.smallest == ""
+    assert 30 < int(many.smallest.split()[0]) < 100
+
+
+def test_what_is_in_favour_of_the_claim_must_be_won_first() -> None:
+    raw = _rows(6, 40)
+    claims = [_filtered(raw, 4), _filtered(raw, 5)]
+    tokens = raw.argmax(-1).tolist()
+    test = ReferenceTest(0.99)
+    test.add(score_tokens(claims, raw, tokens))
+    by_hand = [claims[0][row, token] - claims[1][row, token] for row, token in enumerate(tokens)]
+    assert test.favour == pytest.approx(sum(by_hand))
+    assert test.favour > 0.5
+    size = partial(smallest_temperature, 2e4, 0.99, (0.94, 1.06), 17)
+    assert size(test.favour) == pytest.approx(size() + test.favour / (-math.log(0.94) * 2e4))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks import quantization
+from slipstream.assets import EMBEDDED_TARGET, sample_prompts
+from slipstream.models import RowGroup, load_model
 
 
 def test_packed_texts_are_all_tokens_in_order() -> None:
@@ -32,8 +34,8 @@ def test_every_pair_is_compared_with_float32(tmp_path: Path, monkeypatch: pytest
 
     def scored(path: str, weights: str, cache: str, num_prompts: int, packed: int) -> dict[str, Any]:
         loss = 2.0 + 0.5 * (weights == "int8") + 0.25 * (cache == "int8")
-        choices = torch.tensor([0, 0, 0, int(cache == "int8")])
-        return {"conversations": (4 * loss, choices), "packed": (4 * loss, choices)}
+        found = quantization.Score(4, 4 * loss, 8.0, 0.5 * (weights == "int8"), 4 - (cache == "int8"))
+        return {"conversations": found, "packed": found}
 
     monkeypatch.setattr(quantization, "scored", scored)
     monkeypatch.setattr(quantization, "RESULT", tmp_path / "quantization.json")
@@ -47,6 +49,50 @@ def test_every_pair_is_compared_with_float32(tmp_path: Path, monkeypatch: pytest
         ("int8", "int8"),
     ]
     page = (tmp_path / "quantization.md").read_text()
-    assert "| m | float32 | float32 | 7.3891 | 1.00000 | 100.00% | 7.3891 | 1.00000 | 100.00% |" in page
-    assert "| m | int8 | int8 | 15.6426 | 2.11700 | 75.00% | 15.6426 | 2.11700 | 75.00% |" in page
+    assert (
+        "| m | float32 | float32 | 7.3891 | 1.00000 | 0.00000 | 100.00% | 7.3891 | 1.00000 | 0.00000 | 100.00% |"
+        in page
+    )
+    assert (
+        "| m | int8 | int8 | 15.6426 | 2.11700 | 0.12500 | 75.00% | 15.6426 | 2.11700 | 0.12500 | 75.00% |"
+        in page
+    )
     assert "Predicted tokens: 4 and 4." in page
+
+
+def test_scores_are_those_of_the_distributions() -> None:
+    """On the embedded target, where the divergence of two models is also computed from whole distributions here."""
+    exact = quantization.exact_model(EMBEDDED_TARGET)
+    lm = load_model(EMBEDDED_TARGET, quantization="int4", dtype="float32")
+    texts = [[2, 45, 78, 17, 784], [2, 410, 263, 2365]]
+    found = quantization.score(lm, exact, texts)
+    assert found.tokens == 7
+    expected = torch.zeros(3)
+    for text in texts:
+        sides = []
+        for side in (lm, exact):
+            pool, slots = side.trial_cache(len(text))
+            rows = side.forward([RowGroup(slots, 0, text, range(len(text)))], pool).logits[:-1].clone()
+            sides.append(torch.distributions.Categorical(logits=rows))
+        wanted = torch.tensor(text[1:])
+        kl = torch.distributions.kl_divergence(sides[1], sides[0])
+        expected -= torch.stack([sides[0].log_prob(wanted).sum(), sides[1].log_prob(wanted).sum(), -kl.sum()])
+    torch.testing.assert_close(
+        torch.tensor([found.loss, found.exact_loss, found.kl]), expected, rtol=1e-3, atol=1e-4
+    )
+    same = quantization.score(exact, exact, texts)
+    assert (same.kl, same.num_equal, same.loss) == (0.0, 7, same.exact_loss)
+
+
+def test_calibration_never_sees_what_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def quantise(path: str, out: Path, options: Any, texts: Path, report: Any) -> None:
+        seen.append(texts.read_text())
+
+    monkeypatch.setattr(quantization, "quantise", quantise)
+    with quantization.saved(EMBEDDED_TARGET, "int4 calibrated", 340):
+        rows = [json.loads(line) for line in seen[0].splitlines()]
+    assert rows == sample_prompts()[340:]
+    with pytest.raises(SystemExit, match="fewer --prompts"), quantization.saved("", "int4 calibrated", 350):
+        pass

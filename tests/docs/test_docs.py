@@ -71,6 +71,8 @@ def test_commands_run(
     words = shlex.split(command)
     if words[0] == "train":  # leaves nothing in the checkout, and finds nothing of an earlier test
         words[words.index("--output") + 1] = str(tmp_path / "output")
+    if words[0] == "quantize":
+        words[2] = str(tmp_path / "output")
     result = CliRunner().invoke(app, [*words, *_less_work(command)])
     assert result.exit_code == 0, result.output
 

@@ -32,7 +32,7 @@ def functions_of(path: Path) -> dict[str, bool]:
         for node in tree.body
     )
     return {
-        node.name: all_long or any("mark.long" in ast.unparse(mark) for mark in node.decorator_list)
+        node.name: all_long or any(ast.unparse(mark) == "pytest.mark.long" for mark in node.decorator_list)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     }

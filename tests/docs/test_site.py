@@ -15,6 +15,7 @@ import pytest
 import slipstream
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 LOADED = {
     "script": "src",
     "img": "src",

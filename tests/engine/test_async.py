@@ -350,7 +350,7 @@ def test_all_updates_come_before_the_end(
             if end == "abort":
                 await engine.abort("long")
             elif end == "failure":
-                monkeypatch.setattr(inner.drafting, "propose", lambda scheduled: 1 / 0)
+                monkeypatch.setattr(inner.drafting, "propose", lambda scheduled, steps: 1 / 0)
             else:
                 await asyncio.to_thread(engine.close)
             while not isinstance(long[-1], Exception) and long[-1].output is None:

@@ -145,9 +145,11 @@ def test_any_choice_gives_the_same_text(
     llm = make_llm(config, max_num_seqs=6)
     drafted: set[str] = set()
     llm.engine.on_observe = lambda seen: drafted.update(one.method for one in seen if len(one.proposal))
-    assert texts(llm, prompts[:12]) == texts(plain, prompts[:12])
+    expected = texts(plain, prompts[:12])
+    assert texts(llm, prompts[:6], task="left") + texts(llm, prompts[6:12], task="right") == expected
     assert llm.engine.stats().num_draft_failures == 0
     assert drafted == {"suffix", "draft_model-1", "draft_model-2"}
+    assert {task.task for task in llm.engine.control_report().tasks} == {"left", "right"}
     if verifier == "coupled":
         seeded = SamplingParams(temperature=0.9, max_tokens=24, seed=5)
         assert texts(llm, prompts[:12], seeded) == texts(plain, prompts[:12], seeded)
@@ -156,14 +158,15 @@ def test_any_choice_gives_the_same_text(
 def test_auto_says_the_same_and_learns(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]) -> None:
     llm = make_llm(AUTO, max_num_seqs=4)
     expected = texts(plain, prompts[:8])
-    for _ in range(4):  # what repeats is answered in few steps, which may all be one probe's
+    for _ in range(2):
         for task in ("left", "right"):
             assert texts(llm, prompts[:8], task=task) == expected
     report = llm.engine.control_report()
     assert report.adaptive
     assert [method.name for method in report.methods] == ["suffix", "draft_model"]
     assert sum(method.num_steps for method in report.methods) > 0
-    assert {task.task for task in report.tasks} == {"left", "right"}
+    # Whose drafts are tried is decided by times, which differ from run to run.
+    assert {task.task for task in report.tasks} <= {"left", "right"}
     assert 0 <= report.probe_share < 0.2
     assert llm.engine.stats().num_drafted_sequences == 0
 

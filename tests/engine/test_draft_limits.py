@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -47,8 +48,8 @@ def test_a_long_prompt_beside_short_ones(
     lengths: dict[str, list[tuple[int, int]]] = {}
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
-        proposals = propose(scheduled)
+    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
+        proposals = propose(scheduled, steps)
         for item in scheduled:
             sequence = item.sequence
             drafted = len(proposals.get(sequence.id, ()))
@@ -93,9 +94,9 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         drawn: list[list[int]] = draw(rows, pool, chains)
         return drawn
 
-    def step(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
+    def step(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
         passes.append(0)
-        return propose(scheduled)
+        return propose(scheduled, steps)
 
     if model.decoder is not None:  # whole chains in one call, a pass a level
         draw = model.decoder.draft

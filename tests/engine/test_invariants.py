@@ -21,6 +21,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
     "token-recycling": {"method": "token_recycling"},
+    "siblings": {"method": "siblings", "share": "tenant"},
     "lookahead": {"method": "lookahead"},
     "jacobi": {"method": "jacobi"},
     "draft": DRAFT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,8 @@ def logged(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = defaultdict(list)
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem]) -> dict[int, Proposal]:
-        proposals = propose(scheduled)
+    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
+        proposals = propose(scheduled, steps)
         for item in scheduled:
             sequence = item.sequence
             proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)

@@ -19,11 +19,11 @@ from slipstream.draft.heads.eagle_files import read_eagle
 from slipstream.errors import ModelError
 from slipstream.export.checkpoints import convert, convert_back
 from slipstream.export.checkpoints.converted import ConvertedCheckpoint
-from slipstream.export.checkpoints.gguf_shape import llama3_factors
 from slipstream.export.checkpoints.target_files import TargetFiles
 from slipstream.export.contract import ExportError
 from slipstream.export.record import SpeculativeRecord
 from slipstream.models import load_tokenizer
+from slipstream.models.files.gguf_rope import llama3_factors
 from tests.export.test_checkpoint_eagle import equal, random_head, record
 from tests.unit.tokenizer_families import byte_fallback, byte_level, save_model
 

@@ -417,6 +417,9 @@ def test_programs_and_files_of_users(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"there is no file 'nowhere\.json'"):
         imported("vllm", "nowhere.json")
+    with pytest.raises(ConfigError, match="neither a file nor an engine's command"):
+        imported("vllm", "nonsense words here")
+    assert imported("vllm", "/opt/bin/vllm serve t") == SpeculativeRecord(method="off", target="t")
 
 
 @pytest.mark.parametrize("name", ["run_openvino.py", "run_transformers.py"])
@@ -510,3 +513,16 @@ def test_all_spellings_of_vllms_flags(tmp_path: Path) -> None:
     file.write_text("model: t\nspec-method: ngram\nspec-tokens: 3\n")
     assert imported("vllm", f"vllm serve --config {file}") == wanted
     assert imported("vllm", str(file)) == wanted
+
+
+def test_a_command_longer_than_a_name_of_a_file_is_a_command() -> None:
+    words = (
+        "vllm",
+        "serve",
+        "target",
+        "--speculative-config.method",
+        "ngram",
+        "--served-model-name",
+        600 * "n",
+    )
+    assert read_source(" ".join(words)).words == words

@@ -58,6 +58,9 @@ def test_its_version(vllm: str, tmp_path: Path) -> None:
     broken.chmod(0o755)
     with pytest.raises(ConfigError, match="exit code 1: no module named vllm"):
         version_of(str(broken))
+    broken.write_text("#!/bin/sh\necho 'true (GNU coreutils) 9.1. Written by Jim Meyering.'\n")
+    with pytest.raises(ConfigError, match=r"is not vLLM: its --version ends with 'Meyering\.'"):
+        version_of(str(broken))
 
 
 def test_no_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "draft-block": {**DRAFT, "verifier": "block"},
     "draft-int8": {**DRAFT, "quantization": "int8"},
     "self-int8": {"method": "self"},
+    "self-int4": {"method": "self", "quantization": "int4"},
     "medusa-chain": {"method": "medusa", "model": TRAINED},
     "medusa-tree": {"method": "medusa", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
     "hydra-tree": {"method": "hydra", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
@@ -52,7 +53,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3-int8": {**EAGLE3, "quantization": "int8"},
     "eagle-tree": {"method": "eagle", "model": TRAINED, "num_speculative_tokens": 3, "num_draft_nodes": 8},
     "eagle3-rejection": {**EAGLE3, "verifier": "rejection", "tree_top_k": 1, "num_draft_nodes": None},
+    "remote": {"method": "slipstream.testing.loopback:LoopbackDrafter", "draft": DRAFT},
     "token-recycling": {"method": "token_recycling"},
+    "siblings": {"method": "siblings", "share": "tenant"},
     "lookahead": {"method": "lookahead"},
     "jacobi": {"method": "jacobi"},
     "ensemble-merge": {
@@ -100,6 +103,12 @@ QUANTISED = (
     "cascade-ngram",
 )
 """The drafters that are tried with an int8 target too."""
+LONG = (
+    *("suffix", "draft-confident", "self-int4", "medusa-chain", "hydra-block", "eagle3-tree", "eagle3-chain"),
+    *("eagle3-wide-tree", "eagle3-int8", "auto-block", "ensemble-vote", "ensemble-first", "tli-tree"),
+    *("slem-sampled", "layers-given", "layers-online", "layers-online-int8", "cascade-layers"),
+)
+"""What `make test-long` tries: another setting of each of these methods is tried by `make test`."""
 OTHER_VOCABULARY = ("tli", "slem")
 """Methods whose draft gets another tokenizer than the target."""
 
@@ -182,7 +191,9 @@ def speculate(
     }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in SPECS]
+)
 def test_texts_are_those_without_speculation(
     name: str, prompts: list[list[int]], references: dict[str, list[list[int]]]
 ) -> None:
@@ -205,6 +216,13 @@ def test_an_int8_target_says_the_same_with_and_without_speculation(
     name: str, prompts: list[list[int]], quantised_references: dict[str, list[list[int]]]
 ) -> None:
     assert speculate(name, modes_of(name), prompts, quantization="int8")[1] == quantised_references
+
+
+def test_an_int4_target_says_the_same_with_and_without_speculation(prompts: list[list[int]]) -> None:
+    """Its draft is in int4 too."""
+    references = texts_without_speculation(prompts, quantization="int4")
+    for name in ("suffix", "draft-tree"):
+        assert speculate(name, modes_of(name), prompts, quantization="int4")[1] == references
 
 
 def test_in_pytorchs_kernels_only_near_ties_flip(prompts: list[list[int]]) -> None:

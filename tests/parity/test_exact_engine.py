@@ -35,11 +35,15 @@ CHOICES = [[0], [1], [0, 0]]
 TREE: dict[str, Any] = {"tree_choices": CHOICES}
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 2}
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+LOOPBACK = "slipstream.testing.loopback:LoopbackDrafter"
+"""`remote`, with its worker in the process."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
 SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "ngram", **CHAIN},
     {"method": "suffix", **CHAIN},
     {"method": "token_recycling"},
+    {"method": "siblings", "share": "tenant"},
+    {"method": "siblings", "share": "tenant", "min_path_prob": 0.01},
     {"method": "lookahead"},
     {"method": "jacobi", **CHAIN},
     {**DRAFT, **CHAIN},
@@ -51,6 +55,9 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "tli", "model": OTHER_VOCABULARY, **CHAIN},
     {"method": "tli", "model": OTHER_VOCABULARY, **TREE},
     {"method": "slem", "model": OTHER_VOCABULARY, **CHAIN},
+    # Sampled drafts would need their distributions, which a worker does not send.
+    {"method": LOOPBACK, "draft": {**DRAFT, "draft_sample_method": "greedy"}, **CHAIN},
+    {"method": LOOPBACK, "draft": {"method": "ngram"}, **CHAIN},
     {"method": "self", **CHAIN},
     {"method": "self", **TREE},
     {"method": "layer_skip", "skip_layers": [2, 3], **CHAIN},
@@ -85,6 +92,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     },
     {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
+    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
+    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
 ]
 
 
@@ -92,7 +101,7 @@ def name(spec: dict[str, Any]) -> str:
     shape = "tree" if TREE.keys() & spec.keys() or spec.get("tree_top_k", 1) > 1 else "chain"
     return "-".join(
         [
-            spec["method"],
+            f"remote {spec['draft']['method']}" if spec["method"] == LOOPBACK else spec["method"],
             shape,
             *(str(spec[k]) for k in ("draft_sample_method", "mode", "confidence_threshold") if k in spec),
         ]
@@ -119,7 +128,8 @@ def cut_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_drafter_is_here() -> None:
-    assert {spec["method"] for spec in SPECS} == set(drafter_names()) - {"off"}
+    methods = {"remote" if spec["method"] == LOOPBACK else spec["method"] for spec in SPECS}
+    assert methods == set(drafter_names()) - {"off"}
 
 
 def chosen_by_length(self: Policy, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:

@@ -43,6 +43,9 @@ class Pair:
         return self.expected(TEXT)
 
 
+IN_THE_KERNELS = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
+IN_THE_KERNELS += ["phi3-longrope", "granite", "olmo2", "smollm3", "starcoder2", "gpt-neox"]
+IN_THE_KERNELS += ["mixtral", "mixtral-odd", "qwen3-moe", "qwen3-moe-odd", "gpt-oss", "gpt-oss-odd"]
 PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
 """Families whose entries also lie in shuffled pages: without a window, with one, with capped logits, with sinks."""
 
@@ -290,7 +293,7 @@ def test_a_window_that_is_off_by_one_shows(tmp_path_factory: pytest.TempPathFact
     assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", IN_THE_KERNELS)
 def test_the_families_that_the_kernels_know_run_in_them(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

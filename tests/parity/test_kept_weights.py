@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, VOCAB, save_tiny
 from torch import Tensor
-from transformers import OlmoConfig
+from transformers import OlmoConfig, PreTrainedModel
 
-from slipstream.models import CausalLM, RowGroup
+from slipstream.models import CausalLM, RowGroup, loading, matrices
 from slipstream.models import load_model as load_any
 from slipstream.models.outline import outline_model
 
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(64)]
-FUSED = ["llama", "llama-gqa", "mistral", "qwen2", "qwen3"]
-LAYER_BY_LAYER = ["gemma2", "gemma3", "phi", "phi3", "opt", "gpt-neox", "olmo"]
+FUSED = [
+    "llama",
+    "llama-gqa",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt-neox",
+    "starcoder2",
+]
+FUSED += ["granite", "olmo2", "smollm3", "mixtral", "qwen3-moe-odd", "gpt-oss"]
+LAYER_BY_LAYER = ["phi", "opt", "olmo"]
 """Olmo has no parameters but its matrices."""
-NOT_PLAIN = ["mixtral", "gpt2", "falcon-old"]
-"""Experts, and linear layers of a class of their own."""
+NOT_PLAIN = ["qwen3-moe-mixed", "gpt2", "falcon-old"]
+"""Experts that the kernels do not know, and linear layers of a class of their own."""
 OLMO = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -138,7 +151,8 @@ def test_what_the_files_hold_counts_and_not_what_the_configuration_says(tmp_path
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": "float16"}, {"dtype": "float32"}, {"quantization": "int8"}]
+    "options",
+    [{}, {"dtype": "float16"}, {"dtype": "float32"}, {"quantization": "int8"}, {"quantization": "int4"}],
 )
 @pytest.mark.parametrize(
     "family", ["llama", "llama-gqa", "qwen2", "gemma2", "gemma3", "opt", "gpt2", "mixtral"]
@@ -151,3 +165,25 @@ def test_what_is_kept_is_planned_to_the_byte(family: str, options: dict[str, Any
     assert planned.weight_format.name == model.weight_format.name
     assert planned.dtype == model.dtype
     assert planned.unpacked_bytes == model.unpacked_bytes
+
+
+def test_a_version_of_transformers_that_cannot_be_told_reads_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same numbers in twice the memory, and a warning."""
+    path = checkpoint("llama", tmp_path, "bfloat16")
+    expected = logits(load_model(path), 5)
+    monkeypatch.delattr(PreTrainedModel, "_get_dtype_plan")
+    spec = importlib.util.spec_from_file_location("matrices_without_a_plan", matrices.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not hasattr(PreTrainedModel, "_get_dtype_plan")
+    monkeypatch.setattr(PreTrainedModel, "_get_dtype_plan", matrices.inherited_plan, raising=False)
+    monkeypatch.setattr(loading, "reading", module.reading)
+    for _ in range(2):
+        wide = load_model(path)
+    assert wide.weight_format.name == "float32"
+    assert torch.equal(logits(wide, 5), expected)
+    assert caplog.text.count("reads 16-bit checkpoints as float32 here") == 1

@@ -35,6 +35,7 @@ def save_llama(folder: Path, **sizes: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_holds_the_weights_and_a_layer(tied: bool, tmp_path: Path) -> None:

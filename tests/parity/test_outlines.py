@@ -12,6 +12,13 @@ from slipstream.models import load_model
 from slipstream.models.outline import outline_model
 
 CASES = [(name, None) for name in FAMILIES] + [(name, "int8") for name in ("llama-gqa", "gemma2", "gpt-neox")]
+CASES += [
+    ("qwen3", "int4_g128"),
+    ("gemma2", "int4"),
+    ("mixtral-odd", "int8"),
+    ("qwen3-moe", "int4"),
+    ("gpt-oss-odd", "int8"),
+]
 
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)
@@ -30,7 +37,7 @@ def test_weights_and_entries_are_planned_to_the_byte(
         assert planned.num_parameters == model.num_parameters
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama", "opt", "mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"cpu_kernels": "torch"}])
 def test_other_types_and_kernels_too(name: str, options: dict[str, str], tmp_path: Path) -> None:
     save_tiny(FAMILIES[name](), tmp_path, dtype=torch.bfloat16)
@@ -44,7 +51,7 @@ def test_other_types_and_kernels_too(name: str, options: dict[str, str], tmp_pat
 def test_a_tied_embedding_keeps_its_numbers_where_packed_weights_are_given_back(tmp_path: Path) -> None:
     """Layer by layer, an output layer that shares its weight with the embedding is packed, and the table stays."""
     save_tiny(FAMILIES["gemma2"](), tmp_path)
-    model = load_model(str(tmp_path))
+    model = load_model(str(tmp_path), attention_backend="packed")
     assert model.kernels == "native"
     table = model.embed(torch.arange(8))
     assert bool((table.abs().sum(-1) > 0).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from tiny_models import FAMILIES, randomise, save_tiny
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kv.pool import KVPool
 from slipstream.models import adapt, load_model, loading
 from slipstream.models.attention import packed as attention
 from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models.cpu import native
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -238,7 +241,8 @@ def test_the_canary_finds_a_hook_that_leaves_something_out(
     family: str, field: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(FAMILIES[family](), tmp_path)
-    load_model(str(tmp_path), dtype=dtype)
+    load = partial(load_model, str(tmp_path), dtype=dtype, attention_backend="packed")
+    load()
     attend = attention.attend
 
     def forgetful(*tensors: Any) -> Tensor:
@@ -250,7 +254,7 @@ def test_the_canary_finds_a_hook_that_leaves_something_out(
 
     monkeypatch.setattr(attention, "attend", forgetful)
     with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
-        load_model(str(tmp_path), dtype=dtype)
+        load()
 
 
 def test_a_model_that_cannot_switch_is_not_compared(
@@ -260,3 +264,60 @@ def test_a_model_that_cannot_switch_is_not_compared(
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
     adapt(model)
     assert "cannot switch its attention" in caplog.text
+
+
+def save_with_key_biases(bias: float, folder: Path) -> str:
+    """A Qwen 2 in float16 whose keys have a large part that all of them share, as those of this family do."""
+    model = tf.Qwen2ForCausalLM(FAMILIES["qwen2"]())
+    randomise(model)
+    for layer in model.model.layers:
+        for channel in (1, 5):  # two that are rotated together
+            layer.self_attn.k_proj.bias.data[channel] = bias
+            layer.self_attn.q_proj.weight.data[channel] *= 20 / bias  # so that scores are as usual
+            layer.self_attn.q_proj.bias.data[channel] *= 20 / bias
+    model.half().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_cache_type_that_does_not_hold_the_keys(kernels: str, tmp_path: Path) -> None:
+    """Rotated, two numbers of 60,000 make one of 84,853, which float16 does not have. int8 has one scale for all."""
+    large, usual = (save_with_key_biases(bias, tmp_path / str(bias)) for bias in (60_000.0, 1_000.0))
+    for path, asked, size, cure in (
+        (large, "float16", "are no numbers", "bfloat16"),
+        (usual, "int8", r"differ by 0\.\d+ of their spread", "float16"),
+    ):
+        message = (
+            f"^'.*{Path(path).name}': {asked} does not hold the keys and values of this qwen2 model: over a dozen "
+            f"rows the logits {size}; set kv_cache_dtype to {cure}$"
+        )
+        with pytest.raises(UnsupportedModelError, match=message):
+            load_model(path, cpu_kernels=kernels, kv_cache_dtype=asked)
+        load_model(path, cpu_kernels=kernels, kv_cache_dtype=cure)
+        load_model(path, cpu_kernels=kernels, kv_cache_dtype=asked, canary=False)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+def test_the_canary_looks_at_the_cache_that_auto_takes(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="float16 does not hold the keys and values"):
+        load_model(save_with_key_biases(60_000.0, tmp_path))
+
+
+@pytest.mark.parametrize("cache", ["float16", "bfloat16", "int8"])
+def test_the_canary_finds_a_cache_that_is_read_wrongly(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And finds no fault with any type otherwise, weights rounded or not, experts or none."""
+    for family in ("llama-gqa", "gpt-oss", "qwen3-moe-mixed"):
+        path = str(save_tiny(FAMILIES[family](), tmp_path / family))
+        for quantization in (None, "int8"):
+            load_model(path, kv_cache_dtype=cache, quantization=quantization)
+    read = KVPool.read
+
+    def shifted(self: KVPool, layer: int, where: Any) -> tuple[Tensor, Tensor]:
+        keys, values = read(self, layer, where)
+        return keys, values if self.cache_dtype == torch.float32 else values.roll(1, dims=-1)
+
+    monkeypatch.setattr(KVPool, "read", shifted)
+    with pytest.raises(UnsupportedModelError, match=f"{cache} does not hold the keys and values"):
+        load_model(path, kv_cache_dtype=cache)

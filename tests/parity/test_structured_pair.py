@@ -44,6 +44,8 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "eagle3-tree": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
 }
+LONG = ("suffix", "draft-fixed-tree", "draft-block", "lookahead", "jacobi", "slem", "layers", "ensemble")
+"""What `make test-long` tries."""
 
 TEXT, WHOLE, YES_NO = {"type": "string", "maxLength": 9}, {"type": "integer"}, {"type": "boolean"}
 
@@ -223,7 +225,9 @@ def speculating(name: str) -> LLM:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "seeded"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in SPECS]
+)
 def test_texts_are_those_without_speculation(name: str, mode: str, references: dict[str, Any]) -> None:
     outputs = answers(speculating(name), mode)
     assert num_valid(outputs) >= 25

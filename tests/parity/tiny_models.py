@@ -27,6 +27,11 @@ _SHAPE: dict[str, Any] = {
 }
 _HEADS_OF_8: dict[str, Any] = {**_SHAPE, "head_dim": 8}
 _NO_GQA: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 4}
+_ODD: dict[str, Any] = {**_SHAPE, "hidden_size": 44, "intermediate_size": 53, "head_dim": 22}
+"""Widths that fill no vector."""
+_ODD_EXPERTS: dict[str, Any] = {**_ODD, "hidden_size": 40}
+"""Transformers multiplies experts only whose rows are whole pieces of 16 bytes."""
+_NEOX: dict[str, Any] = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _FALCON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -52,6 +57,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-gqa": lambda: tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "mistral": lambda: tf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
     "mixtral": lambda: tf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-odd": lambda: tf.MixtralConfig(
+        **{**_ODD_EXPERTS, "intermediate_size": 56},
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW,
+    ),
     "qwen2": lambda: tf.Qwen2Config(**_SHAPE),
     "qwen2-window": lambda: tf.Qwen2Config(
         **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
@@ -60,6 +71,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(
         **_HEADS_OF_8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
     ),
+    "qwen3-moe-odd": lambda: tf.Qwen3MoeConfig(
+        **_ODD_EXPERTS, moe_intermediate_size=24, num_experts=9, num_experts_per_tok=4, norm_topk_prob=False
+    ),
+    "qwen3-moe-mixed": lambda: tf.Qwen3MoeConfig(
+        **_HEADS_OF_8,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "gemma": lambda: tf.GemmaConfig(**_HEADS_OF_8),
     "gemma2": lambda: tf.Gemma2Config(
         **_HEADS_OF_8,
         sliding_window=WINDOW,
@@ -71,18 +94,47 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: tf.Gemma3TextConfig(
         **_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING, query_pre_attn_scalar=8
     ),
+    "gemma3-odd": lambda: tf.Gemma3TextConfig(
+        **_ODD,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=20.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
     "phi": lambda: tf.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
-    "gpt2": lambda: tf.GPT2Config(**_GPT2),
-    "gpt-neox": lambda: tf.GPTNeoXConfig(
-        **{key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}, rotary_pct=0.5
+    "phi3-partial": lambda: tf.Phi3Config(**_ODD, partial_rotary_factor=0.5),
+    "phi3-longrope": lambda: tf.Phi3Config(
+        **_SHAPE,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.9],
+            "long_factor": [2.0, 2.5, 3.5, 4.5],
+        },
     ),
+    "gpt2": lambda: tf.GPT2Config(**_GPT2),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**_NEOX, rotary_pct=0.5),
+    "gpt-neox-serial": lambda: tf.GPTNeoXConfig(**_NEOX, use_parallel_residual=False, hidden_act="gelu_fast"),
     "gpt-oss": lambda: tf.GptOssConfig(
         **_HEADS_OF_8,
         sliding_window=WINDOW,
         layer_types=_ALTERNATING,
         num_local_experts=4,
         num_experts_per_tok=2,
+    ),
+    "gpt-oss-odd": lambda: tf.GptOssConfig(
+        **{**_ODD_EXPERTS, "intermediate_size": 24},
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        swiglu_limit=0.5,
     ),
     "opt": lambda: tf.OPTConfig(
         vocab_size=VOCAB,
@@ -94,7 +146,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         word_embed_proj_dim=32,
     ),
     "olmo2": lambda: tf.Olmo2Config(**_SHAPE),
+    "olmo2-odd": lambda: tf.Olmo2Config(**_ODD),
+    "smollm3": lambda: tf.SmolLM3Config(**_ODD, no_rope_layers=[1, 0, 1], mlp_bias=True),
     "starcoder2": lambda: tf.Starcoder2Config(**_SHAPE, sliding_window=WINDOW),
+    "starcoder2-odd": lambda: tf.Starcoder2Config(**_ODD),
     "cohere": lambda: tf.CohereConfig(**_SHAPE, logit_scale=0.5, use_qk_norm=True),
     "granite": lambda: tf.GraniteConfig(
         **_SHAPE,
@@ -102,6 +157,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.7,
         embedding_multiplier=2.0,
         logits_scaling=2.0,
+        mlp_bias=True,
     ),
     "falcon-old": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True),
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),

@@ -59,7 +59,7 @@ def _folder(tmp_path: Path, config: object) -> str:
 
 _T5 = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 64, "d_model": 32}
 _EMBEDDED = json.loads((Path(EMBEDDED_TARGET) / "config.json").read_text())
-_GPTQ = {**_EMBEDDED, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+_HQQ = {**_EMBEDDED, "quantization_config": {"quant_method": "hqq", "bits": 4}}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ _GPTQ = {**_EMBEDDED, "quantization_config": {"quant_method": "gptq", "bits": 4}
         (_T5, "encoder-decoder"),
         ({"model_type": "mamba"}, "cannot be decoded"),
         ({**_EMBEDDED, "num_attention_heads": 0}, ""),
-        (_GPTQ, "GPTQ"),
+        (_HQQ, "HQQ"),
     ],
 )
 def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, complaint: str) -> None:
@@ -87,7 +87,7 @@ def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, c
     ("words", "complaint"),
     [
         (["./no/such/folder"], "is not a folder"),
-        (["model.gguf"], "GGUF"),
+        (["model.gguf"], "there is no file"),
         (["--memory", "much"], "is not a size"),
         (["--process-memory", "-1"], "is not a size"),
         (["--batch", "0"], "plan batch must be a whole number of at least 1"),

@@ -10,9 +10,10 @@ from fastapi import FastAPI
 from serve_cases import DRAFT, MESSAGES, MODEL, MakeApp
 from starlette.testclient import TestClient
 
-from slipstream import LLM, AsyncEngine
+from slipstream import LLM
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.process.thread import ThreadedHost
 from slipstream.text.prompts import encode_chat
 
 
@@ -36,18 +37,18 @@ def drafting() -> LLM:
 @pytest.fixture
 def make_app(drafting: LLM) -> Iterator[MakeApp]:
     """Applications around `drafting`, one after the other; the engine must be idle and whole when each ends."""
-    made: list[AsyncEngine] = []
+    made: list[ThreadedHost] = []
 
     def make(**config: Any) -> FastAPI:
         drafting.reset_caches()
-        made.append(AsyncEngine(engine=drafting.engine))
-        return create_app(made[-1], ServeConfig(**config), MODEL)
+        made.append(ThreadedHost(drafting.engine, has_keys="api_key" in config))
+        return create_app(made[-1].remote, ServeConfig(**config), MODEL)
 
     yield make
-    for engine in made:
-        engine.close()
-        assert not engine.engine.has_unfinished
-        assert engine.engine.integrity() == []
+    for host in made:
+        host.close()
+        assert not drafting.engine.has_unfinished
+        assert drafting.engine.integrity() == []
 
 
 @pytest.fixture
@@ -60,7 +61,8 @@ def client(make_app: MakeApp) -> Iterator[TestClient]:
 def shared() -> Iterator[TestClient]:
     """A server with an engine of its own, for tests that leave it as it was."""
     llm = LLM(speculative_config=DRAFT, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
-    engine = AsyncEngine(engine=llm.engine, stream_interval_s=ServeConfig().stream_interval_s)
-    with TestClient(create_app(engine, ServeConfig(), MODEL)) as client:
+    host = ThreadedHost(llm.engine, stream_interval_s=ServeConfig().stream_interval_s)
+    with TestClient(create_app(host.remote, ServeConfig(), MODEL)) as client:
         yield client
+    host.close()
     assert llm.engine.integrity() == []

@@ -207,7 +207,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]
             text=True,
         )
     try:
-        for _ in range(600):
+        for _ in range(1200):
             found = re.search(r'"port": (\d+)', log.read_text())
             if found or started.poll() is not None:
                 break

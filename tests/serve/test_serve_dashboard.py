@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from importlib import resources
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from starlette.testclient import TestClient
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
-from slipstream.core import Proposal, Sequence, StepItem, Verdict
+from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
 from slipstream.monitor.alarms import AlarmKind
 from slipstream.monitor.shift import Value
 from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
+from slipstream.serve.facts import decoded_rows
 from slipstream.serve.logs import JsonFormatter
 from slipstream.serve.service import Service
 
@@ -210,9 +212,11 @@ REPORT = ControlReport(
 )
 
 
-def test_the_controls_report_is_shown(make_app: MakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controls_report_is_shown(
+    make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = make_app(max_task_labels=1)
-    engine = app.state.service.engine.engine
+    engine = drafting.engine
     monkeypatch.setattr(engine, "control_report", lambda: REPORT)
     with TestClient(app) as client:
         ask(client, task="sql")
@@ -278,17 +282,18 @@ def test_a_drift_shows_at_its_task(make_app: MakeApp) -> None:
 
 
 def test_a_step_that_takes_long_does_not_stop_the_page(
-    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+    make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.serve.dashboard.dashboard.READ_TIMEOUT_S", 0.05)
-    app = make_app()
-    service: Service = app.state.service
-    with TestClient(app) as client:
+    with TestClient(make_app()) as client:
         ask(client)
         before = data(client)
         begun, done = threading.Event(), threading.Event()
-        service.engine._post(lambda: (begun.set(), done.wait(10)))  # type: ignore[arg-type, func-returns-value]
-        begun.wait()
+        monkeypatch.setattr(
+            drafting.engine, "control_report", lambda: (begun.set(), done.wait(10), REPORT)[-1]
+        )
+        data(client)  # asks the engine, which takes long to answer
+        assert begun.wait(10)
         time.sleep(0.1)
         told = data(client)
         done.set()
@@ -311,8 +316,9 @@ def test_a_stopped_engine_still_shows_what_was(make_app: MakeApp) -> None:
 @pytest.mark.parametrize("tree", [{}, {"tree_top_k": 3}], ids=["chain", "tree"])
 def test_history_counts_positions_as_requests_do(tree: dict[str, int]) -> None:
     llm = LLM(speculative_config={**DRAFT, **tree}, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
-    history = History(lambda sequence: sequence.task or "none")
-    llm.engine.on_step, llm.engine.on_observe = history.on_step, history.on_observe
+    history = History(lambda name: name or "none")
+    llm.engine.on_step = history.on_step
+    llm.engine.on_observe = lambda items: history.on_rows(decoded_rows(items, attrgetter("task")))
     prompts = [prompt["messages"][:1] for prompt in sample_prompts()[:14]]
     outputs = llm.chat(prompts, SamplingParams(temperature=0.8, max_tokens=40, seed=3))
     assert any(output.outputs[0].from_draft[-1] for output in outputs), "a stop among accepted tokens"
@@ -350,17 +356,13 @@ HALF_FULL = EngineStats(
 def test_a_snapshot_stays_as_it_was() -> None:
     """It is read in another thread than the one that goes on counting."""
     history = History(str, lambda: 1000.0)
-    item = StepItem(Sequence(0, "0", 0, [1, 2], 2, SamplingParams(), 0), num_rows=2)
-    item.proposal, item.verdict = Proposal.chain((3, 4, 9)), Verdict((0, 1), 5)
-    item.sequence.token_ids += [3, 4, 5]
-    item.record_emitted(3)
-    seen = [item]
-    history.on_observe(seen)
+    seen = [DecodedRow("", "", "draft_model", 3, 3, 3, 2, 3)]
+    history.on_rows(seen)
     snapshot = history.snapshot()
     before = snapshot.as_json()
     assert before["reached"] == [1, 1, 1]
     assert before["accepted"] == [1, 1]
-    history.on_observe(seen)
+    history.on_rows(seen)
     history.sample(HALF_FULL)
     assert snapshot.as_json() == before
     assert history.snapshot().as_json() != before

@@ -30,9 +30,9 @@ def test_a_grammar_that_takes_long_holds_up_no_stream(
 ) -> None:
     compile_ = GrammarCompiler._compile
 
-    def slow(self: GrammarCompiler, structured: Any) -> Any:
+    def slow(self: GrammarCompiler, structured: Any, tried_bytes: int | None) -> Any:
         time.sleep(1.0)
-        return compile_(self, structured)
+        return compile_(self, structured, tried_bytes)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     with running(make_app()) as (url, _), ThreadPoolExecutor(1) as pool:
@@ -55,13 +55,13 @@ def test_a_grammar_that_takes_long_holds_up_no_stream(
 
 def test_what_was_refused_is_not_compiled_again(shared: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_ = GrammarCompiler._compile
+    try_ = GrammarCompiler._try
 
     def counted(self: GrammarCompiler, structured: Any) -> Any:
         compiled.append(structured.regex)
-        return compile_(self, structured)
+        return try_(self, structured)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+    monkeypatch.setattr(GrammarCompiler, "_try", counted)
     answers = [ask(shared, regex="never-closed-(") for _ in range(3)]
     assert compiled == ["never-closed-("]
     assert [answer.status_code for answer in answers] == [400] * 3

@@ -12,16 +12,20 @@ from benchmarks.overhead.rounds import Plan, Side, measure, summary
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are modules of the checkout."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     plan = Plan(specs=("draft",), streams=3, rounds=2, requests=5, max_tokens=6, kv_cache_bytes=40 * 2**20)
-    cell = measure(plan, "draft")
-    assert cell["texts_that_differ"] == 0
-    assert 2 * 5 < cell["num_tokens"] <= 2 * 5 * 6
-    assert len(cell["rounds"]) == 2
-    assert all(rate > 0 for rate in cell["tokens_per_s"].values())
+    one, two = measure(plan, "draft")["servers"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    for cell in (one, two):
+        assert cell["texts_that_differ"] == 0
+        assert 2 * 5 < cell["num_tokens"] <= 2 * 5 * 6
+        assert len(cell["rounds"]) == 2
+        assert all(rate > 0 for rate in cell["tokens_per_s"].values())
+    assert one["cpu_us_per_token"]["front"] == 0 < two["cpu_us_per_token"]["front"]
 
 
 def side(num_tokens: int, seconds: float, text: str = "same") -> Side:

@@ -15,6 +15,8 @@ from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, MakeApp, running
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.serve.api.responses.body import ResponseBody
+from slipstream.serve.api.responses.conversation import chat_of
 from slipstream.serve.api.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
@@ -449,3 +451,9 @@ def test_a_stream_that_breaks_off_ends_as_failed(make_app: MakeApp) -> None:
     [item] = last["response"]["output"]
     deltas = "".join(event["delta"] for event in events if event["type"].endswith("delta"))
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", deltas)
+
+
+@pytest.mark.parametrize("learn", [False, None])
+def test_a_request_may_refuse_to_be_learned_from(learn: bool | None) -> None:
+    body = ResponseBody.model_validate({"input": QUESTION, "learn": learn})
+    assert chat_of(body, MESSAGES).learn is learn

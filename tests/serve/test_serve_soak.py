@@ -24,6 +24,7 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("from_the_root")
 def test_a_small_soak() -> None:
     result = soak(Plan(num_requests=150, num_clients=16, num_cases=40, max_tokens=12))

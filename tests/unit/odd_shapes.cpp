@@ -3,14 +3,37 @@
 // as large as the kernels are promised, and cache entries that nobody wrote are NaN, so that reading one shows.
 //
 // usage: odd_shapes SEED NUM_CASES; prints one line and exits 1 at the first row that differs.
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <new>
 #include <random>
 
 #include "kernels.cpp"
+
+// How many more blocks of memory can be had; negative: any number.
+std::atomic<int> blocks_left{-1};
+bool is_scarce = false;  // not while threads are started: a team gets on with fewer
+
+void* operator new(size_t size) {
+  if (blocks_left >= 0 && blocks_left-- == 0) throw std::bad_alloc();
+  if (void* block = std::malloc(size ? size : 1)) return block;
+  throw std::bad_alloc();
+}
+void* operator new(size_t size, std::align_val_t alignment) {
+  if (blocks_left >= 0 && blocks_left-- == 0) throw std::bad_alloc();
+  const size_t unit = size_t(alignment);
+  if (void* block = std::aligned_alloc(unit, (size + unit - 1) / unit * unit)) return block;
+  throw std::bad_alloc();
+}
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
+void operator delete(void* block) noexcept { std::free(block); }
+void operator delete(void* block, size_t) noexcept { std::free(block); }
+void operator delete(void* block, std::align_val_t) noexcept { std::free(block); }
+void operator delete(void* block, size_t, std::align_val_t) noexcept { std::free(block); }
 
 namespace {
 
@@ -62,6 +85,21 @@ bool same_bits(const float* a, const float* b, size_t size) { return std::memcmp
   std::exit(1);
 }
 
+// Call a kernel, first where one of the blocks that it asks for cannot be had. A failure must be told, and leave
+// everything so that the next call computes what it should; a thread of the kernels' own that asks ends the program.
+template <typename Call>
+void in_scarcity(Call call) {
+  static std::mt19937_64 own(61);  // the cases' own draws stay as they are
+  if (is_scarce) blocks_left = own() % (own() % 2 ? 8 : 61);  // most calls ask for a few blocks, a pass for dozens
+  const Status status = call();
+  const bool failed = is_scarce && blocks_left < 0;
+  blocks_left = -1;
+  if (failed != (status == OUT_OF_MEMORY) || (failed && call() != DONE)) {
+    std::printf("status %d where memory was %s\n", int(status), failed ? "short" : "enough");
+    std::exit(1);
+  }
+}
+
 // As bfloat16 numbers near these, as float16 other finite ones.
 Exact<uint16_t> upper_halves(const std::vector<float>& values) {
   Exact<uint16_t> halves(values.size());
@@ -69,30 +107,69 @@ Exact<uint16_t> upper_halves(const std::vector<float>& values) {
   return halves;
 }
 
+// Of the kinds that have groups: how many of the least ones make one, and whether inputs are read in another order. All
+// weights that read the same rows are alike.
+struct Grouping {
+  int steps;
+  bool ordered;
+};
+
+Grouping grouping;
+
+void draw_grouping() { grouping = {between(1, 4), between(0, 1) == 1}; }
+
 struct Packed {
+  const int group;
   Exact<uint8_t> panels;
   Exact<float> scales;
   Exact<int32_t> sums;
   Exact<float> bias;
+  Exact<int32_t> order;
   Linear linear;
 
   Packed(int kind, const std::vector<float>& weight, int in, int out, bool biased, int threads)
-      : panels(slipstream_packed_bytes(kind, in, out)),
-        scales(kind == INT8 ? slipstream_padded_out(out) : 0),
+      : group(!has_groups(kind) ? 0 : grouping.steps * (kind < EIGHT_BITS ? FourBits::RUN : EightBits::RUN)),
+        panels(slipstream_packed_bytes(kind, in, out, group)),
+        scales(kind == INT8 || group || kind == FOUR_BITS_BLOCKS ? slipstream_padded_out(out) : 0),
         sums(kind == INT8 ? slipstream_padded_out(out) : 0),
-        bias(biased ? slipstream_padded_out(out) : 0) {
+        bias(biased ? slipstream_padded_out(out) : 0),
+        order((group || kind == FOUR_BITS_BLOCKS) && grouping.ordered ? in : 0) {
     Exact<float> exact(weight);
     Exact<uint16_t> upper = upper_halves(weight);
-    if (kind == INT8)
-      slipstream_pack_int8(exact.get(), in, out, (int8_t*)panels.get(), scales.get(), sums.get(), threads);
-    else if (kind == BFLOAT16)
-      slipstream_pack_bfloat16((const bfloat16*)upper.get(), in, out, (bfloat16*)panels.get(), threads);
-    else if (kind == FLOAT16)
-      slipstream_pack_float16((const float16*)upper.get(), in, out, (float16*)panels.get(), threads);
+    if (group)
+      pack_in_groups(kind, exact, in, out, threads);
     else
-      slipstream_pack_float32(exact.get(), in, out, (float*)panels.get(), threads);
+      in_scarcity([&] {
+        switch (kind) {
+          case FOUR_BITS_BLOCKS: return slipstream_fit_blocks(exact.get(), in, out, panels.get(), scales.get(), threads);
+          case INT8:
+            return slipstream_pack_int8(exact.get(), in, out, (int8_t*)panels.get(), scales.get(), sums.get(), threads);
+          case BFLOAT16:
+            return slipstream_pack_bfloat16((const bfloat16*)upper.get(), in, out, (bfloat16*)panels.get(), threads);
+          case FLOAT16: return slipstream_pack_float16((const float16*)upper.get(), in, out, (float16*)panels.get(), threads);
+          default: return slipstream_pack_float32(exact.get(), in, out, (float*)panels.get(), threads);
+        }
+      });
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
-    linear = {kind, in, out, 0, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr};
+    for (int i = 0; i < int(order.size); ++i) order[i] = in - 1 - i;
+    linear = {kind,       in, out, group, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr,
+              order.size ? order.get() : nullptr};
+  }
+
+  void pack_in_groups(int kind, const Exact<float>& weight, int in, int out, int threads) {
+    const int groups = num_groups(in, group);
+    const bool zeros = kind == FOUR_BITS_ZEROS || kind == EIGHT_BITS_ZEROS;
+    Exact<uint8_t> codes(weight.size);
+    Exact<float> of_groups(size_t(out) * groups), zeros_of(of_groups.size);
+    in_scarcity([&] {
+      return slipstream_fit_groups(weight.get(), in, out, group, zeros, codes.get(), of_groups.get(), zeros_of.get(), threads);
+    });
+    if (kind >= EIGHT_BITS)
+      for (size_t i = 0; i < codes.size; ++i) codes[i] = uint8_t(int(weight[i] * 4096.0f));  // padding differs by build
+    in_scarcity([&] {
+      return slipstream_pack_groups(kind, group, codes.get(), of_groups.get(), zeros ? zeros_of.get() : nullptr, in, out,
+                                    panels.get(), scales.get(), threads);
+    });
   }
 };
 
@@ -118,12 +195,14 @@ void check_widened(const Packed& packed, const Exact<float>& rows, int n, const 
 }
 
 void check_products(int number_of_case) {
-  const int kind = between(0, 3), in = between(1, 150), out = between(1, 200), n = between(1, 40), threads = between(1, 3);
+  const int kind = between(0, 8), in = between(1, kind == FOUR_BITS_BLOCKS ? 600 : 150), out = between(1, 200);
+  const int n = between(1, 40), threads = between(1, 3);
+  draw_grouping();
   auto packed = random_linear(kind, in, out, between(0, 1), threads);
   Exact<float> rows(numbers(size_t(n) * in)), together(size_t(n) * out);
   const float odd[] = {0.0f, 1e-42f, 3e38f, INFINITY, NAN};
   if (between(0, 1)) rows[between(0, n * in - 1)] = odd[between(0, 4)];
-  slipstream_multiply(&packed->linear, rows.get(), n, together.get(), threads);
+  in_scarcity([&] { return slipstream_multiply(&packed->linear, rows.get(), n, together.get(), threads); });
   take(together.get(), together.size);
   for (int row = 0; row < n; ++row) {
     Exact<float> single(std::vector<float>(rows.get() + size_t(row) * in, rows.get() + size_t(row + 1) * in)), alone(out);
@@ -143,6 +222,7 @@ struct Network {
   std::vector<std::unique_ptr<Packed>> weights;
   std::vector<std::unique_ptr<Exact<float>>> vectors;
   std::unique_ptr<Exact<uint16_t>> halves;
+  std::vector<std::unique_ptr<Exact<Linear>>> experts;
   std::vector<Layer> layers;
   Model model{};
 
@@ -153,7 +233,7 @@ struct Network {
 
   void embed(int kind) {
     std::vector<float> table = numbers(size_t(model.vocab) * model.hidden);
-    model.embedding_kind = kind == INT8 ? FLOAT32 : kind;
+    model.embedding_kind = quantises(kind) ? FLOAT32 : kind;
     if (model.embedding_kind == FLOAT32) {
       vectors.push_back(std::make_unique<Exact<float>>(table));
       model.embedding = vectors.back()->get();
@@ -168,7 +248,7 @@ struct Network {
     return weights.back()->linear;
   }
 
-  // Gate and up in alternating panels, each padded with zeros, as native.py lays them out.
+  // Gate and up in alternating panels, each padded with zeros, as packed_weight.py lays them out.
   Linear gate_up(int kind, int hidden, int intermediate) {
     const int padded = (intermediate + PANEL - 1) / PANEL * PANEL;
     const std::vector<float> drawn = numbers(size_t(2) * intermediate * hidden);
@@ -182,8 +262,29 @@ struct Network {
     return weights.back()->linear;
   }
 
+  // Experts of which a row visits some, and their router.
+  Mixture mixture(int kind, bool biased) {
+    std::vector<Linear> gate_up, down;
+    for (int i = 0; i < model.num_experts; ++i) {
+      gate_up.push_back(model.gated ? this->gate_up(kind, model.hidden, model.intermediate)
+                                    : linear(kind, model.hidden, model.intermediate, biased));
+      down.push_back(linear(kind, model.intermediate, model.hidden, biased));
+    }
+    for (auto* each : {&gate_up, &down}) experts.push_back(std::make_unique<Exact<Linear>>(*each));
+    const Linear router = linear(FLOAT32, model.hidden, model.num_experts, biased);
+    return {router, experts[experts.size() - 2]->get(), experts.back()->get()};
+  }
+
+  // Of either kind; with neither weight nor bias none at all.
+  Norm norm(bool centred, bool exists = true) {
+    if (!exists) return {};
+    const float* weight = vector(model.hidden);
+    return {weight, centred && between(0, 3) ? vector(model.hidden) : nullptr, centred};
+  }
+
   Network() {
-    const int kind = between(0, 3);
+    const int kind = between(0, 8);
+    draw_grouping();
     model.num_layers = between(1, 3);
     model.hidden = between(1, 70);
     model.num_kv_heads = between(1, 3);
@@ -194,23 +295,49 @@ struct Network {
     model.vocab = between(2, 140);
     model.norm_epsilon = 1e-5f;
     model.attention_scale = 1.0f / std::sqrt(float(model.head_dim));
-    model.rotary_scale = 1.0f;
-    model.inverse_frequencies = vector(model.rotary_dim / 2);
+    model.num_rotaries = between(1, 2);
+    model.inverse_frequencies = vector(model.num_rotaries * model.rotary_dim / 2);
+    model.rotary_scales = vector(model.num_rotaries);
+    model.activation = between(SILU, GELU_TANH);
+    model.gated = between(0, 2) > 0;
+    if (model.gated && between(0, 3) == 0) model.activation = CLAMPED_SILU;
+    model.gate_limit = 0.5f * between(1, 4);
+    model.gate_slope = 1.702f;
+    if (between(0, 2) == 0) {
+      model.num_experts = between(1, 7);
+      model.num_chosen = between(1, model.num_experts);
+      model.whole_shares = between(0, 1);
+    }
+    model.parallel = !model.num_experts && between(0, 3) == 0;
+    model.score_cap = between(0, 2) ? 0.0f : 2.0f;
+    model.logit_cap = between(0, 2) ? 0.0f : 3.0f;
+    for (float* scale : {&model.residual_scale, &model.embedding_scale, &model.input_scale, &model.logit_divisor})
+      *scale = between(0, 2) ? 1.0f : 0.3f * between(1, 9);
     if (between(0, 1)) embed(kind);
-    model.final_norm = vector(model.hidden);
+    const bool centred = between(0, 2) == 0;
+    const int norms = between(0, 3);  // behind attention and MLP, before and behind, or before: more often
+    model.final_norm = norm(centred);
     model.head = linear(kind, model.hidden, model.vocab, false);
     const bool biased = between(0, 1), normed = between(0, 1);
+    model.whole_norms = normed && between(0, 1);
     const int heads = model.num_heads, width = (heads + 2 * model.num_kv_heads) * model.head_dim;
     for (int i = 0; i < model.num_layers; ++i) {
       Layer layer{};
-      layer.attention_norm = vector(model.hidden);
-      layer.mlp_norm = vector(model.hidden);
-      layer.query_norm = normed ? vector(model.head_dim) : nullptr;
-      layer.key_norm = normed ? vector(model.head_dim) : nullptr;
+      for (Norm* each : {&layer.attention_norm, &layer.mlp_norm}) *each = norm(centred, norms != 0);
+      for (Norm* each : {&layer.attended_norm, &layer.mlp_out_norm}) *each = norm(centred, norms < 2);
+      layer.query_norm = normed ? vector((model.whole_norms ? heads : 1) * model.head_dim) : nullptr;
+      layer.key_norm = normed ? vector((model.whole_norms ? model.num_kv_heads : 1) * model.head_dim) : nullptr;
+      layer.rotary = between(-1, model.num_rotaries - 1);
       layer.qkv = linear(kind, model.hidden, width, biased);
       layer.output = linear(kind, heads * model.head_dim, model.hidden, biased);
-      layer.gate_up = gate_up(kind, model.hidden, model.intermediate);
-      layer.down = linear(kind, model.intermediate, model.hidden, false);
+      if (model.num_experts) {
+        layer.mixture = mixture(kind, biased);
+      } else {
+        layer.gate_up = model.gated ? gate_up(kind, model.hidden, model.intermediate)
+                                    : linear(kind, model.hidden, model.intermediate, biased);
+        layer.down = linear(kind, model.intermediate, model.hidden, biased);
+      }
+      layer.sinks = between(0, 2) ? nullptr : vector(heads);
       layer.sliding_window = between(0, 1) ? between(1, 12) : 0;
       layers.push_back(layer);
     }
@@ -247,14 +374,30 @@ struct Cache {
 struct Row {
   int64_t token, position, slot, run_begin, run_length;
   std::vector<int64_t> tail_slots, tail_positions;
+  bool fast = false;
 };
 
 // [rows, vocab]
+// How often memory was short in the parts of a first pass, told by what its scratch has got.
+struct Shortages {
+  int in_reserve = 0, in_divide = 0, in_plan = 0;
+
+  void count(const Scratch& scratch, const Batch& batch) {
+    const bool divided = scratch.exact_runs.capacity() && !(batch.num_fast && scratch.rounded.empty());
+    if (scratch.gated.empty()) ++in_reserve;
+    else if (!scratch.fast_of.empty() && !divided) ++in_divide;
+    else if (scratch.attention.tiles.capacity()) ++in_plan;
+  }
+};
+
+Shortages shortages;
+
 std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratch, const std::vector<Row>& rows) {
   const Model& model = network.model;
-  std::vector<int64_t> token, position, slot, run_begin, run_length, tail_begin{0}, tail_slots, tail_positions, logit_rows;
+  std::vector<int64_t> token, position, slot, run_begin, run_length, tail_begin{0}, tail_slots, tail_positions, logit_rows, fast_rows;
   for (const Row& row : rows) {
     logit_rows.push_back(token.size());
+    if (row.fast) fast_rows.push_back(token.size());
     token.push_back(row.token);
     position.push_back(row.position);
     slot.push_back(row.slot);
@@ -265,7 +408,7 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
     tail_begin.push_back(tail_slots.size());
   }
   Exact<int64_t> arrays[] = {Exact(token), Exact(position), Exact(slot), Exact(run_begin), Exact(run_length),
-                             Exact(tail_begin), Exact(tail_slots), Exact(tail_positions), Exact(logit_rows)};
+                             Exact(tail_begin), Exact(tail_slots), Exact(tail_positions), Exact(logit_rows), Exact(fast_rows)};
   const int64_t taps_of[] = {0, model.num_layers};
   Exact<float> first(rows.size() * model.hidden), last(rows.size() * model.hidden), logits(rows.size() * model.vocab);
   float* taps[] = {first.get(), last.get()};
@@ -276,17 +419,43 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
               arrays[2].get(), arrays[3].get(), arrays[4].get(), arrays[5].get(),  arrays[6].get(), arrays[7].get(),
               arrays[8].get(), cache.keys.number_addresses.data(), cache.values.number_addresses.data(), taps_of, taps,
               logits.get(), all_layers.data(), cache.num_slots, cache.type, cache.keys.scale_addresses.data(),
-              cache.values.scale_addresses.data()};
-  slipstream_forward(&model, &batch, scratch, between(1, 3));
+              cache.values.scale_addresses.data(), int64_t(fast_rows.size()), arrays[9].get()};
+  const int threads = between(1, 3);
+  const bool is_first = scratch->states.empty();
+  in_scarcity([&] {
+    const Status status = slipstream_forward(&model, &batch, scratch, threads);
+    if (is_first && status == OUT_OF_MEMORY) shortages.count(*scratch, batch);
+    return status;
+  });
   for (const Exact<float>* results : {&first, &last, &logits}) take(results->get(), results->size);
   return {logits.get(), logits.get() + logits.size};
 }
 
-Row committed(const std::vector<int64_t>& text, int start, int position) {
-  return {text[position], position, start + position, start, position + 1, {}, {}};
+Row committed(const std::vector<int64_t>& text, int start, int position, int num_fast) {
+  return {text[position], position, start + position, start, position + 1, {}, {}, position < num_fast};
 }
 
-// A text row by row, then the same text in chunks beside another one, then its end as one path of a tree.
+// A text row by row, then the same text in chunks beside another one, then its end as one path of a tree. The first rows of
+// each text may be fast ones.
+// The experts that a row chooses against all others.
+void check_choices(int number_of_case) {
+  const int size = between(1, 40), count = between(1, size);
+  std::vector<float> router(size);
+  for (float& value : router) value = between(0, 9) ? 0.25f * between(-8, 8) : between(0, 3) ? -INFINITY : NAN;
+  const bool is_sick = std::any_of(router.begin(), router.end(), [](float value) { return value != value; });
+  Exact<int32_t> chosen(count);
+  choose_experts(router.data(), size, count, chosen.get());
+  std::vector<bool> is_chosen(size);
+  for (int i = 0; i < count; ++i) {
+    if (chosen[i] < 0 || chosen[i] >= size || (i && chosen[i] <= chosen[i - 1])) return differs("the order of experts", number_of_case);
+    is_chosen[chosen[i]] = true;
+  }
+  for (int a = 0; a < size && !is_sick; ++a)
+    for (int b = 0; b < size; ++b)
+      if (is_chosen[a] && !is_chosen[b] && (router[b] > router[a] || (router[b] == router[a] && b < a)))
+        return differs("an expert", number_of_case);
+}
+
 void check_passes(int number_of_case) {
   Network network;
   // Now and then more than one partition.
@@ -298,15 +467,19 @@ void check_passes(int number_of_case) {
   Scratch* scratch = slipstream_new_scratch();
   const int type = between(0, 3);
   Cache lone(network.model, num_slots, type), shared(network.model, num_slots, type);
+  const int split = between(1, length - 1), second = length, kind = network.model.head.kind;
+  const bool may_be_fast = !network.model.num_experts && (kind == BFLOAT16 || kind == FLOAT16);
+  const int num_fast = may_be_fast ? between(0, split) : 0, num_others_fast = may_be_fast ? between(0, length) : 0;
+  // Now and then more queries than attention takes at once.
+  const int widest = between(0, 3) ? 14 : 2 * TILE + 9;
   std::vector<std::vector<float>> alone;
-  for (int i = 0; i < length; ++i) alone.push_back(forward(network, lone, scratch, {committed(text, 0, i)}));
+  for (int i = 0; i < length; ++i) alone.push_back(forward(network, lone, scratch, {committed(text, 0, i, num_fast)}));
 
-  const int split = between(1, length - 1), second = length;
   for (int begin = 0, end; begin < split; begin = end) {
-    end = std::min(split, begin + between(1, 14));
+    end = std::min(split, begin + between(1, widest));
     std::vector<Row> rows;
-    for (int i = begin; i < end; ++i) rows.push_back(committed(other, second, i));
-    for (int i = begin; i < end; ++i) rows.push_back(committed(text, 0, i));
+    for (int i = begin; i < end; ++i) rows.push_back(committed(other, second, i, num_others_fast));
+    for (int i = begin; i < end; ++i) rows.push_back(committed(text, 0, i, num_fast));
     std::vector<float> logits = forward(network, shared, scratch, rows);
     for (int i = begin; i < end; ++i)
       if (!same_bits(&logits[size_t(end - begin + i - begin) * vocab], alone[i].data(), vocab)) differs("a chunk's row", number_of_case);
@@ -432,14 +605,15 @@ void check_chains(int number_of_case) {
     model.num_layers = 1;
     Layer& layer = network.layers[0];
     layer.qkv = network.linear(kind, model.hidden * (fuses ? 2 : 1), layer.qkv.out, between(0, 1));
-    if (!fuses) layer.attention_norm = nullptr;
+    layer.attention_norm = {};
+    if (fuses) layer.attention_norm = network.norm(false);
     eagle.embedder = &network.model;
     const int fc_in = fuses ? between(1, 150) : 2 * model.hidden;  // drawn first: arguments have no order
     eagle.fc = network.linear(kind, fc_in, model.hidden, between(0, 1));
     eagle.embedding_norm = fuses ? network.vector(model.hidden) : nullptr;
     eagle.residual_is_normed = between(0, 1);
     eagle.model = model;
-    if (!fuses) eagle.model.final_norm = nullptr;
+    if (!fuses) eagle.model.final_norm = {};
   }
   Exact<int64_t> ids(model.vocab);
   for (int i = 0; i < model.vocab; ++i) ids[i] = model.vocab - 1 - i;
@@ -475,7 +649,8 @@ void check_chains(int number_of_case) {
       const float* own = features.get() + size_t(chain) * length * width;
       Exact<float> given(level ? state : std::vector<float>(own, own + length * width)), last(size_t(n) * model.hidden);
       States states{given.get(), last.get(), level == 0};
-      slipstream_eagle(&eagle, &rows.batch, &states, scratch, between(1, 3));
+      const int threads = between(1, 3);
+      in_scarcity([&] { return slipstream_eagle(&eagle, &rows.batch, &states, scratch, threads); });
       state.assign(last.get() + size_t(n - 1) * model.hidden, last.get() + size_t(n) * model.hidden);
     } else {
       slipstream_forward(&model, &rows.batch, scratch, between(1, 3));
@@ -526,7 +701,8 @@ void check_heads(int number_of_case) {
     }
     Exact<float> given(input), logits(vocab);
     HeadRows row{1, level, 1, 0, given.get(), logits.get()};
-    slipstream_heads(&heads, &row, scratch, between(1, 3));
+    const int threads = between(1, 3);
+    in_scarcity([&] { return slipstream_heads(&heads, &row, scratch, threads); });
     return std::vector<float>(logits.get(), logits.get() + vocab);
   });
   slipstream_free_scratch(scratch);
@@ -535,14 +711,19 @@ void check_heads(int number_of_case) {
 }  // namespace
 
 int main(int, char** arguments) {
-  generator.seed(std::strtoull(arguments[1], nullptr, 10));
   const int num_cases = std::atoi(arguments[2]);
+  for (int threads = 1; threads <= 3; ++threads) random_linear(FLOAT32, 1, 1, false, threads);  // starts them
+  generator.seed(std::strtoull(arguments[1], nullptr, 10));
+  is_scarce = true;
   for (int i = 0; i < num_cases; ++i) {
     check_products(i);
+    check_choices(i);
     check_passes(i);
     check_chains(i);
     check_heads(i);
   }
+  std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
+              shortages.in_plan);
   std::printf("%d cases on %s: equal in any company, digest %016llx\n", num_cases, slipstream_instructions(),
               (unsigned long long)digest);
   std::fflush(stdout);

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import subprocess
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +19,10 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token, quantise
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.cpu import native
-from slipstream.models.loading import _warn_of_copies, resolve_cache_dtype
+from slipstream.models.cpu import builds, native
+from slipstream.models.loading import _warn_of_copies
 from slipstream.models.outline import outline_model
+from slipstream.models.settling import resolve_cache_dtype
 from slipstream.vllm_names import own_engine_keys
 
 CPU = torch.device("cpu")
@@ -101,6 +106,58 @@ def test_int8_is_the_nearest_and_shows_what_is_no_number() -> None:
     random = torch.randn(64, 80)
     integers, scales = quantise(random)
     assert ((integers * scales[:, None] - random).abs() <= scales[:, None] * 0.5001).all()
+
+
+NARROW = """
+#include <cstdio>
+#include "entries.h"
+int main(int, char** arguments) {
+  const int dim = std::atoi(arguments[1]);
+  std::vector<float> entry(dim);
+  std::vector<int8_t> integers(dim);
+  while (std::fread(entry.data(), sizeof(float), dim, stdin) == size_t(dim)) {
+    const float scale = narrow(entry.data(), dim, integers.data());
+    std::fwrite(&scale, sizeof scale, 1, stdout);
+    std::fwrite(integers.data(), 1, dim, stdout);
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that writes int8 entries as the kernels do."""
+    if shutil.which("c++") is None or native.unavailable() is not None:
+        pytest.skip("there is no C++ compiler, or there are no native kernels")
+    folder = tmp_path_factory.mktemp("narrow")
+    (folder / "narrow.cpp").write_text("#include <vector>\n" + NARROW)
+    flags = [flag for flag in builds.FLAGS if flag not in ("-shared", "-fPIC")]
+    command = ["c++", *flags, *native.build().flags, f"-I{builds.SOURCES}", str(folder / "narrow.cpp")]
+    subprocess.run([*command, "-o", str(folder / "narrow")], check=True)
+    return folder / "narrow"
+
+
+@pytest.mark.parametrize("dim", [1, 5, 64, 80])
+def test_python_and_the_kernels_quantise_to_the_same_bits(dim: int, narrow: Path) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    sizes = [1e-38, 1e-30, 3e-30, 1e-3, 1.0, 60_000.0, 1e30, 3e38 / 8]
+    entries = torch.cat([torch.randn(300, dim, generator=generator) * size for size in sizes])
+    halves = torch.randint(-254, 255, (300, dim), generator=generator) / 2.0
+    halves[:, 0] = 127.0  # the scale is 1: every other number lies halfway between two integers
+    odd = torch.zeros(8, dim)
+    odd[:7, -1] = torch.tensor([0.0, -0.0, 1e-42, 1e-30, math.nan, math.inf, -math.inf])
+    odd[7] = torch.finfo(torch.float32).max
+    entries = torch.cat([entries, halves, odd])
+    done = subprocess.run(
+        [str(narrow), str(dim)], input=entries.numpy().tobytes(), capture_output=True, check=True
+    )
+    written = np.frombuffer(done.stdout, dtype=[("scale", "<f4"), ("integers", "i1", (dim,))])
+    integers, scales = quantise(entries)
+    is_number = ~scales.isnan().numpy()
+    assert (np.isnan(written["scale"]) == ~is_number).all()
+    assert (written["scale"] == scales.numpy())[is_number].all()
+    assert (written["integers"] == integers.numpy())[is_number].all()
+    assert 3 <= int((~is_number).sum()) < 10
 
 
 @pytest.mark.parametrize("cache", TYPES)

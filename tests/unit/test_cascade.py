@@ -460,7 +460,7 @@ def test_layers_without_entries_are_refused(
         ({"draft": {"method": "ngram", "verifier": "block"}}, "cascade draft has a verifier"),
         ({"draft": NGRAM, "tree_top_k": 2}, "cascade drafts are chains"),
         ({"draft": NGRAM, "tree_choices": [[0]]}, "cascade drafts are chains"),
-        ({"draft": NGRAM, "quantization": "int4"}, "unknown cascade quantization"),
+        ({"draft": NGRAM, "quantization": "int3"}, "unknown cascade quantization"),
         ({"draft": NGRAM, "exit_layer": 2, "skip_layers": [1]}, "cascade has skip_layers and exit_layer"),
         ({"draft": NGRAM, "skip_layers": []}, "cascade skip_layers is empty"),
         ({"draft": NGRAM, "exit_layer": 2, "model": EMBEDDED_DRAFT}, "the target's own layers; omit model"),

@@ -264,6 +264,11 @@ def test_sizes_that_are_none(text: str) -> None:
         parse_bytes(text)
 
 
+def test_a_size_beyond_all_machines() -> None:
+    with pytest.raises(ConfigError, match="is more than any machine has"):
+        parse_bytes("9" * 400)
+
+
 # --- generate -------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +435,27 @@ def test_the_embedded_targets_drafters_are_known_inside_others() -> None:
     assert config(method="cascade", draft={"method": "draft"})["draft"]["model"] == EMBEDDED_DRAFT
     members = config(method="ensemble", members=[{"method": "suffix"}, {"method": "eagle3"}])["members"]
     assert members[1]["model"] == EMBEDDED_EAGLE3
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "model"),
+    [
+        (SpeculationFlags(draft="embedded"), "draft_model", EMBEDDED_DRAFT),
+        (SpeculationFlags(spec="draft:embedded"), "draft_model", EMBEDDED_DRAFT),
+        (SpeculationFlags(spec="eagle3:embedded"), "eagle3", EMBEDDED_EAGLE3),
+    ],
+)
+def test_embedded_names_the_drafts_in_the_package_for_any_target(
+    flags: SpeculationFlags, method: str, model: str
+) -> None:
+    config = speculative_config(flags, "some/target")
+    assert (config.method, config.options["model"]) == (method, model)
+
+
+def test_embedded_names_the_target_in_the_package() -> None:
+    named = run("generate", PROMPT, *GREEDY, "-m", "embedded")
+    assert named.exit_code == 0, named.output
+    assert named.stdout == run("generate", PROMPT, *GREEDY).stdout
 
 
 def test_speeds_of_batches_and_of_single_runs_are_told_apart() -> None:
@@ -673,7 +699,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_the_process_separates_answers_from_notes() -> None:
-    command = [sys.executable, "-m", "slipstream.cli.main", "generate", *GREEDY]
+    command = [sys.executable, "-m", "slipstream.cli.main", "generate", *GREEDY, "--threads", "1"]
     result = subprocess.run(command, input=PROMPT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == run("generate", PROMPT, *GREEDY).stdout

@@ -93,3 +93,19 @@ def test_more_threads_than_cores_are_warned_of(
     monkeypatch.setattr("slipstream.models.cpu.threads.num_cores", lambda: 0)
     run("generate", "hi", "--spec", "off", "--max-tokens", "1", "--threads", "1")
     assert "num_threads is 1, but this process may use 0 cores" in caplog.text
+
+
+def test_a_prediction_is_read_from_a_file_and_drafts(tmp_path: Path) -> None:
+    """The answer itself as the prediction: the same text, most of it accepted from the prediction."""
+    args = ["generate", "Once upon a time", "--raw", "--temperature", "0", "--max-tokens", "32", "--json"]
+    off = json.loads(run(*args, "--spec", "off").stdout)["requests"][0]["outputs"][0]
+    file = tmp_path / "expected.txt"
+    file.write_text(off["text"])
+    result = run(*args, "--spec", "off", "--prediction", str(file))
+    assert result.exit_code == 0, result.output
+    on = json.loads(result.stdout)["requests"][0]["outputs"][0]
+    assert on["text"] == off["text"]
+    assert on["metrics"]["num_steps"] < off["metrics"]["num_steps"]
+    missing = run(*args, "--prediction", str(tmp_path / "nowhere.txt"))
+    assert missing.exit_code == 2
+    assert "nowhere.txt" in missing.output

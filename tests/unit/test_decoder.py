@@ -10,10 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from slipstream.assets import EMBEDDED_TARGET
@@ -33,7 +41,13 @@ TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
         *(("embedded", "float16", "float16"), ("embedded", "float32", "float32")),
         *(("embedded", "float32", "int8"), ("embedded", "int8", "bfloat16")),
         *(("odd", "float32", "float16"), ("odd", "bfloat16", "float32"), ("odd", "int8", "float32")),
+        *(("embedded", "int4", "float16"), ("odd", "int4_g64", "float32"), ("window", "int4_g128", "int8")),
         *(("window", "float32", "float32"), ("window", "bfloat16", "bfloat16"), ("window", "int8", "int8")),
+        *(("gemma2", "bfloat16", "int8"), ("gemma3", "int4", "float16"), ("gpt-neox", "int8", "bfloat16")),
+        *(("olmo2", "int8", "int8"), ("phi3", "int4_g64", "float32"), ("starcoder2", "float16", "float16")),
+        *(("mixtral", "float32", "float32"), ("qwen3-moe", "bfloat16", "float16")),
+        *(("mixtral", "int8", "bfloat16"), ("qwen3-moe", "int4", "float32")),
+        *(("gpt-oss", "float32", "float16"), ("gpt-oss", "int4_g64", "int8")),
     ],
     ids=lambda case: f"{case[0]}, {case[1]} weights, {case[2]} cache",
 )
@@ -60,11 +74,31 @@ def _awkward(name: str, folder: Path) -> Path:
         "head_dim": 24,
         "initializer_range": 0.2,
     }
-    model = (
-        LlamaForCausalLM(LlamaConfig(**shape, attention_bias=True))
-        if name == "odd"
-        else MistralForCausalLM(MistralConfig(**shape, sliding_window=37))
-    )
+    no_heads = {key: value for key, value in shape.items() if key != "num_key_value_heads"}
+    gemma = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {
+        "odd": lambda: LlamaConfig(**shape, attention_bias=True),
+        "window": lambda: MistralConfig(**shape, sliding_window=37),
+        "gemma2": lambda: Gemma2Config(**shape, **gemma, attn_logit_softcapping=2.0),
+        "gemma3": lambda: Gemma3TextConfig(**shape, **gemma, final_logit_softcapping=9.0),
+        "gpt-neox": lambda: GPTNeoXConfig(**no_heads, rotary_pct=0.5),
+        "olmo2": lambda: Olmo2Config(**shape),
+        "phi3": lambda: Phi3Config(**shape, partial_rotary_factor=0.5, pad_token_id=0, sliding_window=37),
+        "starcoder2": lambda: Starcoder2Config(**shape),
+        "mixtral": lambda: MixtralConfig(
+            **{**shape, "intermediate_size": 100},
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=37,
+        ),
+        "gpt-oss": lambda: GptOssConfig(
+            **{**shape, "intermediate_size": 40}, **gemma, num_local_experts=6, num_experts_per_tok=4
+        ),
+        "qwen3-moe": lambda: Qwen3MoeConfig(
+            **shape, moe_intermediate_size=40, num_experts=12, num_experts_per_tok=3, norm_topk_prob=False
+        ),
+    }[name]()
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return folder
 
@@ -213,3 +247,26 @@ def test_layers_that_are_not_plain_are_left_to_transformers(tmp_path: Path) -> N
     up = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Adapted(up.in_features, up.out_features, bias=False)
     assert adapt(model).decoder is None
+
+
+def test_weights_that_layers_share_are_packed_for_each() -> None:
+    """The pages of a packed weight are given back: not before all that read it have been packed."""
+    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    config = LlamaConfig(**shape, num_attention_heads=2, initializer_range=0.2)
+
+    def model(shares: bool) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="slipstream").eval()
+        first = made.model.layers[0]
+        for layer in made.model.layers[1:]:
+            for ours, theirs in ((layer.mlp, first.mlp), (layer.self_attn, first.self_attn)):
+                for name, linear in theirs.named_children():
+                    if isinstance(linear, nn.Linear):
+                        own = getattr(ours, name)
+                        own.weight = linear.weight if shares else nn.Parameter(linear.weight.detach().clone())
+        return made
+
+    shared, apart = (adapt(model(shares), canary=False) for shares in (True, False))
+    assert shared.decoder is not None
+    logits = [lm.forward([chain(0, 0, 20)], make_pool(lm)).logits for lm in (shared, apart)]
+    assert torch.equal(*logits)

@@ -54,7 +54,8 @@ def test_a_good_draft_has_no_fault() -> None:
     assert "0.6" in findings[-1].text
 
 
-def test_an_untrained_head_is_found_out_by_the_canary(head: Path) -> None:
+def test_an_untrained_head_is_found_out_by_the_canary(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "NUM_PROMPTS", 4)
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["canary"]
     assert "train it longer, or use one for this target" in found["canary"]

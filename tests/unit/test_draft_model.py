@@ -125,10 +125,15 @@ def test_a_tree_takes_no_threshold() -> None:
         ({"tree_choices": CHOICES}, "rejection"),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_conforms(options: dict[str, Any], verifier: str, temperature: float) -> None:
-    params = [SamplingParams(temperature=temperature, seed=3)]
-    check_drafter(lambda: make(verifier, **options), VOCAB, verifier=verifier, params=params, num_sequences=4)
+def test_conforms(options: dict[str, Any], verifier: str) -> None:
+    check_drafter(
+        lambda: make(verifier, **options),
+        VOCAB,
+        verifier=verifier,
+        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
+        max_len=60,
+        num_sequences=4,
+    )
 
 
 def greedy_chain(drafter: DraftModelDrafter, token_ids: list[int], length: int) -> list[int]:

@@ -79,9 +79,8 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_conforms(kind: str, temperature: float, verifier: str, tmp_path: Path) -> None:
+def test_conforms(kind: str, verifier: str, tmp_path: Path) -> None:
     folder = save(random_head(**HEADS[kind]), tmp_path)
 
     def fresh() -> EagleDrafter:
@@ -89,8 +88,8 @@ def test_conforms(kind: str, temperature: float, verifier: str, tmp_path: Path) 
         drafter.allocate(2048)
         return drafter
 
-    params = [Params(temperature=temperature, seed=3)]
-    check_drafter(fresh, VOCAB, verifier=verifier, params=params, num_sequences=3, max_len=48)
+    params = [Params(temperature=temperature, seed=3) for temperature in (0.0, 0.9)]
+    check_drafter(fresh, VOCAB, verifier=verifier, params=params, num_sequences=4, max_len=48)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -280,8 +279,8 @@ def test_int8_weights_are_half_and_guess_alike(tmp_path: Path) -> None:
     folder = save(random_head(), tmp_path)
     full, small = make(folder), make(folder, quantization="int8")
     assert 0.4 < small.weight_bytes() / full.weight_bytes() < 0.6
-    with pytest.raises(ConfigError, match="int4"):
-        make(folder, quantization="int4")
+    with pytest.raises(ConfigError, match="int3"):
+        make(folder, quantization="int3")
     agree = first_guesses(full) == first_guesses(small)
     assert float(agree.float().mean()) > 0.9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.models.cpu.frequencies import inverse_frequencies
+from slipstream.models.cpu.frequencies import Rotation
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -46,22 +47,47 @@ def test_powers_are_rounded_once(head_dim: int, theta: float) -> None:
         context.prec = 40
         powers = [np.float32(float(Decimal(theta) ** Decimal(float(exponent)))) for exponent in exponents]
     expected = [float(np.float32(1.0) / power) for power in powers]
-    assert inverse_frequencies(rotary("default", head_dim, theta)).tolist() == expected
+    assert Rotation(rotary("default", head_dim, theta)).inverse_frequencies.tolist() == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_that_of_transformers_to_a_rounding(kind: str) -> None:
     for head_dim in (64, 96, 128):
         given = rotary(kind, head_dim, 5e5)
-        torch.testing.assert_close(inverse_frequencies(given), given.inv_freq, rtol=3e-7, atol=0.0)
+        torch.testing.assert_close(Rotation(given).inverse_frequencies, given.inv_freq, rtol=3e-7, atol=0.0)
 
 
-def test_frequencies_that_no_configuration_gives_are_kept() -> None:
+def test_frequencies_that_no_configuration_gives_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     changed = rotary("default", 64, 1e4)
     changed.inv_freq = nn.Buffer(changed.inv_freq * 1.5)
-    assert torch.equal(inverse_frequencies(changed), changed.inv_freq)
 
     class Own(nn.Module):
         inv_freq = torch.ones(3)
 
-    assert torch.equal(inverse_frequencies(Own()), torch.ones(3))
+    class Refusing(LlamaRotaryEmbedding):
+        def __init__(self, config: LlamaConfig, only_once: list[int]) -> None:
+            super().__init__(config)
+
+    class Broken(LlamaRotaryEmbedding):
+        def __init__(self, config: LlamaConfig) -> None:
+            raise KeyError("factor")
+
+    broken = Broken.__new__(Broken)
+    nn.Module.__init__(broken)
+    broken.config, broken.inv_freq = changed.config, changed.inv_freq
+    given = {
+        "gives others": changed,
+        "'Own' object has no attribute 'config'": Own(),
+        "missing 1 required positional argument: 'only_once'": Refusing(changed.config, []),
+        "'factor'": broken,
+    }
+    for reason, each in given.items():
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "slipstream"):
+            assert torch.equal(Rotation(each).inverse_frequencies, each.inv_freq)
+        assert f"rotary frequencies of {type(each).__name__} are taken as they are" in caplog.text
+        assert reason in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "slipstream"):
+        assert len(Rotation(rotary("default", 64, 1e4)).inverse_frequencies) == 32
+    assert not caplog.text

@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.labels import is_cost_expanded
 from slipstream.models import load_config, load_model, load_tokenizer
 from slipstream.models.files.quantized import settle_quantized
-from slipstream.models.loading import resolve_device, resolve_dtype
+from slipstream.models.settling import resolve_device, resolve_dtype
 from slipstream.models.support import context_length
 
 
@@ -96,8 +96,8 @@ def test_a_name_that_is_no_folder_is_said_to_be_taken_as_a_hub_id(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no connection")
 
-    monkeypatch.setattr("slipstream.models.loading.AutoConfig.from_pretrained", fail)
-    monkeypatch.setattr("slipstream.models.loading.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("slipstream.models.configuration.AutoConfig.from_pretrained", fail)
+    monkeypatch.setattr("slipstream.models.tokenizer.AutoTokenizer.from_pretrained", fail)
     with pytest.raises(
         ModelError, match=r"'no-such-folder' \(no folder of that name, so taken as a hub id\)"
     ):
@@ -135,9 +135,10 @@ def test_misshapen_weights(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "what"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ weights (4 bits, groups of 128)"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "AWQ weights (4 bits, groups of 64)"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors weights"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128},
+            "AutoRound weights (4 bits, groups of 128)",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights (8 bits)"),
         ({"load_in_4bit": True}, "bitsandbytes weights (4 bits)"),
         ({"quant_method": "newest"}, "newest-quantised weights"),
@@ -154,42 +155,21 @@ def test_quantised_weights_that_cannot_run_here(
     assert "pip install" not in message
 
 
-def test_block_wise_fp8_is_widened_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("accelerate")
-    config = LlamaConfig(**{**tiny_config().to_dict(), "hidden_size": 128, "intermediate_size": 128})
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    weights: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(tmp_path / "model.safetensors").items():
-        weights[name] = weight
-        if name.endswith("_proj.weight"):
-            scale = weight.abs().max() / 448
-            weights[name] = (weight / scale).to(torch.float8_e4m3fn)
-            weights[f"{name}_scale_inv"] = scale.reshape(1, 1).float()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    lm = load_model(str(tmp_path), pack=False)
-    assert "holds block-wise FP8 weights, which are widened" in caplog.text
-    ours = lm.model.model.layers[1].mlp.up_proj.weight.detach()
-    theirs = model.model.layers[1].mlp.up_proj.weight.detach()
-    assert 0 < float((ours - theirs).abs().max()) < 0.07 * float(theirs.abs().max())
-
-
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
 def test_what_is_said_to_be_widened_is_widened_on_every_device(method: str) -> None:
     """On new GPUs Transformers would keep such weights, in layers that are not plain products."""
     pytest.importorskip("accelerate")
     config = LlamaConfig(quantization_config={"quant_method": method, "weight_block_size": [128, 128]})
-    settle_quantized("here", config)
+    assert settle_quantized("here", config, by_transformers=True) is None
     assert config.quantization_config["dequantize"] is True
     assert config.quantization_config["weight_block_size"] == [128, 128]
 
 
-def test_gguf_files_are_named_for_what_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "model-Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    assert "is a GGUF file, which Slipstream cannot read; give a folder" in refusal(file)
-    assert "holds GGUF files, which Slipstream cannot read" in refusal(tmp_path)
+def test_what_cannot_be_kept_packed_is_widened_only_if_the_user_says_so(checkpoint: Path) -> None:
+    edit_config(checkpoint, quantization_config={"quant_method": "mxfp4"})
+    message = refusal(checkpoint)
+    assert "MXFP4 weights, which cannot be kept packed; --quantization int4 or int8 rounds them" in message
+    assert "--dtype bfloat16 widens them" in message
 
 
 def test_no_context_length(checkpoint: Path) -> None:

@@ -32,10 +32,15 @@ def make(verifier: str = "coupled", **options: Any) -> MedusaDrafter:
 
 
 @pytest.mark.parametrize(("options", "verifier"), CONFORMS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_conforms(options: dict[str, Any], verifier: str, temperature: float) -> None:
-    params = [SamplingParams(temperature=temperature, seed=3)]
-    check_drafter(lambda: make(verifier, **options), VOCAB, verifier=verifier, params=params, num_sequences=3)
+def test_conforms(options: dict[str, Any], verifier: str) -> None:
+    check_drafter(
+        lambda: make(verifier, **options),
+        VOCAB,
+        verifier=verifier,
+        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
+        max_len=60,
+        num_sequences=4,
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -80,6 +80,10 @@ def test_answers_of_one_request_as_one() -> None:
         assert merged.tokens_per_s == pytest.approx(12 / 2.0)
 
 
+def test_one_lossy_answer_makes_the_request_lossy() -> None:
+    assert RequestMetrics.merged([RequestMetrics(lossy=True), RequestMetrics()]).lossy
+
+
 def test_merging_one_answer_changes_nothing() -> None:
     metrics = worked_example()
     metrics.num_prompt_tokens, metrics.total_s, metrics.time_to_first_token_s = 9, 1.5, 0.5

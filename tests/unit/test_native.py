@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -12,36 +13,146 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import cache_folder
 from slipstream.errors import ConfigError
-from slipstream.models import load_model, loading
-from slipstream.models.cpu import builds, native
+from slipstream.models import load_model, settling
+from slipstream.models.cpu import builds, native, pages, structs
 from slipstream.models.cpu.builds import BUILDS, Build
+from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.linear.float32 import Float32
 from slipstream.models.linear.int8 import Int8
+from slipstream.models.loading import load_plain
+from slipstream.models.matrices import read_and_forgotten
+
+
+def forget_library() -> None:
+    """It is looked for again."""
+    native._load.cache_clear()
+
+
+def forget_sources() -> None:
+    """They are read again."""
+    builds._fingerprint.cache_clear()
 
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """No library is loaded yet, and none is afterwards."""
-    native._load.cache_clear()
-    loading.warn_once.cache_clear()
+    forget_library()
+    settling.warn_once.cache_clear()
     yield
-    native._load.cache_clear()
-    loading.warn_once.cache_clear()
+    forget_library()
+    settling.warn_once.cache_clear()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that hands out what was compiled when this run of the tests began, and notes that it was asked."""
+    assert native.unavailable() is None
+    forget_library()
+    built, *_ = sorted(cache_folder().glob(f"{native.build().stem}-*.so"))
+    program = tmp_path / "c++"
+    program.write_text(
+        '#!/bin/sh\nfor target; do :; done\n[ "$target" = --version ] && exit\n'
+        f'cp "{built}" "$target"\necho "$@" >> "$0.calls"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    return program
+
+
+def calls(compiler: Path) -> list[str]:
+    """The command lines of a `compiler`."""
+    return compiler.with_name("c++.calls").read_text().splitlines()
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_and_kept(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     assert native.unavailable() is None
+    [call] = calls(compiler)
+    assert call.startswith(f"{' '.join(builds.FLAGS)} ")
     (built,) = (tmp_path / "cache").iterdir()
-    native._load.cache_clear()
+    forget_library()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native.unavailable() is None, "the second time needs no compiler"
     assert list((tmp_path / "cache").iterdir()) == [built]
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("damage", ["cut", "a byte", "of another machine"])
+def test_a_kept_library_that_does_not_load_is_compiled_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept,) = cache_folder().glob(f"{native.build().stem}-*.so")
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    content = bytearray(kept.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content[18 if damage == "of another machine" else len(content) // 2] ^= 255
+    broken = tmp_path / kept.name
+    broken.write_bytes(content)
+    if damage == "of another machine":  # and whole
+        broken = broken.rename(
+            tmp_path / f"{kept.stem.rpartition('-')[0]}-{native.library_digest(broken)}.so"
+        )
+
+    def compile_anew(wanted: Build, compiler: list[str], folder: Path, stem: str) -> Path:
+        assert kept.stem.startswith(stem)
+        return Path(shutil.copy(kept, folder / f"{stem}-{native.library_digest(kept)}.so"))
+
+    monkeypatch.setattr(native, "_compile", compile_anew)
+    assert native.unavailable() is None
+    assert Path(native.library()._name).name == kept.name
+    forget_library()
+    monkeypatch.setattr(native, "_compile", None)
+    assert native.unavailable() is None, "the next time what was compiled is kept"
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_another_compiler_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version too: its command is the same."""
+    (kept,) = cache_folder().glob(f"{native.build().stem}-*.so")
+    script = tmp_path / "compiler"
+
+    def install(version: str) -> None:
+        script.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo {version} && exit\nexit 3\n")
+        script.chmod(0o755)
+
+    install("1")
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    key = builds.compiler_key([str(script)])
+    (tmp_path / "cache").mkdir()
+    shutil.copy(kept, tmp_path / "cache" / f"{native.build().stem}-{key}-{native.library_digest(kept)}.so")
+    assert native.unavailable() is None, "it is this compiler's"
+    forget_library()
+    install("2")
+    assert "could not build the CPU kernels: exit status 3" in str(native.unavailable())
+
+
+def test_the_sources_alone_name_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = tmp_path / "kernels"
+    shutil.copytree(builds.SOURCES, kernels)
+    monkeypatch.setattr(builds, "SOURCES", kernels)
+
+    def name() -> str:
+        forget_sources()
+        return BUILDS[0].stem
+
+    try:
+        before = name()
+        (kernels / "linear.h.orig").write_text("an editor's")
+        (kernels / "__pycache__").mkdir()
+        assert name() == before
+        (kernels / "linear.h").write_text((kernels / "linear.h").read_text() + "\n")
+        assert name() != before
+    finally:
+        forget_sources()
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -77,14 +188,16 @@ def test_without_a_compiler_pytorch_computes_and_a_warning_says_why(
 
 @pytest.mark.usefixtures("forgotten")
 def test_a_cache_that_cannot_be_written_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "file" / "folder"))
     assert native.unavailable() is None
+    assert len(calls(compiler)) == 1
     assert "set SLIPSTREAM_CACHE to a folder that can be written" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(builds.machine() != "x86_64", reason="names x86 processors")
 @pytest.mark.parametrize(
     "build", [build for build in BUILDS if build.machine != "aarch64"], ids=attrgetter("name")
@@ -124,6 +237,17 @@ def test_a_processor_without_a_build_says_so() -> None:
         builds.choose("", ["avx"], "x86_64")
 
 
+def test_a_system_that_does_not_tell_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(builds.platform, "machine", lambda: "x86_64")
+    builds.processor_flags.cache_clear()
+    try:
+        with pytest.raises(LookupError, match=r"this system does not say in .*none which instructions"):
+            builds.choose()
+    finally:
+        builds.processor_flags.cache_clear()
+
+
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize(
     ("forced", "message"),
@@ -147,19 +271,20 @@ def test_a_build_that_cannot_run_is_refused(
 def test_kernels_of_the_package_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless they do not load: then it is as without them."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cached = cache_folder() / native.build().file_name
+    (kept,) = cache_folder().glob(f"{native.build().stem}-*.so")
     prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
     for folder in (prebuilt, cache):
         folder.mkdir()
-    shutil.copy(cached, prebuilt)
+    name = native.build().file_name
+    shutil.copy(kept, prebuilt / name)
     monkeypatch.setattr(builds, "PREBUILT", prebuilt)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
     assert native.unavailable() is None
     assert list(cache.iterdir()) == []
-    native._load.cache_clear()
+    forget_library()
     broken = tmp_path / "broken"  # what is loaded from a path stays so
     broken.mkdir()
-    (broken / cached.name).write_text("of another C library")
+    (broken / name).write_text("of another C library")
     monkeypatch.setattr(builds, "PREBUILT", broken)
     assert "there is no C++ compiler" in str(native.unavailable())
 
@@ -169,7 +294,7 @@ def test_pytorchs_defaults_do_not_reach_the_kernels() -> None:
     rows = torch.randn(3, 5)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        packed = native.PackedWeight([weight], [None], Int8.kernel)
+        packed = PackedWeight([weight], [None], Int8.kernel)
         ours = packed.multiply(rows)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -180,7 +305,7 @@ def test_pytorchs_defaults_do_not_reach_the_kernels() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    packed = native.PackedWeight([torch.randn(64, 32)], [None], Float32.kernel)
+    packed = PackedWeight([torch.randn(64, 32)], [None], Float32.kernel)
     rows = torch.randn(2, 32)
     expected = packed.multiply(rows)
     child = os.fork()
@@ -189,25 +314,118 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_the_structs_have_the_sizes_of_the_sources(tmp_path: Path) -> None:
-    """A field that only one side has would shift all others."""
-    program = tmp_path / "sizes.cpp"
+MIRRORS: dict[str, type[ctypes.Structure]] = {
+    "RankPanel": structs.RankPanelStruct,
+    "LowRank": structs.LowRankStruct,
+    "Linear": structs.LinearStruct,
+    "Norm": structs.NormStruct,
+    "Mixture": structs.MixtureStruct,
+    "Layer": structs.LayerStruct,
+    "Model": structs.ModelStruct,
+    "Batch": structs.BatchStruct,
+    "Eagle": structs.EagleStruct,
+    "States": structs.StatesStruct,
+    "Block": structs.BlockStruct,
+    "Heads": structs.HeadsStruct,
+    "HeadRows": structs.HeadRowsStruct,
+    "Drawing": structs.DrawingStruct,
+    "Chains": structs.ChainsStruct,
+}
+OTHERWISE_CALLED = {"in_features": "in", "out_features": "out"}
+"""Fields whose names are words of Python's, or would be."""
+
+
+def test_every_struct_is_laid_out_as_in_the_sources(tmp_path: Path) -> None:
+    """Sizes, and every field's place: one that only one side has would shift all others."""
+    mirrored = {struct for struct in vars(structs).values() if _is_struct(struct)}
+    assert mirrored == set(MIRRORS.values())
+    ours, lines = [], []
+    for name, struct in MIRRORS.items():
+        ours.append(f"{name} {ctypes.sizeof(struct)}")
+        lines.append(f'std::printf("{name} %zu\\n", sizeof({name}));')
+        for field, *_ in struct._fields_:
+            place = getattr(struct, field)
+            ours.append(f"{name}.{field} {place.offset} {place.size}")
+            member = OTHERWISE_CALLED.get(field, field)
+            numbers = f"offsetof({name}, {member}), sizeof({name}::{member})"
+            lines.append(f'std::printf("{name}.{field} %zu %zu\\n", {numbers});')
+    program = tmp_path / "layout.cpp"
+    headers = "".join(f'#include "{builds.SOURCES / name}.h"\n' for name in ("chain", "eagle", "heads"))
     program.write_text(
-        f'#include <cstdio>\n#include "{builds.SOURCES / "decoder.h"}"\n'
-        "int main() { std::printf("
-        '"%zu %zu %zu %zu", sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Batch)); }\n'
+        f"#include <cstddef>\n#include <cstdio>\n{headers}int main() {{\n{chr(10).join(lines)}\n}}\n"
     )
-    subprocess.run(
-        ["c++", "-std=c++20", *native.build().flags, str(program), "-o", str(tmp_path / "sizes")], check=True
-    )
-    sizes = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout
-    structs = (native.LinearStruct, native.LayerStruct, native.ModelStruct, native.BatchStruct)
-    assert sizes == " ".join(str(native.ctypes.sizeof(struct)) for struct in structs)
+    command = ["c++", "-std=c++20", *native.build().flags, str(program), "-o", str(tmp_path / "layout")]
+    subprocess.run(command, check=True)
+    theirs = subprocess.run([str(tmp_path / "layout")], check=True, capture_output=True, text=True).stdout
+    assert theirs.splitlines() == ours
+
+
+def _is_struct(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure
 
 
 def test_large_buffers_are_plain_memory() -> None:
-    buffer = native.huge_buffer(10_000_000)
+    buffer = pages.huge_buffer(10_000_000)
     assert buffer.dtype == torch.uint8
     assert len(buffer) == 10_000_000
     buffer[-1] = 7
     assert int(buffer[-1]) == 7
+
+
+def resident_file_bytes() -> int:
+    """What this process holds of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system does not tell of pages")
+def test_only_pages_of_a_file_are_forgotten(tmp_path: Path) -> None:
+    size = 2**23
+    (tmp_path / "weights").write_bytes(bytes(range(256)) * (size // 256))
+    storage = torch.UntypedStorage.from_file(str(tmp_path / "weights"), shared=False, nbytes=size)
+    mapped = torch.tensor([], dtype=torch.uint8).set_(storage)
+    expected = int(mapped.sum())
+    held = resident_file_bytes()
+    pages.forget(mapped)
+    assert resident_file_bytes() < held - size // 2
+    assert int(mapped.sum()) == expected
+    mapped[size // 2] += 1
+    pages.forget(mapped)
+    assert int(mapped.sum()) == expected + 1, "what was written stays"
+    own = torch.ones(size, dtype=torch.uint8)
+    pages.forget(own)
+    assert int(own.sum()) == size
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system does not tell of pages")
+def test_passes_before_packing_hold_little_of_the_file(tmp_path: Path) -> None:
+    """28 MB of weights of more than one MB each, in the type in which they are stored."""
+    shape = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).half().save_pretrained(tmp_path)
+    model = load_plain(str(tmp_path), dtype=torch.float16, attention="eager").eval()
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        held = resident_file_bytes()
+        with read_and_forgotten(model):
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        assert resident_file_bytes() < held - 20 * 2**20
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        assert resident_file_bytes() > held - 4 * 2**20
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_weights_are_stacked_a_part_at_a_time(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slice ends makes no difference."""
+    shapes = [(101, 40)] * 2 if interleaved else [(70, 40), (33, 40), (1, 40), (98, 40)]
+    weights = [torch.randn(shape) for shape in shapes]
+    whole = PackedWeight(weights, [None] * len(weights), Int8.kernel, interleaved)
+    monkeypatch.setattr(pages, "SLICE_WEIGHTS", 1)
+    in_parts = PackedWeight(weights, [None] * len(weights), Int8.kernel, interleaved)
+    rows = torch.randn(3, 40)
+    assert torch.equal(in_parts.multiply(rows), whole.multiply(rows))
+    assert torch.equal(in_parts.panels, whole.panels)
+    if not interleaved:
+        plain = PackedWeight([torch.cat(weights)], [None], Int8.kernel)
+        assert torch.equal(plain.panels, whole.panels)

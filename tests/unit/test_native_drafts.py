@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,38 @@ def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_pat
             begin, given = len(text), states[-1:]
             text.append(chosen(logits[0], temperature, number, begin))
         assert chains[number] == text[12:]
+
+
+@pytest.mark.parametrize("kind", ["draft model", "head"])
+@pytest.mark.parametrize(
+    ("group", "lengths", "message"),
+    [
+        (RowGroup(range(5), 0, [1, 2, 3], [2]), [4], "a chain of 4 tokens needs 6 slots, and there are 5"),
+        (RowGroup(range(5), 0, [1, 2, 3], [2]), [3, 3], "2 chains for 1 rows"),
+        (RowGroup(range(5), 0, [1, 2, 3], [1, 2]), [1], "1 chains for 2 rows"),
+        (RowGroup(range(9), 0, [1, 2], [1], [0, 0], (), [[0], [1]]), [2], "not behind a tree's"),
+    ],
+    ids=["too few slots", "a chain too many", "a chain too few", "a tree"],
+)
+def test_chains_that_have_no_room_are_refused(
+    group: RowGroup, lengths: list[int], message: str, kind: str, lm: CausalLM, tmp_path: Path
+) -> None:
+    chains = Chains([Draw(0.0, [0] * length) for length in lengths], VOCAB)
+    assert lm.decoder is not None
+    draft: Any = partial(lm.decoder.draft, Rows([group]), KVPool(lm.shapes, SLOTS, lm.dtype, lm.device))
+    if kind == "head":
+        native = fused(saved_head(tmp_path, **HEADS["eagle-3"]), lm)
+        features = torch.zeros(len(group.token_ids), LAYERS * HIDDEN)
+        draft = partial(native.draft, Rows([group]), new_pool(), features)
+    with pytest.raises(ValueError, match=message):
+        draft(chains)
+
+
+def test_a_chain_may_fill_its_slots(lm: CausalLM) -> None:
+    assert lm.decoder is not None
+    pool = KVPool(lm.shapes, 5, lm.dtype, lm.device)
+    rows = Rows([RowGroup(range(5), 0, [1, 2, 3], [2])])
+    assert [len(chain) for chain in lm.decoder.draft(rows, pool, Chains([Draw(0.0, [0] * 3)], VOCAB))] == [3]
 
 
 def rows_of_a_text() -> Rows:

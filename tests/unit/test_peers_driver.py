@@ -171,6 +171,11 @@ def test_every_mode_answers_every_prompt_in_every_round(driver: Driver) -> None:
     assert len(results.sessions) == 1
 
 
+def test_a_refusal_names_no_folder_of_the_machine(driver: Driver) -> None:
+    driver.refuse(MODEL, MODES[0], f"'{driver.options.models_dir}/expanded': its logits differ")
+    assert list(driver.results.refused.values()) == ["'expanded': its logits differ"]
+
+
 def test_a_rerun_adds_only_what_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     run_models(driver)
     complete = list(driver.results.samples)

@@ -262,7 +262,7 @@ def test_the_picture_has_every_peer_with_and_without_the_draft() -> None:
     assert set(bars) == {12, 30, 40, 80, 5, 10, 20, 32, 8, 15}, "30 twice: our draft and int8 off"
     for speed, width in bars.items():
         assert width == pytest.approx(speed / 80 * picture.WIDTH, abs=0.06)
-    assert "model expanded-300m; 2 cores, a CPU, 2026-11-21" in svg
+    assert "model expanded-300m; mean over tasks; 2 cores, a CPU, 2026-11-21" in svg
     assert svg == picture.picture(results(**{"llamacpp/draft 4/float32": 15.0}))
 
 

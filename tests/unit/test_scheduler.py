@@ -210,3 +210,24 @@ def test_prompts_whose_log_probabilities_are_wanted_share_a_bounded_part_of_a_st
         assert sum(item.num_rows for item in waiting) <= MAX_SCORED_ROWS
         run(plan, accounting)
     assert all(one.num_output_tokens for one in scored)
+
+
+def test_drafted_steps_wait_for_their_draft_and_then_for_rows() -> None:
+    """A sequence that awaits its draft has no rows; a whole step is checked at once or in a later pass."""
+    scheduler, accounting = make(max_num_batched_tokens=64, max_draft_tokens=0)
+    sequences = [sequence(5) for _ in range(3)]
+    for each in sequences:
+        scheduler.add(each)
+    run(scheduler.plan(), accounting)
+    first, second, third = sequences
+    first.awaits_draft = True
+    assert [item.sequence for item in scheduler.plan().scheduled] == [second, third]
+    first.awaits_draft = False
+    first.num_step_nodes = second.num_step_nodes = 40
+    plan = scheduler.plan()
+    assert [(item.sequence, item.max_draft_tokens) for item in plan.scheduled] == [(first, 40), (third, 0)]
+    assert sum(item.num_rows + item.max_draft_tokens for item in plan.scheduled) <= 64
+    first.num_step_nodes = 0
+    assert [(item.sequence, item.max_draft_tokens) for item in scheduler.plan().scheduled] == [
+        (first, 0), (second, 40), (third, 0)
+    ]  # fmt: skip

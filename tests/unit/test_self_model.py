@@ -22,7 +22,7 @@ def test_the_short_form_names_the_quantization() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int4"}, "unknown self quantization 'int4'"),
+        ({"quantization": "int3"}, "unknown self quantization 'int3'"),
         (
             {"model": "draft"},
             "self model='draft' is vLLM's and is not available here; this drafter has no model",

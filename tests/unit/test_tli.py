@@ -68,18 +68,12 @@ def own_logits(drafter: TliDrafter, text: list[int], guesses: list[int]) -> Tens
     ("options", "verifier"),
     [({}, "coupled"), ({"tree_top_k": 3, "num_draft_nodes": 7}, "coupled"), ({}, "rejection")],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_conforms(
-    folders: dict[str, Path],
-    ours: str,
-    theirs: str,
-    options: dict[str, Any],
-    verifier: str,
-    temperature: float,
+    folders: dict[str, Path], ours: str, theirs: str, options: dict[str, Any], verifier: str
 ) -> None:
     vocab_size = len(FAMILIES[ours]())
-    params = [SamplingParams(temperature=temperature, seed=3)]
+    params = [SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)]
     check_drafter(
         lambda: make(folders, ours, theirs, verifier, **options),
         vocab_size,

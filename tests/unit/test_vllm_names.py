@@ -117,6 +117,7 @@ class Model:
     device = torch.device("cpu")
     quantization = None
     weight_type = "float32"
+    cache_dtype = torch.float32
 
 
 def slots(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> int:

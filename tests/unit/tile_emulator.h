@@ -1,5 +1,5 @@
 // AMX on a processor without it: each of its instructions traps, and is decoded and done here as Intel's manual says
-// (Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, ...). For programs that are compiled with
+// (Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, TDPBF16PS, ...). For programs that are compiled with
 // `-include tile_emulator.h`: what runs is the kernels' own machine code. An instruction that a processor would refuse
 // ends the program.
 #pragma once
@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -68,12 +69,16 @@ inline void move(int tile, uint8_t* memory, int64_t stride, bool load) {
   }
 }
 
-// sums += the products of bytes, signed or not, in 32 bits.
-inline void multiply(int sums, int left, int right, bool left_signed, bool right_signed) {
+inline void demand_fit(int sums, int left, int right) {
   demand(sums != left && sums != right && left != right, "one tile twice");
   demand(tiles.rows[sums] == tiles.rows[left] && tiles.bytes[sums] == tiles.bytes[right] &&
              tiles.bytes[left] == 4 * tiles.rows[right] && tiles.bytes[sums] % 4 == 0,
          "products of tiles that do not fit");
+}
+
+// sums += the products of bytes, signed or not, in 32 bits.
+inline void multiply(int sums, int left, int right, bool left_signed, bool right_signed) {
+  demand_fit(sums, left, right);
   for (int m = 0; m < tiles.rows[sums]; ++m)
     for (int n = 0; n < tiles.bytes[sums] / 4; ++n) {
       uint32_t sum;
@@ -82,6 +87,32 @@ inline void multiply(int sums, int left, int right, bool left_signed, bool right
         const uint8_t a = tiles.data[left][m][k], b = tiles.data[right][k / 4][4 * n + k % 4];
         sum += uint32_t((left_signed ? int8_t(a) : int(a)) * (right_signed ? int8_t(b) : int(b)));
       }
+      std::memcpy(&tiles.data[sums][m][4 * n], &sum, 4);
+    }
+  ++num_products;
+}
+
+inline float or_zero(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+
+inline float number(const uint8_t* bfloat16) {
+  uint8_t bytes[4] = {0, 0, bfloat16[0], bfloat16[1]};
+  float value;
+  std::memcpy(&value, bytes, 4);
+  return or_zero(value);
+}
+
+// sums += the products of bfloat16 numbers: two chains from zero, of even and of odd inputs, then their sum.
+inline void multiply_bfloat16(int sums, int left, int right) {
+  demand_fit(sums, left, right);
+  for (int m = 0; m < tiles.rows[sums]; ++m)
+    for (int n = 0; n < tiles.bytes[sums] / 4; ++n) {
+      float chains[2] = {0.0f, 0.0f}, sum;
+      for (int k = 0; k < tiles.bytes[left] / 2; ++k) {
+        const float a = number(&tiles.data[left][m][2 * k]), b = number(&tiles.data[right][k / 2][4 * n + k % 2 * 2]);
+        chains[k % 2] = or_zero(std::fma(a, b, chains[k % 2]));
+      }
+      std::memcpy(&sum, &tiles.data[sums][m][4 * n], 4);
+      sum = or_zero(or_zero(sum) + or_zero(chains[0] + chains[1]));
       std::memcpy(&tiles.data[sums][m][4 * n], &sum, 4);
     }
   ++num_products;
@@ -122,6 +153,7 @@ inline void trapped(int, siginfo_t*, void* context) {
   else if (opcode == 0x4B && memory && rm == 4 && prefix == PF3) move(shaped(reg), memory, stride, false);
   else if (opcode == 0x5E && !memory)
     multiply(shaped(reg), shaped(rm), shaped(third), prefix == PF2 || prefix == PF3, prefix == PF2 || prefix == P66);
+  else if (opcode == 0x5C && !memory && prefix == PF3) multiply_bfloat16(shaped(reg), shaped(rm), shaped(third));
   else refuse("none that is known here");
   registers[REG_RIP] += length;
 }

@@ -1,4 +1,4 @@
-// int8 products by AMX's tiles and by vectors: the same bits over odd shapes and 1 to 64 rows. Weights and rows end where
+// int8, 4-bit and bfloat16 products by AMX's tiles and by vectors: the same bits over odd shapes and 1 to 64 rows. Weights and rows end where
 // memory does, so that reading on ends the program.
 //
 // usage: tiles SEED NUM_CASES; prints how many products of tiles there were, and exits 1 at the first that differs.
@@ -7,7 +7,7 @@
 #include <memory>
 #include <random>
 
-#include "linear.h"
+#include "bfloat16.h"
 
 namespace {
 
@@ -68,15 +68,119 @@ bool case_is_equal(int n, int in, int out) {
   return true;
 }
 
+bool same(const float* a, const float* b, size_t size);
+
+CodedBlock coded_block() {
+  const bool extreme = between(0, 3) == 0;  // the largest products
+  CodedBlock coded;
+  coded.scale = number() * 0.01f, coded.minimum = number() * 0.01f;
+  for (auto& scale : coded.scales) scale = uint8_t(extreme ? 255 : between(0, 255));
+  for (auto& minimum : coded.minimums) minimum = int8_t(between(-128, 127));
+  for (auto& code : coded.codes) code = uint8_t(extreme ? 15 : between(0, 15));
+  return coded;
+}
+
+bool blocks_case_is_equal(int n, int in, int out) {
+  const size_t padded = size_t(num_units(out)) * UNIT;
+  auto factors = block<float>(padded), bias = block<float>(padded), row = block<float>(in);
+  auto room = block<CodedBlock>(num_blocks(in));
+  const BlockPieces pieces(in);
+  const Guarded packed(packed_bytes(FOUR_BITS_BLOCKS, in, out)), quantised(n * pieces.row_bytes);
+  for (int i = 0; i < out; ++i) bias[i] = number();
+  for (int panel = 0; panel < num_panels(out); ++panel)
+    pack_blocks(in, out, panel, packed.begin, factors.get(), room.get(), [](int, int) { return coded_block(); });
+  const Linear linear{FOUR_BITS_BLOCKS, in, out, 0, packed.begin, factors.get(), nullptr, between(0, 1) ? bias.get() : nullptr};
+  const bool extreme = between(0, 3) == 0;
+  for (int r = 0; r < n; ++r) {
+    for (int k = 0; k < in; ++k) row[k] = extreme ? (r % 2 ? -1.0f : 1.0f) : number();
+    if (between(0, 20) == 0) row[between(0, in - 1)] = NAN;
+    quantise_blocks(row.get(), nullptr, in, quantised.begin + r * pieces.row_bytes);
+  }
+  const Rows rows{nullptr, 0, quantised.begin, nullptr};
+  for (int unit = 0; unit < num_units(out); ++unit) {
+    auto by_tiles = block<float>(size_t(n) * UNIT), by_vectors = block<float>(size_t(n) * UNIT);
+    multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
+      std::memcpy(&by_tiles[first * UNIT], tile, sizeof(float) * count * UNIT);
+    });
+    multiply_pieces(pieces, rows.quantised, n, packed.begin, factors.get(), unit, [&](int first, int count, float* tile) {
+      add_bias(linear, count, 2 * unit, 2, tile);
+      std::memcpy(&by_vectors[first * UNIT], tile, sizeof(float) * count * UNIT);
+    });
+    if (!same(by_tiles.get(), by_vectors.get(), size_t(n) * UNIT)) return false;
+  }
+  return true;
+}
+
+// The bits of two NaNs may differ.
+bool same(const float* a, const float* b, size_t size) {
+  for (size_t i = 0; i < size; ++i)
+    if (std::memcmp(a + i, b + i, sizeof(float)) && (a[i] == a[i] || b[i] == b[i])) return false;
+  return true;
+}
+
+template <typename Number, typename Weights>
+bool bfloat16_case_is_equal(int32_t kind, int n, int in, int out) {
+  const size_t padded = size_t(num_units(out)) * UNIT, depth = num_lines(in) * LINE_INPUTS;
+  auto wide = block<float>(size_t(out) * in), bias = block<float>(padded), rows = block<float>(size_t(n) * in);
+  auto weight = block<Number>(size_t(out) * in);
+  const Guarded packed(packed_bytes(kind, in, out));
+  const Guarded rounded(((n - 1) * line_stride(in) + num_lines(in)) * sizeof(TileLine));
+  const Guarded room(arranged_lines(in) * sizeof(TileLine));
+  TileLine *lines = (TileLine*)rounded.begin, *arranged = (TileLine*)room.begin;
+  for (size_t i = 0; i < size_t(out) * in; ++i) wide[i] = number();
+  narrow(wide.get(), out * in, weight.get());
+  for (int i = 0; i < out; ++i) bias[i] = number();
+  for (int panel = 0; panel < num_panels(out); ++panel) pack_floats<Weights>(weight.get(), in, out, panel, (Number*)packed.begin);
+  const Linear linear{kind, in, out, 0, packed.begin, nullptr, nullptr, between(0, 1) ? bias.get() : nullptr};
+  const float odd[] = {0.0f, -0.0f, 1e-38f, 1e-40f, 3e38f, INFINITY, NAN}, scale = between(0, 4) ? 1.0f : 1e-38f;
+  for (int r = 0; r < n; ++r) {
+    for (int k = 0; k < in; ++k) rows[r * in + k] = number() * scale;
+    if (between(0, 5) == 0) rows[r * in + between(0, in - 1)] = odd[between(0, 6)];
+    round_row(&rows[r * in], in, lines + r * line_stride(in));
+  }
+  for (int unit = 0; unit < num_units(out); ++unit) {
+    auto by_tiles = block<float>(size_t(n) * UNIT), by_vectors = block<float>(size_t(n) * UNIT);
+    auto keep = [](float* to) {
+      return [to](int first, int count, const float* tile) { std::memcpy(to + first * UNIT, tile, sizeof(float) * count * UNIT); };
+    };
+    multiply_unit_in_bfloat16(linear, lines, n, unit, arranged, keep(by_tiles.get()));
+    multiply_arranged_by_vectors(linear, lines, n, unit, arranged, keep(by_vectors.get()));
+    if (!same(by_tiles.get(), by_vectors.get(), size_t(n) * UNIT)) return false;
+    // They share the arrangement: both against plain sums.
+    for (int r = 0; r < n; ++r)
+      for (int i = unit * UNIT; i < std::min(out, (unit + 1) * UNIT); ++i) {
+        double sum = linear.bias ? bias[i] : 0.0, magnitude = std::fabs(sum);
+        for (int k = 0; k < in; ++k) {
+          const float own = widened(weight[size_t(i) * in + k]);
+          const double product = double(widened(to_bfloat16(own))) * widened(to_bfloat16(rows[r * in + k]));
+          sum += product, magnitude += std::fabs(product);
+        }
+        const double found = by_tiles[r * UNIT + i % UNIT];
+        // A number that is too small counts as zero, and no weight is above 1000.
+        if (magnitude < 1e37 && !(std::fabs(found - sum) <= 1e-6 * magnitude + depth * 1000 * 0x1p-126)) return false;
+      }
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   generator.seed(std::strtoull(arguments[1], nullptr, 10));
   const int num_cases = std::atoi(arguments[2]);
   for (int i = 0; i < num_cases; ++i) {
-    const int n = i < 64 ? i + 1 : between(1, 64), in = between(1, 200), out = between(1, 200);
-    if (case_is_equal(n, in, out)) continue;
-    std::printf("%d rows of %d inputs and %d outputs have other bits by tiles\n", n, in, out);
+    int n = i < 64 ? i + 1 : between(1, 64), in = between(1, 200);
+    const int out = between(1, 200);
+    const char* differs = nullptr;
+    if (!case_is_equal(n, in, out)) differs = "int8";
+    if (!bfloat16_case_is_equal<bfloat16, Bfloat16Weights>(BFLOAT16, n, in, out)) differs = "bfloat16";
+    if (!bfloat16_case_is_equal<float16, Float16Weights>(FLOAT16, n, in, out)) differs = "float16";
+    if (!differs) {
+      n = between(1, 3) == 1 ? between(1, 300) : n, in = between(1, 700);
+      if (!blocks_case_is_equal(n, in, out)) differs = "4-bit";
+    }
+    if (!differs) continue;
+    std::printf("%d rows of %d inputs and %d %s outputs have other bits by tiles\n", n, in, out, differs);
     return 1;
   }
   std::printf("%ld\n", emulated::num_products.load());

@@ -13,19 +13,21 @@ import atexit
 import concurrent.futures
 import http.client
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workers.loop import Answers, Loaded, Refused, serve
 
 START_TIMEOUT_S = 120
-GGUF_TYPES = {"bfloat16": "BF16", "Q8_0": "Q8_0", "Q4_K_M": "Q4_K_M"}
+GGUF_TYPES = {"bfloat16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_K_M": "Q4_K_M"}
 BINARIES = Path(os.environ.get("LLAMA_BINARIES", f"{sys.prefix}/bin"))
 
 
@@ -120,10 +122,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
 def convert(source: Path, target: Path, weights: str) -> None:
     """Write a Llama checkpoint with tied embeddings as GGUF; other types than float32 are llama.cpp's own work."""
     if weights == "float32":
-        _write(source, target)
+        _write(source, target, widen=True)
         return
-    exact = target.with_name(target.name + ".float32")
-    _write(source, exact)
+    exact = target.with_name(target.name + ".stored")
+    _write(source, exact, widen=False)
     command = [str(BINARIES / "llama-quantize"), str(exact), str(target), GGUF_TYPES[weights]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     exact.unlink()
@@ -131,8 +133,8 @@ def convert(source: Path, target: Path, weights: str) -> None:
         raise Refused(f"llama-quantize ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def _write(source: Path, target: Path) -> None:
-    """Every tensor in float32."""
+def _write(source: Path, target: Path, widen: bool) -> None:
+    """Every tensor in float32, or, unless `widen`, matrices in bfloat16 as they are. Holds one tensor at a time."""
     import gguf
     import numpy as np
 
@@ -152,38 +154,68 @@ def _write(source: Path, target: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if widen else gguf.LlamaFileType.MOSTLY_BF16)
     _add_tokenizer(writer, gguf, json.loads((source / "tokenizer.json").read_text()))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, values in _tensors(source / "model.safetensors"):
-        if name.endswith("q_proj.weight"):
-            values = _interleaved(values, heads)
-        elif name.endswith("k_proj.weight"):
-            values = _interleaved(values, kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values))
+    tensors = list(_tensors(source / "model.safetensors", widen))
+    for tensor in tensors:
+        kept = gguf.GGMLQuantizationType.BF16 if tensor.is_kept else None
+        name = names.get_name(tensor.name, try_suffixes=(".weight",))
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        values = tensor.read()
+        if tensor.name.endswith("q_proj.weight"):
+            values = _interleaved(values, heads)
+        elif tensor.name.endswith("k_proj.weight"):
+            values = _interleaved(values, kv_heads)
+        writer.write_tensor_data(np.ascontiguousarray(values))
     writer.close()
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """Names and values in float32; NumPy has no bfloat16, so the file is read without its help."""
-    import numpy as np
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a checkpoint's file: where it lies, and whether its bfloat16 is kept as it is."""
 
-    data = np.memmap(file, np.uint8, "r")
-    start = 8 + int(data[:8].view(np.uint64)[0])
-    header = json.loads(data[8:start].tobytes())
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    begin: int
+    is_kept: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """As it is written."""
+        return math.prod(self.shape) * (2 if self.is_kept else 4)
+
+    def read(self) -> Any:
+        """Its values in float32, or its bfloat16 as 16-bit integers: NumPy has no bfloat16."""
+        import numpy as np
+
+        kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[self.stored]
+        values = np.fromfile(self.file, kind, math.prod(self.shape), offset=self.begin).reshape(self.shape)
+        if self.is_kept:
+            return values
+        return (
+            (values.astype(np.uint32) << 16).view(np.float32)
+            if self.stored == "BF16"
+            else values.astype(np.float32)
+        )
+
+
+def _tensors(file: Path, widen: bool) -> Iterator[_Tensor]:
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        begin, end = about["data_offsets"]
-        raw = data[start + begin : start + end].tobytes()
-        if about["dtype"] == "BF16":
-            values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[about["dtype"]])
-        yield name, values.astype(np.float32).reshape(about["shape"])
+        shape = tuple(about["shape"])
+        is_kept = not widen and about["dtype"] == "BF16" and len(shape) == 2
+        yield _Tensor(file, name, shape, about["dtype"], 8 + size + about["data_offsets"][0], is_kept)
 
 
 def _interleaved(weight: Any, heads: int) -> Any:

@@ -23,6 +23,7 @@ FEEDBACK = {
     "cascade": "its inner drafts depend on what was accepted before",
     "lookahead": "it learns from what the target says of its own draft tokens",
     "jacobi": "it learns from what the target says of its own draft tokens",
+    "siblings": "it learns from what the target says of other answers",
     "token_recycling": "it learns from what the target says of its own draft tokens",
 }
 """Drafters whose drafts a recorded text does not determine."""

@@ -49,6 +49,8 @@ class StepCounts:
     tokens_per_step: float
     """τ."""
     drafted_per_step: float
+    accepted_per_step: float
+    """More than τ - 1 where answers end at an accepted token: none of the target's own comes behind it."""
     levels: float
     """Asked of the drafter in each step."""
 
@@ -69,14 +71,15 @@ class Rates:
         if key not in self._counts:
             used = [] if setting.is_off else [setting.candidate]
             done = self._simulator.closed_loop(self._recorded.of(task), 1, always(setting), used)
-            drafted = done.num_drafted / max(done.num_request_steps, 1)
-            self._counts[key] = StepCounts(done.tau, drafted, setting.depth or max(drafted, 1.0))
+            steps = max(done.num_request_steps, 1)
+            drafted, accepted = done.num_drafted / steps, done.num_accepted / steps
+            self._counts[key] = StepCounts(done.tau, drafted, accepted, setting.depth or max(drafted, 1.0))
         return self._counts[key]
 
     def step_s(self, setting: Setting, task: str | None, number: float) -> float:
         """Seconds of a step of `number` requests, as often and as deep as they were drafted for."""
         counts = self.counts(setting, task)
-        checked, accepted = number * counts.drafted_per_step, number * (counts.tokens_per_step - 1)
+        checked, accepted = number * counts.drafted_per_step, number * counts.accepted_per_step
         seconds = self._costs.step_s(number, checked, accepted)
         if not setting.is_off:
             name = self._candidates[setting.candidate].name
@@ -88,7 +91,7 @@ class Rates:
 
         `step_s` is less where the drafter often has nothing to say.
         """
-        accepted = number * (self.counts(setting, task).tokens_per_step - 1)
+        accepted = number * self.counts(setting, task).accepted_per_step
         name = self._candidates[setting.candidate].name
         checking_s = self._costs.step_s(number, number * setting.depth, accepted)
         return checking_s + self._costs.draft_s(name, number, setting.depth)
@@ -132,8 +135,7 @@ def _by_task(
 ) -> Iterator[PredictedCell]:
     for task in recorded.tasks:
         counts = rates.counts(setting, task)
-        rate = counts.drafted_per_step
-        accepted = (counts.tokens_per_step - 1) / rate if rate else None
+        drafted = counts.drafted_per_step
         yield PredictedCell(
             name,
             concurrency,
@@ -141,7 +143,7 @@ def _by_task(
             rates.rate(setting, task, concurrency),
             rates.gain(setting, task, concurrency),
             counts.tokens_per_step,
-            accepted,
+            counts.accepted_per_step / drafted if drafted else None,
         )
 
 

@@ -105,6 +105,8 @@ class AdviceWork:
             self.costs,
             self.engine.config.max_num_batched_tokens,
             self.engine.config.max_num_seqs,
+            self.engine.config.enable_prefix_caching,
+            self.engine.model.fast_prompts,
         )
         self.rates = Rates(self.simulator, self.recorded, job.candidates, self.costs)
         self.wanted = make_plan(self.rates, self.recorded.tasks, job.loads)

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream.advise.candidates import OFF, Candidate, Setting
 from slipstream.advise.costs import StepCosts
 from slipstream.advise.recording import RecordedRequest
+from slipstream.advise.reuse import SimulatedCache
 from slipstream.advise.scores import DraftScores
 
 MAX_ROWS = 512
@@ -96,7 +98,13 @@ class Simulator:
         costs: StepCosts,
         max_rows: int = MAX_ROWS,
         max_requests: int = MAX_REQUESTS,
+        reuses_prefixes: bool = True,
+        fast_prompts: bool = False,
     ) -> None:
+        """`reuses_prefixes` says whether the engine keeps prompts for later ones that begin alike, and `fast_prompts`
+        whether answers are of no use to later prompts."""
+        self._new_cache = partial(SimulatedCache, reuses_prefixes, fast_prompts)
+        self._cache = self._new_cache()
         self._requests = requests
         self._candidates = candidates
         self._scores = list(scores)
@@ -128,6 +136,7 @@ class Simulator:
     ) -> Simulated:
         for scores in self._used:
             scores.begin()
+        self._cache = self._new_cache()
         runs = itertools.count()
         done = Simulated()
         running: list[_Running] = []
@@ -140,7 +149,9 @@ class Simulator:
                 known = self._requests[place]
                 if known.num_output:
                     at_s = now_s if is_closed else arrival_s
-                    running.append(_Running(next(runs), place, known, at_s, known.num_prompt_rows))
+                    prompt = known.prompt_token_ids
+                    rows = len(prompt) - self._cache.num_cached(prompt)
+                    running.append(_Running(next(runs), place, known, at_s, rows))
             if not running:
                 continue
             step_s = self._step(running, choose, done)
@@ -166,6 +177,8 @@ class Simulator:
             setting = choose(one.known.task, max(len(decoding), 1))
             if one.pending:
                 reading[setting.candidate] = reading.get(setting.candidate, 0) + rows[one.run]
+                if rows[one.run] == one.pending:
+                    self._cache.add(one.known.prompt_token_ids, len(one.known.prompt_token_ids))
             one.pending -= min(rows[one.run], one.pending)
         for one in decoding:
             setting = choose(one.known.task, len(decoding))
@@ -230,6 +243,8 @@ class Simulator:
             if one.length and not one.first_s:
                 one.first_s = now_s
             if one.length >= one.known.num_output:
+                prompt = one.known.prompt_token_ids
+                self._cache.add([*prompt, *one.known.output_token_ids[:-1]], len(prompt))
                 for scores in self._used:
                     scores.finish(one.run, one.place)
                 done.requests.append(

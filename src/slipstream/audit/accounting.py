@@ -107,8 +107,7 @@ def _check_end(check: AuditCheck, request: AuditRequest, answer: AuditAnswer, kn
         if ends is not None:
             check.expect(ends, f"{what}, without an end token and without a stop string", number)
     else:
-        check.expect(reason in ("tool_calls", "abort", "error"), what, number)
-        check.violate(f"{what}: it did not come to its end", number)
+        check.expect(False, f"{what}: it did not come to its end", number)
 
 
 def _may_end(request: AuditRequest, answer: AuditAnswer, known: Knowledge) -> bool | None:

@@ -56,6 +56,8 @@ class Certificate:
     notes: list[str]
     provenance: dict[str, Any]
     complete: bool = True
+    interrupted: bool = False
+    """Ended by Ctrl-C, and therefore not complete."""
     schema: int = SCHEMA
     kind: str = field(default="audit")
 

@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.identity import AnswerComparison
 from slipstream.audit.statistics.power import smallest_rate
+from slipstream.audit.ties import Rounding
 
 
 @dataclass
@@ -20,17 +21,26 @@ class SmallestDeviations:
     _sentences: list[str] = field(default_factory=list)
     _figures: dict[str, Any] = field(default_factory=dict)
 
-    def add_identity(self, identity: AnswerComparison, tie_margin: float) -> None:
-        """Answers that were compared token for token, up to near-ties."""
+    def add_identity(self, identity: AnswerComparison, rounding: Rounding) -> None:
+        """Answers that were compared token for token, up to near-ties.
+
+        Where rounding may excuse differences of unknown margin, answers that tell no margins could hide a fault: they
+        are left to the test of such differences.
+        """
         answers, tokens = identity.check.num_compared, identity.num_tokens
+        which = "answers that were compared token for token"
+        if rounding.unknown_chance and identity.num_told < answers:
+            answers, tokens = identity.num_told, identity.num_told_tokens
+            which = f"{answers:,} {which} and tell margins"
         if not tokens:
             return
         rate, by_token = smallest_rate(answers, self.confidence), smallest_rate(tokens, self.confidence)
         self._figures["share_of_answers"] = rate
         self._figures["share_of_tokens"] = by_token
-        ties = f" (near-ties are margins up to {tie_margin:.2g} nats)" if tie_margin else ""
+        margin = rounding.tie_margin
+        ties = f" (near-ties are margins up to {margin:.2g} nats)" if margin else ""
         self._sentences.append(
-            f"a fault that changes at random {rate:.2%} of the answers that were compared token for token, or "
+            f"a fault that changes at random {rate:.2%} of the {which}, or "
             f"{by_token:.3%} of their tokens, would have shown at least once with a probability of "
             f"{self.confidence:g}{ties}"
         )
@@ -41,6 +51,8 @@ class SmallestDeviations:
             if test.smallest:
                 self._figures[test.name] = test.smallest
                 self._sentences.append(f"the test {test.name!r} could have found {test.smallest}")
+            else:
+                self._sentences.append(f"the test {test.name!r} had too few answers to find anything")
 
     def claim(self, certified: bool, compared_with: str) -> str:
         """In words."""

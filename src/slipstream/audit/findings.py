@@ -67,4 +67,4 @@ class AuditTest:
     figures: dict[str, Any]
     """The statistics that led to it."""
     smallest: str = ""
-    """The smallest deviation that it could have found."""
+    """The smallest deviation that it could have found; empty where it could have found none."""

@@ -46,6 +46,12 @@ class FirstDifference:
 MarginOf = Callable[[AuditRequest, AuditAnswer, AuditAnswer, int], float | None]
 """(request, audited answer, other answer, position) to the margin of the first difference, in nats."""
 
+Tells = Callable[[AuditRequest, AuditAnswer, AuditAnswer], bool]
+"""Whether the margin of a difference between the two answers to a request would be known."""
+
+MOST_CHARACTERS = 8
+"""Of a token on average: texts whose tokens nothing counts have at least one for so many."""
+
 
 @dataclass(slots=True)
 class AnswerComparison:
@@ -54,7 +60,11 @@ class AnswerComparison:
     check: AuditCheck
     differences: list[FirstDifference]
     num_tokens: int = 0
-    """Compared tokens: those up to each first difference. Characters where only text is known."""
+    """Compared tokens: those up to each first difference. Where only text is known, those that it stands for."""
+    num_told: int = 0
+    """Compared answers of which any difference would have a known margin."""
+    num_told_tokens: int = 0
+    """Their compared tokens."""
 
     @property
     def num_ties(self) -> int:
@@ -73,6 +83,7 @@ def compare(
     margin_of: MarginOf,
     tie_margin: float,
     check: AuditCheck,
+    tells: Tells = lambda request, mine, theirs: True,
 ) -> AnswerComparison:
     """Compare the answers to each request that both sides answered. A first difference whose margin is at most
     `tie_margin` is a near-tie. One with a larger margin violates `check`, and so does an answer that was cut."""
@@ -86,9 +97,19 @@ def compare(
         for mine, theirs in pairs:
             difference = _difference(request, mine, theirs, margin_of, tie_margin)
             first, second = _sequences(mine, theirs)
-            check.num_compared += bool(first or second)  # two empty answers compare nothing
+            is_any = bool(first or second)  # two empty answers compare nothing
+            end = (
+                len(first)
+                if difference is None
+                else min(difference.position + 1, max(len(first), len(second)))
+            )
+            num_tokens = _num_tokens(mine, first, end)
+            check.num_compared += is_any
+            result.num_tokens += num_tokens
+            if tells(request, mine, theirs):
+                result.num_told += is_any
+                result.num_told_tokens += num_tokens
             if difference is None:
-                result.num_tokens += len(first)
                 if mine.finish_reason != theirs.finish_reason:
                     check.violate(
                         f"request {number} ended with {mine.finish_reason!r} instead of {theirs.finish_reason!r} "
@@ -98,7 +119,6 @@ def compare(
                 elif mine.text != theirs.text:
                     check.violate(f"request {number} has another text of the same tokens", number)
                 continue
-            result.num_tokens += min(difference.position + 1, max(len(first), len(second)))
             result.differences.append(difference)
             if difference.is_cut or (difference.margin is not None and not difference.is_tie):
                 check.violate(str(difference), number, difference.as_json())
@@ -110,6 +130,16 @@ def _sequences(mine: AuditAnswer, theirs: AuditAnswer) -> tuple[list[int] | str,
     if mine.token_ids is not None and theirs.token_ids is not None:
         return mine.token_ids, theirs.token_ids
     return mine.text, theirs.text
+
+
+def _num_tokens(answer: AuditAnswer, sequence: list[int] | str, end: int) -> int:
+    """How many tokens the first `end` entries of an answer's ids or text are; of text no more than are known."""
+    if not isinstance(sequence, str):
+        return end
+    if not sequence:
+        return min(end, 1)
+    total = len(sequence) / MOST_CHARACTERS if answer.num_tokens is None else answer.num_tokens
+    return math.ceil(total * min(end / len(sequence), 1.0))
 
 
 def _difference(

@@ -14,7 +14,7 @@ from slipstream.audit.accounting import Knowledge, account
 from slipstream.audit.answering import Streamed, answer_all, answer_params, sampling_params
 from slipstream.audit.certificate import AuditData, Certificate
 from slipstream.audit.claims import SmallestDeviations
-from slipstream.audit.decision import MAX_TESTS, AuditDecision, Evidence, decide
+from slipstream.audit.decision import AuditDecision, Evidence, decide, level_of_tests
 from slipstream.audit.findings import AuditCheck
 from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
@@ -132,11 +132,12 @@ class _Judging:
         replayer = Replayer(self.off)
         rounding = self._rounding(replayer, mine)
         identity = self._identity(replayer, rounding, mine, theirs)
-        level = settings.alpha / MAX_TESTS
+        level = level_of_tests(settings.alpha)
         gaps = self._gaps(replayer, rounding, identity, mine, theirs)
         ties = rounding.test(gaps, identity.num_ties, level)
         sampled = [r for r in self.requests if not self.repeatable[r.number] and r.number in mine]
-        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level)
+        answers = identity.check.num_compared
+        unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level, answers)
         tests = [test for test in (ties, unknown) if test is not None]
         if sampled:
             tests += distribution_tests(replayer, sampled, mine, settings.confidence, rounding.tie_margin)
@@ -144,7 +145,7 @@ class _Judging:
         known = Knowledge(replayer.end_tokens)
         checks = [identity.check, *account(by_number, mine, known), self.streams.check]
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
-        smallest.add_identity(identity, rounding.tie_margin)
+        smallest.add_identity(identity, rounding)
         smallest.add_tests(tests)
         evidence = Evidence(
             checks, tests, lossy_settings(self.on), self._doubts(mine), (SAME, "distribution")
@@ -166,6 +167,7 @@ class _Judging:
             notes=self._notes(mine),
             provenance=provenance(num_threads=audit.engine_options.get("num_threads")),
             complete=self.complete,
+            interrupted=not self.complete,  # nothing else ends it early
         )
 
     def _rounding(self, replayer: Replayer, mine: Mapping[int, AuditReply]) -> Rounding:
@@ -242,11 +244,16 @@ class _Judging:
 
 def lossy_settings(engine: Engine) -> list[str]:
     """What of an engine's configuration is made to change the text, a sentence each."""
+    found: list[str] = []
     if engine.verifier.lossy:
-        return [
+        found.append(
             f"the verifier {engine.verifier.traits().name} is lossy: it does not keep the target's distribution"
-        ]
-    return []
+        )
+    if engine.config.allow_lossy:
+        found.append(
+            "allow_lossy lets requests ask for step-level speculation, whose text is not the target's own"
+        )
+    return found
 
 
 def first_margin(

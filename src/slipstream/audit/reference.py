@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from slipstream.audit.statistics.signs import sign_test
 
 SHARED_NOISE = 0.75
 """Share of telling tokens that the reference must choose too, for a server to count as drawing with its noise."""
-BY_CHANCE = 0.005
-"""Without its noise so many of them are the same with at most this probability."""
 MAX_DIAGNOSED = 100
 """Differences whose margin is computed. Whether rounding explains the number of the others is left to a test."""
 
@@ -33,12 +31,14 @@ class ReferenceComparison:
     """The server's log-probabilities less the reference's, before any processing."""
 
 
-def draws_alike(replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply]) -> bool:
+def draws_alike(
+    replayer: Replayer, requests: Seq[AuditRequest], replies: Mapping[int, AuditReply], level: float
+) -> bool:
     """Whether the server draws with the noise that the reference computes from its seeds.
 
     Only those tokens tell at which the noise of another seed would choose otherwise. A server with noise of its own
     agrees with the right seed at most as often as with the other one, so at most at half of them, however certain the
-    model is.
+    model is: it passes with a probability of at most `level`.
     """
     same, telling = 0, 0
     for request in requests:
@@ -51,7 +51,7 @@ def draws_alike(replayer: Replayer, requests: Seq[AuditRequest], replies: Mappin
             for own, one, other in zip(answer.token_ids or (), chosen, unrelated, strict=True):
                 telling += one != other
                 same += own == one != other
-    return same >= SHARED_NOISE * telling and sign_test(same, telling) <= BY_CHANCE
+    return same >= SHARED_NOISE * telling and sign_test(same, telling) <= level
 
 
 def compare_with_reference(
@@ -74,6 +74,8 @@ def compare_with_reference(
             replayed = _replayed(replayer, request, answer, request.answer_seed(answer.index))
             found.gaps.append(replayed.gaps)
             found.identity.num_tokens += len(replayed.chosen)
+            found.identity.num_told_tokens += len(replayed.chosen)
+            found.identity.num_told += 1
             check.num_compared += 1
             tops = answer.tops or []
             if len(tops) == len(answer.token_ids):
@@ -92,7 +94,7 @@ def compare_with_reference(
 
 def judge(identity: AnswerComparison, tie_margin: float) -> AnswerComparison:
     """The same with every difference judged by its margin. One without a margin violates nothing by itself."""
-    judged = AnswerComparison(identity.check, [], identity.num_tokens)
+    judged = replace(identity, differences=[])
     for one in identity.differences:
         is_tie = one.margin is not None and one.margin <= tie_margin
         judged.differences.append(

@@ -60,26 +60,35 @@ class Replayer:
         """The model's own end tokens."""
         return self._eos
 
-    def logits(self, token_ids: Seq[int], first: int, alone: int | None = None) -> torch.Tensor:
+    def logits(
+        self, token_ids: Seq[int], first: int, alone: int | None = None, num_prompt_tokens: int = 0
+    ) -> torch.Tensor:
         """[len(token_ids) - first, vocab]: the raw logits behind tokens `first`, `first` + 1 and so on. From token
-        `alone` on each has a pass of its own."""
+        `alone` on each has a pass of its own. The first `num_prompt_tokens` are computed as a prompt's.
+        """
+        fast = self._model.num_fast_tokens(num_prompt_tokens)
         pool, slots = self._model.trial_cache(len(token_ids))
         end = len(token_ids) if alone is None else alone
         starts = [*range(0, end, BLOCK_ROWS), *range(end, len(token_ids))]
         parts = []
         for past, until in zip(starts, [*starts[1:], len(token_ids)], strict=True):
             wanted = min(max(first, past), until) - past
-            group = tree_rows(slots, past, token_ids[past:until], EMPTY_PROPOSAL, wanted)
+            group = tree_rows(slots, past, token_ids[past:until], EMPTY_PROPOSAL, wanted, fast)
             logits = self._model.forward([group], pool).logits
             if past + wanted < until:
                 parts.append(logits.float().clone())
         return torch.cat(parts)
 
+    def _behind(self, prompt: Seq[int], answer: Seq[int]) -> torch.Tensor:
+        """[T, V]: the raw logits that the T tokens of `answer` were chosen from."""
+        text, num_prompt = [*prompt, *answer][:-1], len(prompt)
+        return self.logits(text, num_prompt - 1, num_prompt_tokens=num_prompt)
+
     def replay(self, prompt: Seq[int], answer: Seq[int], params: SamplingParams, seed: int) -> ReplayedAnswer:
         """Choose again at each token of `answer`, behind the answer's own tokens before it. An empty one has none."""
         if not answer:
             return ReplayedAnswer([], np.zeros(0), np.zeros(0))
-        logits = self.logits([*prompt, *answer][:-1], len(prompt) - 1)  # [T, V]
+        logits = self._behind(prompt, answer)
         scores = self._scores(prompt, params, seed, logits, _beginnings(answer))  # [T, V]
         own = torch.tensor(answer, device=logits.device)[:, None]  # [T, 1]
         return ReplayedAnswer(
@@ -92,7 +101,7 @@ class Replayer:
         self, prompt: Seq[int], answer: Seq[int], params: SamplingParams, rounding: float = 0.0
     ) -> TokenScores:
         """Score the tokens of an `answer` that is not empty by the distributions behind them, as `score_rows`."""
-        logits = self.logits([*prompt, *answer][:-1], len(prompt) - 1)  # [T, V]
+        logits = self._behind(prompt, answer)
         return score_rows(logits, answer, params, lambda variant: self._processor(prompt, variant), rounding)
 
     def margin(
@@ -103,7 +112,8 @@ class Replayer:
         The smallest change of the two tokens' raw logits, half of it each way, after which the target chooses
         `second` or another token than `first`. It accounts for the noise, and for filters that exclude one of them.
         """
-        row = self.logits([*prompt, *before], len(prompt) + len(before) - 1)  # [1, V]
+        last = len(prompt) + len(before) - 1
+        row = self.logits([*prompt, *before], last, num_prompt_tokens=len(prompt))  # [1, V]
         path = [list(before)]
 
         def still_first(change: float) -> bool:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from slipstream.audit.certificate import Certificate
-from slipstream.audit.decision import AuditDecision
+from slipstream.audit.decision import AuditDecision, level_of_tests
 from slipstream.bench.report.grid import NONE, Grid, count, number
 from slipstream.bench.report.page import Page, Plot
 from slipstream.bench.report.plots import Estimate, estimates
@@ -97,7 +97,7 @@ def _plots(certificate: Certificate) -> list[Plot]:
     """p-values beside the level at which each rejects."""
     if not certificate.tests:
         return []
-    level = (1 - certificate.confidence) / len(certificate.tests)
+    level = level_of_tests(1 - certificate.confidence)
     rows = {test.name: {1: Estimate(max(-300.0, _log10(test.p_value)))} for test in certificate.tests}
     drawing = estimates(rows, "log₁₀ of the p-value", _log10(level))
     return [Plot("Tests", drawing, "A test rejects to the left of the line.")]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from slipstream.audit.answering import answer_params
-from slipstream.audit.decision import MAX_TESTS
+from slipstream.audit.decision import level_of_tests
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.replaying import Replayer
@@ -28,7 +28,7 @@ def distribution_tests(
 
     `rounding` is the margin of near-ties in nats, within which a filter may keep one of two tokens or the other.
     """
-    confidence = 1 - (1 - confidence) / MAX_TESTS
+    confidence = 1 - level_of_tests(1 - confidence)
     bets = ReferenceTest(confidence)
     for request in requests:
         reply = replies.get(request.number)
@@ -40,7 +40,9 @@ def distribution_tests(
                 bets.add(replayer.scores(request.token_ids, answer.token_ids, params, rounding))
     if not bets.num_tokens:
         return []
-    size = smallest_temperature(bets.information, confidence, TEMPERATURES, bets.num_alternatives)
+    size = smallest_temperature(
+        bets.information, confidence, TEMPERATURES, bets.num_alternatives, bets.favour
+    )
     factor = math.exp(size) if size < math.log(max(TEMPERATURES)) else math.inf  # beyond that nobody bets
     test = AuditTest(
         DISTRIBUTION,

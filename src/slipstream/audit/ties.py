@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.stats import fisher_exact
 
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.replaying import Floats
@@ -42,6 +43,15 @@ class Rounding:
         """Nats within which a difference is a near-tie."""
         return self.given if self.given is not None else SAFETY * self.largest
 
+    @property
+    def unknown_chance(self) -> float:
+        """At most the chance that rounding turns a draw around at a token; 0 where results are exact.
+
+        A draw from two distributions with one random number differs with about the distance of the distributions, and
+        at most a small multiple of it: half the mean difference of a log-probability, here times eight.
+        """
+        return min(1.0, UNKNOWN_FACTOR * float(np.abs(self.noise).mean())) if len(self.noise) else 0.0
+
     def test(self, gaps: Iterable[Floats], num_ties: int, level: float) -> AuditTest | None:
         """Whether rounding explains so many flipped near-ties; None where there were none and none were expected.
 
@@ -63,23 +73,21 @@ class Rounding:
             smallest=f"{needed:,} flipped near-ties",
         )
 
-    def unknown_test(self, num_tokens: int, num_unknown: int, level: float) -> AuditTest | None:
-        """Whether rounding explains so many differences of unknown margin among `num_tokens`; None where there were
-        none and none were expected. A p-value below `level` rejects.
-
-        A draw from two distributions with one random number differs with about the distance of the distributions, and
-        at most a small multiple of it: half the mean difference of a log-probability, here times eight.
+    def unknown_test(self, num_tokens: int, num_unknown: int, level: float, most: int) -> AuditTest | None:
+        """Whether rounding explains so many differences of unknown margin among `num_tokens`, of at most `most`;
+        None where there were none and none were expected. A p-value below `level` rejects.
         """
-        chance = min(1.0, UNKNOWN_FACTOR * float(np.abs(self.noise).mean())) if len(self.noise) else 0.0
+        chance = self.unknown_chance
         if not num_unknown and not chance:
             return None
         chances = np.full(num_tokens, chance)
+        needed = smallest_rejected(chances, level)
         return AuditTest(
             "differences of unknown margin",
             "answers differ only where rounding turned a draw around",
             tail_probability(chances, num_unknown),
             {"observed": num_unknown, "expected": chance * num_tokens, "num_tokens": num_tokens},
-            smallest=f"{smallest_rejected(chances, level):,} differences of unknown margin",
+            smallest=f"{needed:,} differences of unknown margin" if needed <= most else "",
         )
 
     def report(self, num_ties: int, test: AuditTest | None) -> dict[str, Any]:
@@ -91,6 +99,19 @@ class Rounding:
             "observed": num_ties,
             "expected": 0.0 if test is None else test.figures["expected"],
         }
+
+
+def more_than_repeats(num_different: int, num_answers: int, num_unlike: int, num_repeated: int) -> AuditTest:
+    """Whether answers differ more often from the other side's than answers that one side gives twice, by Fisher's exact
+    test.
+    """
+    table = [[num_different, num_answers - num_different], [num_unlike, num_repeated - num_unlike]]
+    return AuditTest(
+        "differences beyond repeats",
+        "answers differ no more often than those of one server that is asked twice",
+        float(fisher_exact(table, alternative="greater").pvalue),
+        {"different": num_different, "answers": num_answers, "unlike": num_unlike, "repeated": num_repeated},
+    )
 
 
 def joined(parts: Seq[Floats]) -> Floats:

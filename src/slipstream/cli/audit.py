@@ -191,7 +191,7 @@ def audit(
         raise SlipstreamError(
             f"the audit itself failed, and nothing is certified: {type(error).__name__}: {error}"
         ) from error
-    if not certificate.complete:
+    if certificate.interrupted:
         raise typer.Exit(130)
     raise typer.Exit(certificate.exit_code)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream import __version__
-from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.flags import Values, parse_json, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
     SAMPLING,
@@ -37,7 +37,9 @@ from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import read_text
+from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -81,6 +83,24 @@ def generate(
     regex: Annotated[
         str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")
     ] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(
+            "--prediction",
+            metavar="FILE",
+            help="A text file that the answer is expected to be like, such as the code to be edited; it is drafted "
+            "beside whatever drafter runs.",
+        ),
+    ] = None,
+    reasoning: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning",
+            metavar="JSON",
+            help="Draft whole steps of thinking, which may change the text: settings as a JSON object, or `on`. Needs "
+            "--reasoning-draft and --allow-lossy.",
+        ),
+    ] = None,
     json: Json = False,
     *,
     speculation: Values,
@@ -93,7 +113,13 @@ def generate(
     """
     jobs = read_jobs(prompt, file)
     params = SamplingParams.from_mapping(sampling | _constraint(json_schema, regex, sampling))
+    expected = None if prediction is None else parse_prediction(read_text(prediction))
+    steps = None if reasoning is None else _steps(reasoning)
     speculative = chosen_speculation(speculation, model)
+    if compare and steps is not None:
+        raise ConfigError("--compare measures speculation without loss; leave --reasoning out, or --compare")
+    if compare and expected is not None:
+        raise ConfigError("--compare measures drafters; leave --prediction out, or --compare")
     if compare and speculative.method == "off":
         raise ConfigError(
             "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
@@ -117,7 +143,10 @@ def generate(
             painter.legend()
             transcript.on_pieces = painter.write
         started_s = time.perf_counter()
-        outputs = llm.generate(prompts, params, task=[job.task for job in jobs], on_update=transcript.add)
+        tasks = [job.task for job in jobs]
+        outputs = llm.generate(
+            prompts, params, task=tasks, prediction=expected, reasoning=steps, on_update=transcript.add
+        )
         wall_s = time.perf_counter() - started_s
 
     if painter is None:
@@ -139,6 +168,11 @@ def generate(
         comparison.print(results(), short_speculation(llm), llm.engine.verifier.traits())
         for label in labels(llm):
             results().print(f"note: {label}")
+
+
+def _steps(text: str) -> StepOptions:
+    """The value of --reasoning; raises `RequestError`."""
+    return parse_step_options(True if text == "on" else parse_json(text, "--reasoning"))
 
 
 def _constraint(json_schema: str | None, regex: str | None, sampling: Values) -> Values:

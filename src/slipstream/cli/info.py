@@ -126,6 +126,7 @@ def _details(llm: LLM, name: str) -> dict[str, Any]:
         "context_length": model.context_length,
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(model.cache_dtype).removeprefix("torch."),
+        "fast_prompts": model.fast_prompts,
         "device": str(model.device),
         "quantization": model.quantization,
         "weights": model.weight_type,

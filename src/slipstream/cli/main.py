@@ -18,14 +18,19 @@ from slipstream.cli import (
     audit,
     bench,
     chat,
+    deploy,
     doctor,
+    draft_worker,
     export,
     generate,
     handoff,
     importing,
     info,
+    learn,
     load,
     plan,
+    quantize,
+    reasoning,
     serve,
     train,
     tree,
@@ -93,6 +98,7 @@ app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False,
 app.command(cls=PlainHelp)(generate.generate)
 app.command(cls=PlainHelp)(chat.chat)
 app.command(cls=PlainHelp)(serve.serve)
+app.command(cls=PlainHelp)(deploy.deploy)
 app.command(cls=PlainHelp)(info.info)
 app.command(cls=PlainHelp)(plan.plan)
 app.command(cls=PlainHelp)(bench.bench)
@@ -103,8 +109,12 @@ app.command(cls=PlainHelp)(tree.tree)
 app.command(cls=PlainHelp)(doctor.doctor)
 app.command(cls=PlainHelp)(export.export)
 app.command(cls=PlainHelp, name="import")(importing.import_)
+app.command(cls=PlainHelp)(quantize.quantize)
+app.command(cls=PlainHelp, name="draft-worker")(draft_worker.draft_worker)
 app.add_typer(train.app, name="train")
 app.add_typer(handoff.app, name="handoff")
+app.add_typer(learn.app, name="learn")
+app.add_typer(reasoning.app, name="reasoning")
 
 
 @app.callback(invoke_without_command=True)

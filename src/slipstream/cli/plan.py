@@ -34,7 +34,9 @@ _UNUSED = {"kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "ge
 ENGINE_TO_PLAN = FlagSet(
     EngineConfig,
     "Engine",
-    skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
+    skip=frozenset(
+        {*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching", "fast_prompts"}
+    ),
 )
 """What a plan depends on beside `--batch` and `--context`."""
 

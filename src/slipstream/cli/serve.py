@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,12 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.settings import merged
 from slipstream.labels import engine_labels
 from slipstream.serve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from slipstream.config import SpeculativeConfig
+    from slipstream.engine.async_engine import AsyncEngine
+    from slipstream.serve.process.remote import RemoteEngine
+    from slipstream.serve.process.spawn import SpawnedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +61,19 @@ def serve(
     server_config = ServeConfig(**settings["server"])
     speculative = chosen_speculation(settings["speculation"], model)
 
+    if server_config.learn is not None:
+        speculative = _with_versions(speculative)
+
     from slipstream.serve.network.listening import bind
 
     bound = bind(server_config.host, server_config.port)  # before loading the model: the port may be in use
 
-    from slipstream.engine.async_engine import AsyncEngine
-    from slipstream.engine.factory import make_engine
+    spawned = None
+    if not server_config.one_process:
+        from slipstream.serve.process.spawn import spawn_engine
+
+        spawned = spawn_engine()
+
     from slipstream.serve import logs
     from slipstream.serve.app import create_app
     from slipstream.serve.lifecycle import DrainingServer
@@ -69,12 +82,40 @@ def serve(
         speculative = replace(speculative, probe_share=PROBE_SHARE)
     logs.configure(server_config)  # from here on all lines have one format
     logs.take_over_transformers()
-    made = make_engine(model, speculative, settings["engine"])
-    for label in engine_labels(made):  # the engine has logged its memory plan itself
-        logger.info("note: %s", label)
-    async_engine = AsyncEngine(engine=made, stream_interval_s=server_config.stream_interval_s)
+    served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
-        app = create_app(async_engine, server_config, model or "embedded-pair")
+        app = create_app(served, server_config, model or "embedded-pair")
         DrainingServer(app).run(sockets=[bound])
     finally:
-        async_engine.close()
+        served.close()
+
+
+def _with_versions(speculative: SpeculativeConfig) -> SpeculativeConfig:
+    """The drafter as the floor of versions that are learned; raises `ConfigError` for one that cannot learn."""
+    from slipstream.learn.learners.registry import check_learns
+
+    check_learns(speculative)
+    floor = {"method": speculative.method, **speculative.options}
+    return replace(speculative, method="versions", options={"drafter": floor})
+
+
+def _engine(
+    model: str | None,
+    speculative: SpeculativeConfig,
+    options: Values,
+    config: ServeConfig,
+    spawned: SpawnedEngine | None,
+) -> AsyncEngine | RemoteEngine:
+    """The engine, loaded: in the process that was `spawned` for it, or in this one."""
+    if spawned is not None:
+        from slipstream.serve.process.start import make_remote_engine
+
+        return make_remote_engine(model, speculative, options, config, spawned)
+
+    from slipstream.engine.async_engine import AsyncEngine
+    from slipstream.engine.factory import make_engine
+
+    made = make_engine(model, speculative, options)
+    for label in engine_labels(made):  # the engine has logged its memory plan itself
+        logger.info("note: %s", label)
+    return AsyncEngine(engine=made, stream_interval_s=config.stream_interval_s)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from slipstream.config import EngineConfig
     from slipstream.kv.cache import KVCache
+    from slipstream.metrics.worker import WorkerStats
     from slipstream.models.causal_lm import CausalLM
     from slipstream.models.outline import ModelOutline
 
@@ -41,6 +42,9 @@ class DraftContext:
     """What is known of a target that is not loaded, for `Drafter.outline`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
+    is_priced: bool = False
+    """True where a policy measures what its calls cost and leaves it out where it does not pay, as `auto` does. A
+    drafter must not spare it what it cannot use: one that costs nothing looks as if it could stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,13 @@ class Drafter(ABC):
     """True for a group that holds each of its drafters to the time that a call may take."""
     observes_all: ClassVar[bool] = True
     """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
+    reads_text_only: ClassVar[bool] = False
+    """True for a drafter with a model or tables of its own that needs nothing of the target but the committed tokens:
+    no logits, hidden states, weights or cache. It can draft in another process (`slipstream draft-worker`), where
+    `Observation.logits` has no rows that mean anything."""
+    has_own_model: ClassVar[bool] = False
+    """True for one that loads a model to its context's device and reads nothing of the target but the text, so that it
+    can draft on another device (`draft_device`)."""
     context_length: int | None = None
     """The longest text, in tokens, for which it can draft; None for any."""
 
@@ -214,6 +225,10 @@ class Drafter(ABC):
         """Forget all that was kept from finished sequences, as a new drafter would be."""
         return
 
+    def version_of(self, sequence: Sequence) -> str:
+        """The version of its weights that drafts for a sequence; empty where there is but one."""
+        return ""
+
     @property
     def num_failures(self) -> int:
         """How often drafters inside this one have been retired for a sequence that they failed."""
@@ -223,6 +238,10 @@ class Drafter(ABC):
         """True where a chain may end before its budget because the drafter lacks confidence in what follows: it has a
         `confidence_threshold`."""
         return False
+
+    def worker_stats(self) -> Seq[WorkerStats]:
+        """The state of every draft worker that it gets drafts from; none for drafters of this process."""
+        return ()
 
     def drafting_model(self) -> CausalLM | None:
         """The language model that drafts; None for lookups, heads and all others without one."""

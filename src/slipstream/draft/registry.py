@@ -38,12 +38,15 @@ DRAFTERS = Registry[Drafter](
         "medusa": "slipstream.draft.heads.medusa:MedusaDrafter",
         "hydra": "slipstream.draft.heads.hydra:HydraDrafter",
         "token_recycling": "slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
+        "siblings": "slipstream.draft.lookup.siblings:SiblingsDrafter",
         "lookahead": "slipstream.draft.parallel.lookahead:LookaheadDrafter",
         "jacobi": "slipstream.draft.parallel.lookahead:JacobiDrafter",
         "auto": "slipstream.draft.combine.auto:AutoDrafter",
         "ensemble": "slipstream.draft.combine.ensemble:EnsembleDrafter",
         "layer_skip": "slipstream.draft.model.layer_skip:LayerSkipDrafter",
+        "remote": "slipstream.draft.remote.drafter:RemoteDrafter",
         "cascade": "slipstream.draft.combine.cascade:CascadeDrafter",
+        "versions": "slipstream.draft.combine.versions:VersionsDrafter",
     },
 )
 """`DRAFTERS.register(name, cls)` adds one for this process."""
@@ -69,6 +72,8 @@ def validate(config: SpeculativeConfig, verifier: VerifierTraits | None = None) 
             f"verifier {verifier.name!r} cannot judge {kinds} proposals, and drafter {config.method!r} "
             f"makes no others; use verifier 'coupled'"
         )
+    if config.draft_device is not None:
+        _check_device(config, cls)
     fields = {field.name for field in dataclasses.fields(cls.Options)}
     theirs = {name: one for name, one in SPECULATIVE.items() if name not in fields}
     own, _ = split_off(config.options, theirs, config.method, ConfigError)
@@ -81,6 +86,10 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
     Raises `ConfigError` as `validate` does.
     """
     cls, options = validate(config, context.verifier)
+    if config.draft_device is not None:
+        from slipstream.models.settling import resolve_device
+
+        context = dataclasses.replace(context, device=resolve_device(config.draft_device))
     try:
         return cls(options, context)
     except (SlipstreamError, MemoryError):
@@ -104,6 +113,19 @@ def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
         except Exception as error:  # a package's own fault
             found[name] = ("", Fit(f"can never run: {error}", None, None, None))
     return found
+
+
+def _check_device(config: SpeculativeConfig, cls: type[Drafter]) -> None:
+    """Raise `ConfigError` where a drafter cannot run on another device than its target."""
+    if not cls.has_own_model:
+        raise ConfigError(
+            f"drafter {config.method!r} cannot have a draft_device: it has no model of its own, or reads more of its "
+            f"target than the text; draft_model, self, tli and slem can"
+        )
+    if config.options.get("device", "auto") not in ("auto", config.draft_device):
+        raise ConfigError(
+            f"draft_device {config.draft_device!r} and device {config.options['device']!r} disagree; give one"
+        )
 
 
 def _drafter_class(method: str) -> type[Drafter]:

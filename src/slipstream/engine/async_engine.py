@@ -8,21 +8,21 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core import RequestOptions
+from slipstream.core import EmittedTokens, RequestOptions
+from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.mailbox import Item, Mailbox, Put
-from slipstream.engine.outputs import RequestOutput, Update
-from slipstream.engine.requests import RequestKeywords, request_options
+from slipstream.engine.requests import request_options
 from slipstream.errors import ConfigError, EngineStoppedError
 from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.grammars.grammar import Grammar
@@ -89,7 +89,7 @@ class _Post:
     urgent: bool = False
 
 
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """Serves any number of concurrent requests; the engine steps in a thread of its own while any are under way.
 
         async with AsyncEngine("model", speculative_config={"method": "ngram"}) as engine:
@@ -130,44 +130,6 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        options: RequestOptions | None = None,
-        **keywords: Unpack[RequestKeywords],
-    ) -> AsyncIterator[Update]:
-        """The request's updates as they come; the last one carries the whole `output`.
-
-        `keywords` (`tenant`, `task`, `max_draft_tokens`, `draft_method`) are the fields of `RequestOptions`; they
-        replace those of `options`.
-
-        Raises `RequestError` before the first update when the request cannot be served, `EngineStoppedError` when
-        the engine stops under way.
-        """
-        updates: asyncio.Queue[Item] = asyncio.Queue()
-        leave = await self.begin(
-            prompt,
-            params,
-            updates.put_nowait,
-            request_id=request_id,
-            options=request_options(options, **keywords),
-        )
-        finished = False
-        try:
-            while not finished:
-                item = await updates.get()
-                if isinstance(item, Exception):
-                    finished = True
-                    raise item
-                finished = item.output is not None
-                yield item
-        finally:
-            if not finished:
-                leave()
-
     async def begin(
         self,
         prompt: Prompt,
@@ -176,12 +138,9 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        emitted: Seq[EmittedTokens] = (),
     ) -> Callable[[], None]:
-        """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
-
-        Returns a function that aborts the request. Raises `RequestError` for a constraint that cannot be followed
-        or a long text that cannot be served, and `EngineStoppedError`.
-        """
+        """As in `EngineClient`."""
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
         waiting = _Waiting(name)
@@ -200,6 +159,7 @@ class AsyncEngine:
                     replace(params, structured=None) if waiting.was_aborted else params,
                     options,
                     grammar=grammar,
+                    emitted=emitted,
                 )
                 self._callers[name] = caller
                 if waiting.was_aborted:
@@ -214,8 +174,9 @@ class AsyncEngine:
             ):  # in other threads than the engine's, where all would wait for it
                 compiling = self.engine.compile_grammar(params)
                 grammar = None if compiling is None else await waiting.grammar(compiling)
-                if _takes_long_to_encode(prompt, params):
-                    encoded = await asyncio.to_thread(self.engine.encode, prompt, params)
+                given = request_options(options)
+                if _takes_long_to_encode(prompt, params, given):
+                    encoded = await asyncio.to_thread(self.engine.encode, prompt, params, given)
             self._post(add, fail=lambda error: self._hold(caller, error))
         finally:
             self._waiting.discard(waiting)
@@ -225,28 +186,6 @@ class AsyncEngine:
                 self._post(lambda: self._abort(name, caller))
 
         return leave
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        options: RequestOptions | None = None,
-        **keywords: Unpack[RequestKeywords],
-    ) -> RequestOutput:
-        """The finished request; parameters and errors as for `stream`."""
-        updates = self.stream(
-            prompt,
-            params,
-            request_id=request_id,
-            options=options,
-            **keywords,
-        )
-        async for update in updates:
-            if update.output is not None:
-                return update.output
-        raise AssertionError("a stream ends with an output or an error")
 
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
@@ -395,10 +334,11 @@ class AsyncEngine:
         self._give_out()
 
 
-def _takes_long_to_encode(prompt: Prompt, params: SamplingParams) -> bool:
+def _takes_long_to_encode(prompt: Prompt, params: SamplingParams, options: RequestOptions) -> bool:
     """True for texts that would delay the engine's steps, or the other callers of the event loop."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     num_characters = len(text) if isinstance(text, str) else 0
+    num_characters += len(options.prediction or "")
     return num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS
 
 

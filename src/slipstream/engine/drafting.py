@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,9 +25,13 @@ from slipstream.draft.combine.merging import depth_along
 from slipstream.draft.drafters import Drafters, Wanted
 from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
+from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.metrics.step import StepReport
+from slipstream.text.prediction import MAX_PREDICTED_TOKENS
 
+STEPS = "reasoning"
+"""The name in metrics of whole steps that were drafted ahead (`engine.reasoning`)."""
 SCORED_EVERY = 4
 """Steps between two looks at what a lookup would have proposed."""
 
@@ -53,14 +57,24 @@ class Drafting:
         kinds: frozenset[ProposalKind],
         timeout_s: float,
         policy: Policy | None = None,
+        prediction: PredictionDrafter | None = None,
     ) -> None:
         """`kinds` are what the verifier can judge. Without a policy each sequence is drafted for as far as the
-        scheduler allows."""
+        scheduler allows. `prediction` drafts what callers expect, before any drafter is asked."""
         self.drafters = (
             drafter.drafters
             if isinstance(drafter, AutoDrafter)
             else Drafters([Guard(drafter, vocab_size, kinds, timeout_s)], [method])
         )
+        self._expecting = (
+            None
+            if prediction is None
+            else Drafters([Guard(prediction, vocab_size, kinds, timeout_s)], [METHOD])
+        )
+        self._expected: dict[int, Proposal] = {}
+        """By sequence, what is drafted of its prediction in the step under way."""
+        self._given: Mapping[int, Proposal] = {}
+        """By sequence, what others have drafted for the step under way."""
         self.policy = policy
         self.task_of: Callable[[Sequence], str] = attrgetter("task")
         """What the policy keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
@@ -85,7 +99,8 @@ class Drafting:
     @property
     def num_failures(self) -> int:
         """How often drafters, and drafters within drafters, have been retired for a sequence that they failed."""
-        return sum(guard.num_failures + guard.drafter.num_failures for guard in self.drafters.guards)
+        guards = [*self.drafters.guards, *(self._expecting.guards if self._expecting else ())]
+        return sum(guard.num_failures + guard.drafter.num_failures for guard in guards)
 
     @property
     def retired(self) -> tuple[str, ...]:
@@ -99,18 +114,26 @@ class Drafting:
 
     # --- before the pass --------------------------------------------------------------------------------------
 
-    def propose(self, scheduled: Seq[StepItem]) -> dict[int, Proposal]:
-        """Sequence id to proposal; sequences without one are absent.
+    def propose(
+        self, scheduled: Seq[StepItem], given: Mapping[int, Proposal] | None = None
+    ) -> dict[int, Proposal]:
+        """Sequence id to proposal; sequences without one are absent. `given` are drafted already, and not asked for.
 
         Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
-        the grammar's forced tokens too, and no draft tokens that the grammar refuses.
+        the grammar's forced tokens too, and no draft tokens that the grammar refuses. Where an answer is followed in
+        what its caller expects, that is the proposal, and no drafter is asked.
         """
         policy = self.policy
+        self._given = given or {}
+        expected = self._expected = {**self._ask_expected(scheduled), **self._given}
         if policy is None:
-            proposals = self.drafters.ask(self._everyone(scheduled))
+            proposals = self.drafters.ask(self._everyone(scheduled)) | expected
         else:
             proposals = self._ask(policy, self._chosen(policy, scheduled))
+            if policy.in_probe:
+                self._expected = dict(self._given)
+            proposals |= self._expected
         if policy is None or not policy.in_probe:
             for item in scheduled:
                 sequence = item.sequence
@@ -121,11 +144,30 @@ class Drafting:
                     )
         return {key: proposal for key, proposal in proposals.items() if len(proposal)}
 
+    def _ask_expected(self, scheduled: Seq[StepItem]) -> dict[int, Proposal]:
+        """Sequence id to what is drafted of its prediction; absent where that has nothing to go on with."""
+        if self._expecting is None:
+            return {}
+        whole = Choice(0, MAX_PREDICTED_TOKENS)
+        answers = self._expecting.ask(
+            [
+                (item.sequence, item.max_draft_tokens, whole)
+                for item in scheduled
+                if item.sequence.expected is not None
+                and item.decodes
+                and item.max_draft_tokens > 0
+                and item.sequence.id not in self._given
+            ]
+        )
+        return {key: proposal for key, proposal in answers.items() if len(proposal)}
+
     def _everyone(self, scheduled: Seq[StepItem]) -> list[Wanted]:
         return [
             (item.sequence, item.max_draft_tokens, self._most)
             for item in scheduled
-            if (item.max_draft_tokens > 0 or not item.decodes) and self._may_draft(item.sequence)
+            if (item.max_draft_tokens > 0 or not item.decodes)
+            and self._may_draft(item.sequence)
+            and item.sequence.id not in self._expected
         ]
 
     def _may_draft(self, sequence: Sequence) -> bool:
@@ -144,6 +186,8 @@ class Drafting:
         choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
         for item, choice in zip(decoding, choices, strict=True):
             sequence = item.sequence
+            if sequence.id in self._expected:
+                continue
             if sequence.options.draft_method is not None and not choice.drafts:
                 choice = self._named(policy, item)
             if choice.drafts:
@@ -208,6 +252,8 @@ class Drafting:
     def _request(self, item: StepItem) -> StepRequest:
         sequence, drafters = item.sequence, self.drafters
         limit, allowed = item.max_draft_tokens, None
+        if sequence.id in self._expected:
+            limit = 0  # it has its draft
         if sequence.options.draft_method is not None or drafters.num_failures:
             allowed = frozenset(n for n in range(len(drafters.guards)) if drafters.serves(n, sequence))
         length = len(sequence.token_ids)
@@ -226,9 +272,15 @@ class Drafting:
             if self._unchecked:
                 self._score(self.policy)
         self.drafters.observe(observations)
+        if self._expecting is not None:
+            self._expecting.observe(observations)
 
     def method_of(self, sequence: Sequence) -> str:
         """The drafter called for a sequence in this step, until it is observed; `off` where the policy chose none."""
+        if sequence.id in self._given:
+            return STEPS
+        if sequence.id in self._expected:
+            return METHOD
         drafter = self.drafters.drafted_by(sequence)
         if drafter == NOBODY:
             return "off" if self._chooses else self.drafters.names[0]
@@ -262,6 +314,9 @@ class Drafting:
             self._score(self.policy)
             self._unchecked = [each for each in self._unchecked if each.sequence is not sequence]
         self.drafters.release(sequence)
+        if self._expecting is not None:
+            self._expecting.release(sequence)
+        self._expected.pop(sequence.id, None)
         if self.policy is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
             self.policy.release(sequence.id, self.task_of(sequence), num_tokens)
@@ -279,7 +334,8 @@ class Drafting:
 
     def num_held(self) -> int:
         """Sequences for which anything is kept."""
-        return max(self.drafters.num_held(), 0 if self.policy is None else self.policy.num_held)
+        expecting = 0 if self._expecting is None else self._expecting.num_held()
+        return max(self.drafters.num_held(), expecting, 0 if self.policy is None else self.policy.num_held)
 
     def integrity(self) -> list[str]:
         """What is wrong in the drafters' own accounting (empty when nothing is)."""
@@ -296,6 +352,8 @@ class Drafting:
             depth += 1  # not confident enough to go on: no better than a rejected token
         reached = min(accepted + (not cut), depth)
         num_tokens = len(sequence.token_ids) - own.length_before
+        if sequence.id in self._expected:
+            num_tokens = 1  # what was expected says nothing of what drafters gain
         if lookup not in (NOBODY, drafter):
             found = self.drafters.found.get(sequence.id, EMPTY_PROPOSAL)
             if len(found):  # too short to be used: what the text becomes says what it was worth

@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,39 +23,47 @@ from slipstream.core import (
     DEFAULT_OPTIONS,
     EMPTY_PROPOSAL,
     ROOT,
+    EmittedTokens,
     FinishReason,
     RequestOptions,
     Sequence,
     StepItem,
     StepPlan,
+    Verdict,
 )
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
+from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
 from slipstream.draft.registry import create_drafter, fits
+from slipstream.engine.continuation import check_emitted, resume
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.logprobs import TokenTexts, record_logprobs, record_prompt_logprobs
 from slipstream.engine.memory import plan_memory, with_passes
 from slipstream.engine.outputs import RequestOutput, Update, completion
+from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.requests import (
     Answer,
     Request,
     UpdateCallback,
     deliver,
     make_sequences,
+    reproduces,
     request_options,
     request_seeds,
 )
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.speculation import validate
-from slipstream.engine.steps import StepTimes, record_acceptance, report_of
+from slipstream.engine.steps import StepTimes, record_acceptance, record_prediction, report_of
 from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
-from slipstream.errors import RequestError
+from slipstream.errors import ReasoningError, RequestError
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
+from slipstream.reasoning.config import ReasoningConfig
+from slipstream.reasoning.options import StepOptions
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, derive_seed
@@ -62,6 +71,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
+from slipstream.text.expected import ExpectedText, PredictionEncoder
+from slipstream.text.prediction import Prediction
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request, end_token_ids
 from slipstream.text.stream import NoText, TextStream
 from slipstream.verify.base import Judgement
@@ -84,7 +95,7 @@ class Engine:
     ) -> None:
         """`like` is an engine of the same target: its weights and tokenizer are shared instead of loaded again."""
         speculative = speculative or SpeculativeConfig()
-        _, drafter_options = validate(speculative)
+        _, drafter_options = validate(speculative, config.allow_lossy)
         self.config = config
         self.speculative = speculative
         if config.num_threads is not None and config.num_threads > threads.num_cores():
@@ -113,20 +124,26 @@ class Engine:
                     draft_timeout_s=speculative.draft_timeout_s,
                 ),
             )
+        self.reasoning = self._step_speculation(speculative)
+        """Drafts whole steps of thinking for requests that ask for it; None where the engine has no draft for that."""
         self._num_operator_threads = self.model.num_threads if self.model.decoder is None else 1
         feature_layers = tuple(self.drafter.feature_layers())
         feature_width = len(feature_layers) * self.model.hidden_size
         planned = plan_memory(
             config,
             self.model,
-            self.drafter.memory_bytes(),
-            self.drafter.kv_bytes_per_token() + feature_width * self.model.dtype.itemsize,
+            self.drafter.memory_bytes() + (self.reasoning.writer.memory_bytes() if self.reasoning else 0),
+            self.drafter.kv_bytes_per_token()
+            + feature_width * self.model.dtype.itemsize
+            + (self.reasoning.writer.kv_bytes_per_token() if self.reasoning else 0),
             self.drafter.max_nodes(),
         )
         self.memory_plan = with_passes(planned, config, self.model, self.drafter, drafter_options)
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)
+        if self.reasoning is not None:
+            self.reasoning.writer.allocate(self.memory_plan.num_slots)
         cache = self.model.new_cache(
             self.memory_plan.num_slots,
             prefix_caching=config.enable_prefix_caching,
@@ -140,6 +157,7 @@ class Engine:
             self.verifier.kinds,
             speculative.draft_timeout_s,
             create_policy(speculative, self.drafter, self.model),
+            PredictionDrafter(PredictionOptions(), self.drafter.context),
         )
         self.drafting.attach(cache)
         self.scheduler = Scheduler(
@@ -150,19 +168,50 @@ class Engine:
             max_draft_tokens=self.drafter.max_nodes(),
         )
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model, self.model.vocab_size)
+        if self.reasoning is not None:
+            self.reasoning.begin(self._eos_token_ids, self.max_model_len)
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self._eos_token_ids)
         self._request_seeds = request_seeds(config.seed)
         self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
+        self._predictions = PredictionEncoder(self.tokenizer, self.model.vocab_size, self.max_model_len)
         self._texts = TokenTexts(self.tokenizer)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
+        self._unreported_s = 0.0
+        """Of writing steps of thinking while nothing else was to be done; the next step counts it."""
         self._aborted: list[Update] | None = None
         """While callbacks run: the updates of the requests that they abort."""
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[StepItem]], None] | None = None
         """Called in every step with the items of the sequences that decoded; see `StepItem`."""
+        self.on_checked: Callable[[list[StepItem]], None] | None = None
+        """The same for those who keep what the target thought, so that statistics and records come and go apart. The
+        logits are this step's own: nobody writes to them later."""
+
+    def _step_speculation(self, speculative: SpeculativeConfig) -> StepSpeculation | None:
+        """What `speculative` asks for as `reasoning`."""
+        if speculative.reasoning is None:
+            return None
+        config = self.config
+        with threads.limit(config.num_threads):
+            return StepSpeculation(
+                ReasoningConfig.from_mapping(speculative.reasoning),
+                speculative,
+                self.drafter.context,
+                max(config.max_num_batched_tokens - config.max_num_seqs, 0),
+            )
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens with which the model ends an answer."""
+        return self._eos_token_ids
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its drafter can propose anything."""
+        return self.drafter.max_nodes() > 0
 
     @property
     def draft_methods(self) -> list[str]:
@@ -171,8 +220,7 @@ class Engine:
 
     def reproduces(self, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
-        undrafted = options.max_draft_tokens == 0 or self.drafter.max_nodes() == 0
-        return self.verifier.reproducible or params.greedy or undrafted
+        return reproduces(self.verifier.reproducible, self.drafts, params, options)
 
     @property
     def draft_model(self) -> CausalLM | None:
@@ -234,7 +282,13 @@ class Engine:
             num_drafted_sequences=self.drafting.num_held(),
             num_draft_failures=self.drafting.num_failures,
             retired_drafters=self.drafting.retired,
+            draft_workers=tuple(self.drafter.worker_stats()),
         )
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences run and how many wait; may be asked at any time, from any thread."""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def control_report(self) -> ControlReport:
         """What speculation gains on this engine's traffic, as measured; call it between two steps."""
@@ -260,12 +314,16 @@ class Engine:
         *,
         on_update: UpdateCallback | None = None,
         grammar: Grammar | None = None,
+        emitted: Seq[EmittedTokens] = (),
     ) -> None:
         """Queue a request; raises `RequestError` before any work when it cannot be served.
 
         `on_update` is called from `step` with each of the request's updates.
         `prompt` may be what `encode` has made of it, and `grammar` what `compile_grammar` has made of `params`; without
         them that is done here, and waited for.
+        `emitted`, one entry for each answer, makes the request the continuation of one that was begun before with the
+        same prompt, parameters and seed: updates hold what follows, the output is the whole. Where `reproduces`, the
+        text is the one that the request would have had in one go.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
@@ -277,46 +335,89 @@ class Engine:
         if options.draft_method not in (None, *self.draft_methods):
             choice = " or ".join(map(repr, self.draft_methods))
             raise RequestError(f"draft_method must be {choice} on this engine, got {options.draft_method!r}")
+        if options.reasoning is not None:
+            self._check_reasoning(options.reasoning, params)
         if not isinstance(prompt, EncodedPrompt):
-            prompt = self.encode(prompt, params)
+            prompt = self.encode(prompt, params, options)
         if grammar is None and (compiling := self.compile_grammar(params)) is not None:
             grammar = compiling.result()
+        if emitted:
+            if options.reasoning is not None and any(answer.token_ids for answer in emitted):
+                raise ReasoningError(
+                    "an answer with drafted steps cannot be continued: whose its tokens are is not known; "
+                    "leave out emitted, or reasoning"
+                )
+            check_emitted(emitted, params, self.model.vocab_size)
         seed = next(self._request_seeds) if params.seed is None else params.seed
         leads = self.config.enable_prefix_caching
-        sequences = make_sequences(request_id, prompt.token_ids, params, seed, options, self._ids, leads)
+        sequences = make_sequences(
+            request_id, prompt.token_ids, params, seed, options, self._ids, leads, prompt.expected
+        )
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
+            sequence.num_fast_tokens = self.model.num_fast_tokens(sequence.num_prompt_tokens)
             sequence.metrics.reproducible = self.reproduces(params, options)
             if options.max_draft_tokens != 0 and (
-                self.drafter.remembers() or self.drafting.policy is not None
+                self.drafter.remembers() or self.drafting.policy is not None or sequence.expected is not None
             ):
                 # Drafts may depend on an earlier answer, made with the same seed's random numbers.
                 sequence.nonce = next(self._nonces)
         answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}
-        self._requests[request_id] = Request(
-            request_id, prompt.text, sequences, time.perf_counter(), on_update
-        )
-        self._answers.update(answers)
-        for sequence in sequences:
+        if emitted:
+            resume(list(answers.values()), emitted)
+        unfinished = [sequence for sequence in sequences if not sequence.finished]
+        request = Request(request_id, prompt.text, sequences, time.perf_counter(), on_update)
+        request.unfinished = len(unfinished)
+        self._requests[request_id] = request
+        for sequence in unfinished:
+            self._answers[sequence.id] = answers[sequence.id]
+            if self.reasoning is not None and options.reasoning is not None:
+                self.reasoning.open(sequence)
             self.scheduler.add(sequence)
 
-    def encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+    def _check_reasoning(self, asked: StepOptions, params: SamplingParams) -> None:
+        """Raise `ReasoningError` where this engine drafts no steps for such a request."""
+        if not self.config.allow_lossy:
+            raise ReasoningError(
+                "reasoning may change the text, which this engine does not allow; start it with allow_lossy "
+                "(--allow-lossy), or leave reasoning out"
+            )
+        if self.reasoning is None:
+            raise ReasoningError(
+                "reasoning needs a draft that writes steps; start the engine with one, as reasoning in its "
+                "speculative_config (--reasoning-draft), or leave reasoning out"
+            )
+        self.reasoning.check(asked, params)
+
+    def encode(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
+    ) -> EncodedPrompt:
         """What tokenizing there is to do for a request, which may take long; may be called from any thread.
 
-        Raises `RequestError` where the prompt cannot be served.
+        Raises `RequestError` where the prompt or the prediction cannot be served.
         """
         params.check_vocabulary(self.model.vocab_size)
         sizes = self.model.vocab_size, self.max_model_len
-        return encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
+        encoded = encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
+        if options.prediction is None:
+            return encoded
+        return replace(encoded, expected=self.expected(options.prediction))
 
-    def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+    def expected(self, prediction: Prediction) -> ExpectedText:
+        """What a caller expects, in the target's tokens; may be called from any thread. Raises `PredictionError`."""
+        return self._predictions.encode(prediction)
+
+    def compile_grammar(
+        self, params: SamplingParams, tried_bytes: int | None = None
+    ) -> Future[Grammar] | None:
         """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
 
-        The future raises `RequestError` where it cannot be followed.
+        `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. The future raises
+        `RequestError` where it cannot be followed.
         """
         if not isinstance(params.structured, StructuredOutput):
             return None
-        return self._grammars.submit(params.structured, self._stop_token_ids(params))
+        return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes)
 
     def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
         """Whether a part of a larger constraint can be followed; the future raises `RequestError` where it cannot.
@@ -355,10 +456,12 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step for everyone who is scheduled; returns what it added to their answers."""
         started_s = time.perf_counter()
+        wrote_s = self._write_steps()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
-            self.drafting.release(sequence)
+            self._release(sequence)
         if not plan.scheduled:
+            self._unreported_s += wrote_s
             return []
         with threads.operators(self._num_operator_threads):
             planned_s = time.perf_counter()
@@ -371,8 +474,11 @@ class Engine:
         report = report_of(plan.scheduled, times)
         updates = self._commit(plan, times)
         step_s = time.perf_counter() - started_s
-        report = replace(report, other_s=step_s - report.draft_s - report.verify_s)
+        report = replace(report, other_s=step_s - wrote_s - report.draft_s - report.verify_s)
         self.drafting.finish(report)
+        if wrote_s or self._unreported_s:
+            report = replace(report, draft_s=report.draft_s + wrote_s + self._unreported_s)
+            self._unreported_s = 0.0
         aborted: list[Update] = []
         self._aborted = aborted
         try:
@@ -383,30 +489,53 @@ class Engine:
             self.on_step(report)
         return [*updates, *aborted]
 
+    def _write_steps(self) -> float:
+        """Let the steps of thinking that are being drafted grow; the seconds that it took."""
+        if self.reasoning is None or not self._requests:
+            return 0.0
+        started_s = time.perf_counter()
+        with threads.operators(self._num_operator_threads):
+            self.reasoning.write()
+        return time.perf_counter() - started_s
+
     def _propose(self, items: list[StepItem]) -> None:
         """Ask the drafters; a sequence without a proposal decodes without speculation."""
-        proposals = self.drafting.propose(items)
+        steps = {} if self.reasoning is None else self.reasoning.proposals(items)
+        proposals = self.drafting.propose(items, steps)
         for item in items:
             item.proposal = proposals.get(item.sequence.id, EMPTY_PROPOSAL)
             item.method = self.drafting.method_of(item.sequence)
+            item.sequence.metrics.draft_version = self.drafter.version_of(item.sequence)
 
     def _verify(self, items: list[StepItem]) -> None:
-        """Judge every proposal, the empty ones too."""
+        """Judge every proposal, the empty ones too. A lossy judge may have given a step before: then what follows."""
+        if self.reasoning is not None:
+            self.reasoning.judge(items)
+        self._decide(items)
+        if self.reasoning is not None:
+            self._decide(self.reasoning.settle(items))
+
+    def _decide(self, items: list[StepItem]) -> None:
         verdicts = self.verifier.verify([self._judgement(item) for item in items])
         for item, verdict in zip(items, verdicts, strict=True):
-            item.verdict = verdict
+            item.verdict = (
+                Verdict(tuple(range(item.num_given)), verdict.next_token) if item.num_given else verdict
+            )
 
     def _judgement(self, item: StepItem) -> Judgement:
         """The processed distributions of one sequence, its proposal and its noise."""
         sequence, proposal, log_probs = item.sequence, item.proposal, item.logits
+        given = proposal.token_ids[: item.num_given]
+        if given:  # they are text, and nothing is proposed behind them
+            proposal, log_probs = EMPTY_PROPOSAL, log_probs[item.num_given :]
         processor = self._answers[sequence.id].processor
         if self.verifier.needs_distributions or not processor.is_plain_greedy:
             paths = [
                 [proposal.token_ids[n] for n in proposal.path(node)] for node in range(ROOT, len(proposal))
             ]
-            log_probs = processor.log_probs(log_probs, sequence.output_token_ids, paths)
+            log_probs = processor.log_probs(log_probs, [*sequence.output_token_ids, *given], paths)
         greedy = sequence.params.temperature == 0
-        noise = Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce)
+        noise = Noise(sequence.seed, len(sequence.token_ids) + len(given), greedy, sequence.nonce)
         return Judgement(log_probs, proposal, noise)
 
     def _commit(self, plan: StepPlan, times: StepTimes) -> list[Update]:
@@ -418,9 +547,13 @@ class Engine:
                 self._append(item)
             self.runner.commit(item)
         decoded = plan.decoding
+        if self.reasoning is not None:
+            self.reasoning.committed(decoded)
         self.drafting.observe([Observation.of(item) for item in decoded])
         if self.on_observe is not None:
             self.on_observe(decoded)
+        if self.on_checked is not None:
+            self.on_checked(decoded)
         return [self._emit(self._answers[item.sequence.id], item.num_emitted) for item in decoded]
 
     def _append(self, item: StepItem) -> None:
@@ -441,10 +574,14 @@ class Engine:
         metrics.num_output_tokens = sequence.num_output_tokens
         metrics.total_s = time.perf_counter() - request.arrived_s
         metrics.other_s = metrics.total_s - metrics.queue_s - metrics.draft_s - metrics.verify_s
-        if num_new and metrics.num_output_tokens == num_new:
+        if num_new and sequence.num_new_tokens == num_new:
             metrics.time_to_first_token_s = metrics.total_s
         pieces = answer.text.take(sequence.finished)
         sequence.text = answer.text.text
+        if sequence.finished:
+            record_prediction(sequence)
+            if self.reasoning is not None:
+                self.reasoning.close(sequence)
         output = self._finish(request, sequence) if sequence.finished else None
         new = len(sequence.token_ids) - num_new
         return Update(
@@ -457,12 +594,13 @@ class Engine:
             else sequence.logprobs[len(sequence.logprobs) - num_new :],
             finish_reason=sequence.finish_reason,
             output=output,
+            from_draft=sequence.from_draft[len(sequence.from_draft) - num_new :],
         )
 
     def _finish(self, request: Request, sequence: Sequence) -> RequestOutput | None:
         """Free what a finished sequence holds; the request's output when it was the last one."""
         self.scheduler.remove(sequence)
-        self.drafting.release(sequence)
+        self._release(sequence)
         del self._answers[sequence.id]
         request.unfinished -= 1
         if request.unfinished:
@@ -474,9 +612,15 @@ class Engine:
             prompt=request.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             outputs=[completion(s, self._texts) for s in request.sequences],
-            prompt_token_logprobs=first.prompt_logprobs,
+            prompt_token_logprobs=next(s.prompt_logprobs for s in request.sequences if s.scores_prompt),
             texts=self._texts,
         )
+
+    def _release(self, sequence: Sequence) -> None:
+        """The sequence is finished, aborted or preempted."""
+        self.drafting.release(sequence)
+        if self.reasoning is not None:
+            self.reasoning.release(sequence)
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -484,15 +628,19 @@ class Engine:
         """Drop what finished requests left: retained prefixes, and what the drafter learned."""
         self.runner.cache.accounting.clear()
         self.drafter.reset()
+        if self.reasoning is not None:
+            self.reasoning.writer.reset()
 
     def integrity(self) -> list[str]:
         """Violated invariants, a sentence each; an idle engine holds nothing. Tests call it after every scenario."""
         accounting = self.runner.cache.accounting
         faults = [*accounting.integrity(), *self.drafting.integrity()]
+        faults += self.reasoning.integrity() if self.reasoning is not None else []
         if not self.has_unfinished:
             held = {
                 "slots of the cache": accounting.num_held,
                 "sequences of the drafter": self.drafting.num_held(),
+                "answers with drafted steps": self.reasoning.num_held() if self.reasoning is not None else 0,
                 "sequences": len(self._answers) + len(self.scheduler.running) + len(self.scheduler.waiting),
             }
             faults += [

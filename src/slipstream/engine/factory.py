@@ -12,6 +12,15 @@ from slipstream.engine.engine import Engine
 from slipstream.vllm_names import own_engine_keys
 
 
+def engine_config(model: str | os.PathLike[str] | None, engine_options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that `make_engine` makes of what a user writes; raises `ConfigError`."""
+    return options_from(
+        EngineConfig,
+        {"model": EMBEDDED_TARGET if model is None else model, **own_engine_keys(engine_options)},
+        "engine",
+    )
+
+
 def make_engine(
     model: str | os.PathLike[str] | None,
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None,
@@ -25,11 +34,7 @@ def make_engine(
     `like` is an engine of the same target, whose weights are shared.
     Raises `ConfigError`, `ModelError` or `CapacityError` for what cannot be loaded or does not fit.
     """
-    config = options_from(
-        EngineConfig,
-        {"model": EMBEDDED_TARGET if model is None else model, **own_engine_keys(engine_options)},
-        "engine",
-    )
+    config = engine_config(model, engine_options)
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
     return Engine(config, speculative_config, like=like)

@@ -38,14 +38,14 @@ class MemoryPlan:
     """Prompt and answer together; less than the model could when the cache is too small for more."""
     weight_format: str | None = None
     """Of the target; None for float32."""
+    cache_type: str | None = None
+    """Of the target's keys and values; None for float32."""
     activation_bytes: int = 0
     """What the largest passes of target and draft model compute with."""
     logit_bytes: int = 0
     """Logits of the largest number of checked rows, and what choosing tokens from them takes."""
     table_bytes: int = 0
     """The most that the drafter's tables and caches come to hold."""
-    packing_bytes: int = 0
-    """The most that the weights took at once while they were read and packed."""
 
     @property
     def kv_bytes(self) -> int:
@@ -53,13 +53,14 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         weights = "" if self.weight_format is None else f" in {self.weight_format}"
+        entries = "" if self.cache_type is None else f" in {self.cache_type}"
         passes = (
             f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
         )
         tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
-            f"keys and values {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}{tables}, "
+            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}{tables}, "
             f"at most {self.max_model_len:,} a request"
         )
 
@@ -113,7 +114,8 @@ def plan_memory(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
         )
     fmt = None if model.weight_type == "float32" else model.weight_type
-    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt)
+    cache = None if model.cache_dtype == torch.float32 else str(model.cache_dtype).removeprefix("torch.")
+    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
@@ -147,7 +149,6 @@ def with_passes(
         activation_bytes=sum(activation_bytes(_sizes(each), limits) for each in models),
         logit_bytes=_sizes(model).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
         table_bytes=drafter.table_bytes(options, model.vocab_size, config.max_num_seqs, num_tokens),
-        packing_bytes=max(model.unpacked_bytes, model.weight_bytes),
     )
 
 
@@ -158,5 +159,6 @@ def _sizes(model: CausalLM) -> PassSizes:
         model.vocab_size,
         model.dtype,
         model.kernels,
-        model.weight_format.bytes_per_weight,
+        model.rounds_rows,
+        model.fast_prompts,
     )

@@ -102,6 +102,8 @@ class Update:
     finish_reason: FinishReason | None
     output: RequestOutput | None
     """Set with the update that ends the request's last answer."""
+    from_draft: list[bool] = field(default_factory=list)
+    """One a token of `token_ids`, as in `CompletionOutput`."""
 
     @property
     def text(self) -> str:
@@ -112,6 +114,7 @@ class Update:
         return replace(
             later,
             token_ids=self.token_ids + later.token_ids,
+            from_draft=self.from_draft + later.from_draft,
             pieces=self.pieces + later.pieces,
             logprobs=None if later.logprobs is None else (self.logprobs or []) + later.logprobs,
         )

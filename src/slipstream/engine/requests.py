@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
@@ -12,24 +12,32 @@ from slipstream.core import DEFAULT_OPTIONS, RequestOptions, Sequence
 from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import RequestError
+from slipstream.reasoning.options import StepOptions
 from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
+from slipstream.text.expected import ExpectedText
+from slipstream.text.prompts import is_token_id
 from slipstream.text.stream import TextStream
 
 UpdateCallback = Callable[[Update], None]
+Expectation = str | Seq[int] | Mapping[str, Any]
+"""A prediction: text, token ids or OpenAI's form."""
 
 
 class _Keywords(TypedDict, total=False):
     tenant: str
     max_draft_tokens: int | None
     draft_method: str | None
+    learn: bool
+    reasoning: StepOptions | Mapping[str, Any] | None
 
 
 class RequestKeywords(_Keywords, total=False):
     """The fields of `RequestOptions` as keywords of a call for one request."""
 
     task: str
+    prediction: Expectation | None
 
 
 class BatchKeywords(_Keywords, total=False):
@@ -37,6 +45,8 @@ class BatchKeywords(_Keywords, total=False):
 
     task: str | Seq[str]
     """One for all, or one for each prompt."""
+    prediction: Expectation | Seq[Expectation | None] | None
+    """One for all (a list of token ids is one), or one for each prompt."""
 
 
 def request_options(options: RequestOptions | None, **keywords: Any) -> RequestOptions:
@@ -59,12 +69,24 @@ def batch_options(
         message = f"options must be one for all or one for each of {num_prompts} prompts, got {len(each)}"
         raise RequestError(message)
     shared: dict[str, Any] = {**keywords}
-    task = shared.pop("task", None)
-    if task is None or isinstance(task, str):
-        return [request_options(one, **keywords) for one in each]
-    if not isinstance(task, Seq) or len(task) != num_prompts:
-        raise RequestError(f"task must be a string, or one for each of {num_prompts} prompts, got {task!r}")
-    return [request_options(one, task=name, **shared) for one, name in zip(each, task, strict=True)]
+    several: dict[str, Seq[Any]] = {}
+    task, prediction = shared.get("task"), shared.get("prediction")
+    if task is not None and not isinstance(task, str):
+        several["task"] = task
+        if not isinstance(task, Seq) or len(task) != num_prompts:
+            raise RequestError(
+                f"task must be a string, or one for each of {num_prompts} prompts, got {task!r}"
+            )
+    if isinstance(prediction, list | tuple) and not (prediction and all(map(is_token_id, prediction))):
+        several["prediction"] = prediction
+        if len(prediction) != num_prompts:
+            raise RequestError(
+                f"prediction must be one for all or one for each of {num_prompts} prompts, got {len(prediction)}"
+            )
+    return [
+        request_options(one, **shared | {name: values[place] for name, values in several.items()})
+        for place, one in enumerate(each)
+    ]
 
 
 @dataclass(slots=True)
@@ -113,6 +135,7 @@ def make_sequences(
     options: RequestOptions,
     ids: Iterator[int],
     share_prompt: bool,
+    expected: ExpectedText | None = None,
 ) -> list[Sequence]:
     """One sequence for each answer; where prompts are shared, the later ones wait for the first one's prompt."""
     sequences: list[Sequence] = []
@@ -127,11 +150,26 @@ def make_sequences(
             seed=derive_seed(seed, index),
             options=options,
             leader=sequences[0] if sequences and share_prompt else None,
+            scores_prompt=index == 0,
+            expected=expected,
         )
         sequence.metrics.num_prompt_tokens = len(prompt_token_ids)
         sequence.metrics.seed = sequence.seed
         sequences.append(sequence)
     return sequences
+
+
+def reproduces(
+    verifier_reproduces: bool, drafts: bool, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
+) -> bool:
+    """Whether the same seed gives the same answer to such a request again, whatever is drafted for it.
+
+    `drafts` says whether the engine's drafter can propose anything.
+    """
+    undrafted = options.max_draft_tokens == 0 or not (drafts or options.prediction is not None)
+    if options.reasoning is not None:
+        return False  # a step is drafted or not as memory and company allow
+    return verifier_reproduces or params.greedy or undrafted
 
 
 def deliver(updates: list[Update], callbacks: dict[str, UpdateCallback]) -> None:

@@ -47,7 +47,7 @@ class ModelRunner:
         sequence = item.sequence
         rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)]
         end = sequence.num_computed + len(rows)
-        self.cache.commit(sequence.id, sequence.token_ids[sequence.num_computed : end], rows)
+        self.cache.commit(sequence.id, sequence.entry_ids(sequence.num_computed, end), rows)
         sequence.num_computed = end
 
     def _row_group(self, item: StepItem) -> RowGroup:
@@ -57,4 +57,5 @@ class ModelRunner:
         if sequence.wants_prompt_logprobs:
             first_logit = 0
         slots = self.cache.accounting.slots(sequence.id)
-        return tree_rows(slots, past, sequence.token_ids[past : past + num_rows], item.proposal, first_logit)
+        token_ids = sequence.token_ids[past : past + num_rows]
+        return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core import StepItem
+from slipstream.core import Sequence, StepItem
+from slipstream.draft.lookup.alignment import num_found
 from slipstream.metrics.step import StepReport
 
 
@@ -30,13 +31,21 @@ def record_acceptance(item: StepItem) -> None:
     )
 
 
+def record_prediction(sequence: Sequence) -> None:
+    """Count the tokens of a prediction that the finished answer has, and those that it has not."""
+    if sequence.expected is not None:
+        found = num_found(sequence.expected, sequence.output_token_ids)
+        sequence.metrics.num_accepted_prediction_tokens = found
+        sequence.metrics.num_rejected_prediction_tokens = len(sequence.expected) - found
+
+
 def report_of(items: Seq[StepItem], times: StepTimes) -> StepReport:
     """What the step did; made before its tokens are committed, which changes the sequences."""
     return StepReport(
         num_sequences=len(items),
         num_rows=sum(item.num_rows for item in items),
         num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in items),
-        num_draft_tokens=sum(len(item.proposal) for item in items),
+        num_draft_tokens=sum(len(item.proposal) + item.num_dropped_nodes for item in items),
         draft_depth=max(item.proposal.depth for item in items),
         draft_s=times.drafted_s - times.planned_s,
         verify_s=times.verified_s - times.drafted_s,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from slipstream.core import FinishReason, Sequence
+from slipstream.errors import RequestError
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.text.stream import TextStream
@@ -32,13 +35,35 @@ class StopRules:
 
         It ends before a forbidden token: the masks left no other.
         """
-        sequence, params, grammar = self._sequence, self._sequence.params, self._sequence.grammar
-        ends = token_id in self._eos_token_ids or token_id in self._stop_token_ids
-        output = sequence.output_token_ids if self._processor.masks else []
-        if not ends and self._processor.masks and not self._processor.permits(output, token_id):
-            return self._finish_form(grammar, output)
+        sequence = self._sequence
+        if self._processor.masks and not self._ends(token_id):
+            output = sequence.output_token_ids
+            if not self._processor.permits(output, token_id):
+                return self._finish_form(sequence.grammar, output)
+        return self._commit(token_id, from_draft, sequence.grammar)
+
+    def resume(self, token_ids: Seq[int], from_draft: Seq[bool]) -> bool:
+        """Commit tokens that these rules have let pass before; True where the answer ends with the last of them.
+
+        Only the last token is held to the grammar, for which the whole text is read once: a mask for each would hold
+        up all other requests. Raises `RequestError` where the answer ends before the last token.
+        """
+        for number, (token_id, drafted) in enumerate(zip(token_ids, from_draft, strict=True), start=1):
+            is_last = number == len(token_ids)
+            if self._commit(token_id, drafted, self._sequence.grammar if is_last else None) and not is_last:
+                message = f"the answer ends with emitted token {number}, but {len(token_ids)} were given"
+                raise RequestError(message)
+        return self._sequence.finished
+
+    def _ends(self, token_id: int) -> bool:
+        return token_id in self._eos_token_ids or token_id in self._stop_token_ids
+
+    def _commit(self, token_id: int, from_draft: bool, grammar: Grammar | None) -> bool:
+        sequence, params = self._sequence, self._sequence.params
+        output = [] if grammar is None else sequence.output_token_ids
         sequence.token_ids.append(token_id)
         sequence.from_draft.append(from_draft)
+        ends = self._ends(token_id)
         if ends and grammar is not None and not grammar.mask(output) >> token_id & 1:
             return self._finish_form(grammar, output)  # the masks left only the end token
         if ends:

@@ -13,7 +13,7 @@ from slipstream.models.support import context_length
 _PRIVATE_FIELDS = {
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "enable_prefix_caching", "seed"),
-    *("generation_config", "override_generation_config"),
+    *("allow_lossy", "generation_config", "override_generation_config"),
 }
 """Fields of `EngineConfig` in which engines that share a target may differ."""
 
@@ -32,6 +32,7 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
         max_model_len=config.max_model_len,
         attention_backend=config.attention_backend,
         kv_cache_dtype=config.kv_cache_dtype,
+        fast_prompts=config.fast_prompts,
     )
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,

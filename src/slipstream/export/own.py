@@ -163,7 +163,7 @@ def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     Raises `ConfigError` for a record that is no valid configuration, such as a group of drafters.
     """
-    if record.method in ("cascade", "ensemble", "auto"):
+    if record.method in ("cascade", "ensemble", "auto", "versions"):
         raise ConfigError(
             f"a record of {record.method!r} does not name its drafters; write the configuration"
         )

@@ -15,6 +15,9 @@ import yaml
 
 from slipstream.errors import ConfigError
 
+PROGRAMS = frozenset({"vllm", "sglang", "trtllm-serve", "llama-server", "llama-cli", "python", "python3"})
+"""A command without flags must name one of them."""
+
 
 @dataclass(frozen=True)
 class PythonCall:
@@ -54,14 +57,18 @@ def read_source(text: str) -> SettingSource:
     stripped = text.strip()
     if not stripped:
         raise ConfigError("there is no setting to import; give a file or a command")
-    path = Path(stripped)
-    if "\n" not in stripped and len(stripped) < 4096 and path.is_file():
-        return _read_file(path)
+    if _is_file(stripped):
+        return _read_file(Path(stripped))
     if stripped.startswith("{"):
         return SettingSource("the JSON", mapping=_mapping(stripped, "the JSON"))
     words = split_command(stripped)
     if len(words) == 1 and not stripped.startswith("-"):
         raise ConfigError(f"there is no file {stripped!r}; give a file, a command in quotes, or JSON")
+    if not any(map(_is_flag, words)) and not {Path(word).name for word in words} & PROGRAMS:
+        raise ConfigError(
+            f"{stripped!r} is neither a file nor an engine's command: it has no flags and begins with none of "
+            f"{', '.join(sorted(PROGRAMS))}"
+        )
     return SettingSource("the command", words=words)
 
 
@@ -133,6 +140,13 @@ def real_number(value: Any, what: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{what} must be a number, got {value!r}") from None
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return "\n" not in text and Path(text).is_file()
+    except OSError:  # a command is often too long for a file's name
+        return False
 
 
 def _is_flag(word: str) -> bool:

@@ -18,7 +18,8 @@ METHODS_WITH_MODEL = ("draft_model", "tli", "slem", "eagle", "eagle3", "medusa",
 """Methods that cannot run without a draft model or a head."""
 METHODS = (
     *("off", "ngram", "suffix", *METHODS_WITH_MODEL, "layer_skip"),
-    *("self", "token_recycling", "lookahead", "jacobi", "cascade", "ensemble", "auto"),
+    *("self", "token_recycling", "siblings", "lookahead", "jacobi", "cascade", "ensemble", "auto"),
+    "versions",
 )
 VERIFIES = ("any", "rejection", "block", "coupled")
 """`any` is the engine's default; each of them keeps the target's distribution."""

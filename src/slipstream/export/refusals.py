@@ -17,6 +17,7 @@ NEAREST = {
     "hydra": ("ngram",),
     "suffix": ("ngram",),
     "token_recycling": ("suffix", "ngram"),
+    "siblings": ("suffix", "ngram"),
     "lookahead": ("ngram",),
     "jacobi": ("ngram",),
     "self": ("ngram",),
@@ -24,6 +25,7 @@ NEAREST = {
     "cascade": ("draft_model", "ngram"),
     "ensemble": ("suffix", "ngram"),
     "auto": ("suffix", "ngram"),
+    "versions": ("ngram",),
 }
 """Method to what comes nearest to it, the first that an engine has counts. A head or a draft of another vocabulary
 cannot be made into a draft model, so what is left without training is looking up n-grams."""

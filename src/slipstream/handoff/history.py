@@ -12,7 +12,7 @@ from slipstream.serve.dashboard.history import BUCKET_S, MAX_POSITIONS, NUM_BUCK
 from slipstream.serve.dashboard.latency import LatencyWindow
 
 READ_EVERY_S = BUCKET_S
-"""ReadingInterval of the readings, so that one is one bucket of the page's series."""
+"""Between readings, so that one is one bucket of the page's series."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def find_vllm(given: str | None) -> str:
 
 
 def version_of(command: str) -> str:
-    """What `vllm --version` prints last, as in "0.32.0"; raises `ConfigError` where it fails."""
+    """What `vllm --version` prints last, as in "0.32.0"; raises `ConfigError` where it fails or prints none."""
     try:
         done = subprocess.run(
             [command, "--version"],
@@ -64,6 +64,10 @@ def version_of(command: str) -> str:
     if done.returncode or not words:
         last = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
         raise ConfigError(f"{command} --version fails with exit code {done.returncode}: {last}")
+    if not words[-1][0].isdigit():
+        raise ConfigError(
+            f"{command} is not vLLM: its --version ends with {words[-1]!r}, where a version like 0.32.0 should be"
+        )
     return words[-1]
 
 

@@ -30,7 +30,7 @@ from slipstream.handoff.watch import Watch, WatchedServer
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""ReadingInterval at which it is seen whether the processes still run."""
+"""How often it is seen whether the processes still run."""
 ATTACH_TIMEOUT_S = 10.0
 
 

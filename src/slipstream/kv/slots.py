@@ -31,7 +31,9 @@ class SlotAccounting(ABC):
     """Bounded memory for keys and values, in slots of one token each.
 
     An *owner* is the id of a running sequence. What a finished one leaves is *retained*: it is evicted as soon as room
-    is needed, but a later prompt of the same tenant that begins with the same tokens reuses it.
+    is needed, but a later prompt of the same tenant that begins with the same tokens reuses it. Tokens are compared by
+    what they are called with here: entries that differ by more than their text have ids of their own
+    (`Sequence.entry_ids`).
     """
 
     unit: ClassVar[int] = 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.metrics.worker import WorkerStats
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -29,6 +31,8 @@ class EngineStats:
     """Since the engine was made: how often a drafter was retired for a sequence that it failed."""
     retired_drafters: tuple[str, ...]
     """Drafters that are paused after a late call, or were retired because they failed too often."""
+    draft_workers: tuple[WorkerStats, ...] = ()
+    """Draft workers elsewhere, in the order in which they were configured."""
 
     @property
     def cache_usage(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were reused instead of computed."""
     num_output_tokens: int = 0
+    num_resumed_tokens: int = 0
+    """Output tokens among them that came with the request: no step here made them."""
     num_steps: int = 0
     """Target passes that yielded at least one token."""
     num_draft_tokens: int = 0
@@ -32,6 +35,20 @@ class RequestMetrics:
     """Entry k: steps that accepted exactly k draft tokens."""
     num_cut_steps: int = 0
     """Steps without a token of the target's own: the answer ended at a draft token, or its masks left no token."""
+    num_accepted_prediction_tokens: int = 0
+    """Tokens of the request's prediction that the finished answer has, drafted or not."""
+    num_rejected_prediction_tokens: int = 0
+    """Those that it has not."""
+    lossy: bool = False
+    """Whether the request asked for step-level speculation, so that its text may not be the target's own."""
+    num_drafted_steps: int = 0
+    """Steps of thinking for which a draft wrote something."""
+    num_kept_steps: int = 0
+    """Those that the judge kept."""
+    num_lossy_tokens: int = 0
+    """Draft tokens in them."""
+    reasoning_log: list[dict[str, Any]] = field(default_factory=list)
+    """One entry a step: its author, mark and verdict; see `reasoning.record.StepRecord`."""
     num_preemptions: int = 0
     queue_s: float = 0.0
     """From arrival to the first step."""
@@ -43,6 +60,8 @@ class RequestMetrics:
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
     seed: int = 0
+    draft_version: str = ""
+    """The version that drafted last, where a drafter's versions are learned while serving; empty for the floor."""
     reproducible: bool = True
     """Whether the seed gives the same answer again."""
 
@@ -76,12 +95,16 @@ class RequestMetrics:
         merged = cls()
         for field_ in fields(cls):
             values = [getattr(part, field_.name) for part in parts]
-            if field_.name in ("num_prompt_tokens", "num_cached_tokens", "seed"):
+            if field_.name in ("num_prompt_tokens", "num_cached_tokens", "seed", "draft_version"):
                 setattr(merged, field_.name, values[0])
+            elif field_.name == "lossy":
+                merged.lossy = any(values)
             elif isinstance(values[0], bool):
                 setattr(merged, field_.name, all(values))
             elif field_.name.endswith("_s"):
                 setattr(merged, field_.name, getattr(slowest, field_.name))
+            elif field_.name == "reasoning_log":
+                setattr(merged, field_.name, list(chain.from_iterable(values)))
             elif isinstance(values[0], list):
                 setattr(merged, field_.name, [sum(v) for v in zip_longest(*values, fillvalue=0)])
             else:
@@ -103,12 +126,17 @@ class RequestMetrics:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens committed per target pass (τ), the target's own token included."""
-        return self.num_output_tokens / self.num_steps if self.num_steps else 0.0
+        return self.num_new_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Output tokens that were made here."""
+        return self.num_output_tokens - self.num_resumed_tokens
 
     @property
     def tokens_per_s(self) -> float:
         """Emitted tokens over the time since the request arrived."""
-        return self.num_output_tokens / self.total_s if self.total_s else 0.0
+        return self.num_new_tokens / self.total_s if self.total_s else 0.0
 
 
 def add_to_first(counts: list[int], num: int) -> None:

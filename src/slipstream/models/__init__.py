@@ -1,8 +1,10 @@
 """Hugging Face models behind one adapter: load, attend over our cache, tap hidden states."""
 
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
-from slipstream.models.loading import adapt, load_config, load_model, load_plain, load_tokenizer
+from slipstream.models.configuration import load_config
+from slipstream.models.loading import adapt, load_model, load_plain
 from slipstream.models.rows import RowGroup
+from slipstream.models.tokenizer import load_tokenizer
 
 __all__ = [
     "CausalLM",

@@ -1,14 +1,16 @@
 """Checks of a loaded model before any request depends on it.
 
-Three checks: every layer attends through our hook (`probe_layers`); the mask that Transformers would have made is the
+Four checks: every layer attends through our hook (`probe_layers`); the mask that Transformers would have made is the
 one that we make (`check_masks`); a dozen tokens, packed beside another sequence and in a tree, give the logits of the
-model's own attention (`check_logits`). A model that fails one of them would run and give wrong text without an error.
+model's own attention (`check_logits`), and nearly the same where keys and values are held as requests will have them
+(`check_cache`). A model that fails one of them would run and give wrong text without an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
 from slipstream.models.attention.hook import slipstream_attention
@@ -32,6 +35,12 @@ PROBE_NAME = f"{ATTENTION_NAME}_probe"
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """Largest error of a row's logits, relative to their spread. A wrong attention is off by some tenths or more."""
+
+CACHE_TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1, torch.int8: 0.25}
+"""Largest error that a type of cache may make in three quarters of the rows, relative to their spread.
+
+Some four times the largest that was seen in tiny models of random weights, 64 experts among them; ten times that of
+those without experts. Keys that do not fit a type are off by some tenths, or are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +110,48 @@ def check_logits(lm: CausalLM, expected: Tensor) -> None:
     """Compare the rows of `packed_logits` with `expected` [tokens, vocab], as Transformers computes them."""
     with _refusing(lm.config):
         ours, places = packed_logits(lm)
-    expected = expected[places]
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)  # [rows]
-    errors = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
+    errors = _errors(ours, expected[places])
     # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention.
-    rounding = lm.weight_format.logit_error
+    rounding = lm.logit_error
     error = errors.max() if lm.dtype == torch.float32 and rounding is None else errors.median()
     tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16]) if rounding is None else rounding
     if not error <= tolerance:  # NaN is refused too
         where = "its attention is not what the hook computes"
         if rounding is not None:
-            where = f"its {lm.weight_format.name} weights are not its own"
+            where = f"its {lm.weight_type} weights are not its own"
         raise unsupported(
             lm.config,
             f"{where}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
         )
 
 
-def packed_logits(lm: CausalLM) -> tuple[Tensor, list[int]]:
+def check_cache(lm: CausalLM) -> None:
+    """Compare the logits over the model's own cache (`cache_dtype`) with those over one in the type of its arithmetic.
+
+    Raises `UnsupportedModelError` that names a type which holds this model's keys and values.
+    """
+    if lm.cache_dtype == lm.dtype:
+        return
+    with _refusing(lm.config):
+        expected, _ = packed_logits(lm, lm.dtype)
+        error = _cache_error(lm, lm.cache_dtype, expected)
+        if _is_held(lm, lm.cache_dtype, error):
+            return
+        wider = [dtype for dtype in (torch.float16, torch.bfloat16) if dtype != lm.cache_dtype]
+        cure = next(
+            (dtype for dtype in wider if _is_held(lm, dtype, _cache_error(lm, dtype, expected))), lm.dtype
+        )
+    size = f"differ by {error:.2g} of their spread" if math.isfinite(error) else "are no numbers"
+    raise UnsupportedModelError(
+        f"{_name(lm.cache_dtype)} does not hold the keys and values of this {lm.family} model: over a dozen rows the "
+        f"logits {size}; set kv_cache_dtype to {_name(cure)}"
+    )
+
+
+def packed_logits(lm: CausalLM, cache_dtype: torch.dtype | None = None) -> tuple[Tensor, list[int]]:
     """The trial tokens' logits by three passes as an engine makes them, [rows, vocab], and which token each row is.
+
+    `cache_dtype` is how keys and values are held; None: as the model's caches do.
 
     Two sequences of this text are beside each other in every pass. One is a chain. The other one goes on as a tree, and
     then as a tree below entries of that one; each has tokens of another text too, so the two hold different entries.
@@ -127,7 +159,7 @@ def packed_logits(lm: CausalLM) -> tuple[Tensor, list[int]]:
     ids = lm.trial_tokens()
     wrong = (ids[0] + 1) % lm.vocab_size
     room = -(-2 * NUM_TRIAL_ROWS // lm.kv_unit) * lm.kv_unit
-    pool, slots = lm.trial_cache(2 * room)
+    pool, slots = lm.trial_cache(2 * room, cache_dtype)
     beside = [
         RowGroup(slots[room:], begin, ids[begin:end], range(end - begin))
         for begin, end in ((0, 6), (6, 9), (9, 12))
@@ -175,6 +207,31 @@ def boundary_positions(config: Any) -> Tensor:
     numbers = {number for numbers in lists for number in numbers if type(number) is int}
     edges = {edge + shift for number in numbers for edge in (number, 2 * number) for shift in (-1, 0, 1)}
     return torch.tensor(sorted(edge for edge in edges | {0} if 0 <= edge < context_length(config)))
+
+
+def _cache_error(lm: CausalLM, cache_dtype: torch.dtype, expected: Tensor) -> float:
+    """How far a quarter of the rows are off at least over a cache of this type; NaN where any is no number.
+
+    Not the worst row: after a rounding a near-tie in a router may send one to another expert.
+    """
+    ours, _ = packed_logits(lm, cache_dtype)
+    return float(_errors(ours, expected).quantile(0.75))
+
+
+def _is_held(lm: CausalLM, cache_dtype: torch.dtype, error: float) -> bool:
+    """Whether an error is one of rounding. Rounded weights, of rounded activations, make small ones larger."""
+    return error <= max(CACHE_TOLERANCE.get(cache_dtype, 0.0), lm.logit_error or 0.0)
+
+
+def _errors(ours: Tensor, expected: Tensor) -> Tensor:
+    """[rows]: the error of each row of logits [rows, vocab], relative to its spread."""
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    errors: Tensor = (ours - expected).norm(dim=-1) / spread.clamp_min(1e-6)
+    return errors
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tensor:

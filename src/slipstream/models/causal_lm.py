@@ -19,11 +19,17 @@ from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.native import instructions
+from slipstream.models.files.stored import quantised_layers
 from slipstream.models.layers import LayerStack, layer_stack
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
+
+_STORED_LOGIT_ERROR = 0.1
+"""Of weights that are held as a file had them, with rows rounded to 8 bits: some times what is usual, 0.004 to 0.03.
+
+Nothing else is rounded but groups' scales and zeros, so the bound is that of 4 bits as of 8."""
 
 NUM_TRIAL_ROWS = 12
 """Rows of the passes that try a model out."""
@@ -54,6 +60,7 @@ class CausalLM:
         context_length: int,
         weight_format: WeightFormat,
         dtype: torch.dtype,
+        stored_as: str = "",
     ) -> None:
         self.model = model
         self.path = path
@@ -66,11 +73,21 @@ class CausalLM:
         """In which rows, keys and values are computed."""
         self.cache_dtype = self.dtype
         """How keys and values are held (`kv_cache_dtype`)."""
+        self.fast_prompts = False
+        """Whether prompts are computed in bfloat16; `RowGroup.num_fast` says of each pass for which rows."""
         self.device: torch.device = model.device
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        quantised = quantised_layers(model)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + sum(
+            part.in_features * part.out_features for part in quantised
+        )
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
-        """Of the weights as they were read."""
+        """Of the weights as they were read, but for those that files hold quantised."""
+        self.stored_bits = frozenset(part.bits for part in quantised)
+        """Of the codes of weights that are held as a file had them, quantised; empty where there are none."""
+        self.stored_as = stored_as
+        """How the file held them: 'Q4_K, Q6_K'."""
         self.weight_format = weight_format
+        """Of all other weights."""
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
         self.num_threads = threads.available()
@@ -98,8 +115,21 @@ class CausalLM:
         return None if self.weight_format.name in OF_DTYPE.values() else self.weight_format.name
 
     @property
+    def logit_error(self) -> float | None:
+        """See `WeightFormat.logit_error`: of the coarsest weights."""
+        errors = [self.weight_format.logit_error, _STORED_LOGIT_ERROR if self.stored_bits else None]
+        return max((error for error in errors if error is not None), default=None)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the CPU kernels round rows to 8 bits before they multiply them."""
+        return bool(self.stored_bits) or self.weight_format.bytes_per_weight < 2
+
+    @property
     def weight_type(self) -> str:
-        """How the weights are held: the name of a weight format, or of the type that PyTorch computes in."""
+        """How the weights are held: a file's quantised types, a weight format, or the type that PyTorch computes in."""
+        if self.stored_bits:
+            return self.stored_as
         packs = self.dtype == torch.float32
         return self.weight_format.name if packs else str(self.dtype).removeprefix("torch.")
 
@@ -113,10 +143,11 @@ class CausalLM:
     @property
     def runs_as(self) -> str:
         """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
-        fmt = self.weight_format.name
+        fmt = self.stored_as if self.stored_bits else self.weight_format.name
         weights = "" if fmt == UNCHANGED else f"{fmt} weights, "
         kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
-        return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}"
+        prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
+        return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}{prompts}"
 
     @property
     def weight_bytes(self) -> int:
@@ -135,10 +166,22 @@ class CausalLM:
         """Slots of this model's caches are given out in multiples of this many."""
         return self.backend.layout.unit
 
-    def new_cache(self, num_slots: int, *, prefix_caching: bool = True, feature_width: int = 0) -> KVCache:
+    def num_fast_tokens(self, num_prompt_tokens: int) -> int:
+        """How many leading tokens of a text with such a prompt are computed in the arithmetic of `fast_prompts`."""
+        return max(num_prompt_tokens - 1, 0) if self.fast_prompts else 0
+
+    def new_cache(
+        self,
+        num_slots: int,
+        *,
+        prefix_caching: bool = True,
+        feature_width: int = 0,
+        cache_dtype: torch.dtype | None = None,
+    ) -> KVCache:
         """A cache for this model's keys and values, in the layout that its attention reads.
 
-        `feature_width` numbers are kept of each token beside them.
+        `feature_width` numbers are kept of each token beside them. Keys and values are held in `cache_dtype`, None: in
+        the model's own.
         """
         return KVCache(
             self.shapes,
@@ -148,13 +191,13 @@ class CausalLM:
             prefix_caching,
             feature_width,
             self.backend.layout,
-            self.cache_dtype,
+            self.cache_dtype if cache_dtype is None else cache_dtype,
         )
 
-    def trial_cache(self, num_tokens: int) -> tuple[KVPool, SlotMap]:
+    def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
         """A cache that holds one sequence of `num_tokens`, and its slots: for passes of nobody's request."""
-        unit = self.kv_unit
-        cache = self.new_cache(-(-(num_tokens + 1) // unit) * unit, prefix_caching=False)
+        num_slots = -(-(num_tokens + 1) // self.kv_unit) * self.kv_unit
+        cache = self.new_cache(num_slots, prefix_caching=False, cache_dtype=cache_dtype)
         cache.accounting.open(0, [0] * num_tokens)
         return cache.pool, cache.accounting.slots(0)
 

@@ -33,18 +33,23 @@ def settle_frequencies(model: Any, context_length: int) -> None:
             f"{full_context_length(model.config):,}",
         )
         return
-    config = text_config(model.config)
     rotaries = [part for part in model.modules() if getattr(part, "rope_type", None) == "longrope"]
     if not rotaries:
         raise unsupported(
             model.config, f"its LongRoPE is code of its own; set max_model_len to at most {original}"
         )
     for rotary in rotaries:
-        device = rotary.inv_freq.device
-        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, device, seq_len=original + 1)
-        rotary.inv_freq = frequencies.to(device)
+        rotary.inv_freq = fixed_frequencies(model.config, rotary.inv_freq.device)
         rotary.rope_type = FIXED
         _check(model, rotary, original)
+
+
+def fixed_frequencies(config: Any, device: torch.device) -> torch.Tensor:
+    """[rotary dim / 2]: those for texts longer than the original context."""
+    original = original_context_length(config)
+    assert original is not None
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](text_config(config), device, seq_len=original + 1)
+    return frequencies.to(device)
 
 
 def _check(model: Any, rotary: Any, original: int) -> None:

@@ -7,7 +7,9 @@ can be planned, by the same classes, and nothing about a family is written down 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import sys
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,27 +24,41 @@ from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.models.attention.registry import AUTO, choose_backend
 from slipstream.models.canary import probe_layers
+from slipstream.models.checkpoint import read_by_transformers
+from slipstream.models.configuration import load_config, meta_model, read_config_file
+from slipstream.models.cpu.decoder import layer_misfits
+from slipstream.models.cpu.experts import ExpertParts, packed_expert_bytes
 from slipstream.models.cpu.families import find_family
-from slipstream.models.cpu.native import packed_bytes
-from slipstream.models.files.quantized import settle_quantized
+from slipstream.models.cpu.kernel import common_kernel
+from slipstream.models.cpu.packed_weight import packed_bytes
+from slipstream.models.cpu.pages import SLICE_WEIGHTS
+from slipstream.models.cpu.parts import LayerParts
+from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
+from slipstream.models.files.quantised_folder import read_quantised
+from slipstream.models.files.quantized import Quantised, settle_quantized
+from slipstream.models.files.stored import StoredEmbedding, StoredModel, quantised_layers
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
-from slipstream.models.loading import (
-    load_config,
-    meta_model,
-    read_config_file,
+from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
+from slipstream.models.quiet import one_line, silenced
+from slipstream.models.settling import (
     resolve_cache_dtype,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
     settle_dtype,
-    silenced,
 )
-from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.support import check_config, context_length
 from slipstream.models.text_tower import text_tower
 
+log = logging.getLogger(__name__)
+
 STORED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "mxfp4": 0.5}
 """Bytes a weight in checkpoints whose weights are widened while they are read."""
+
+_CODE_BYTES = 2
+"""Of a weight while it is packed in groups: its code, and its part of the scale and zero of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,10 @@ class ModelOutline:
     """Slots of its caches are given out in multiples of this many."""
     stored_bytes_per_weight: float
     """In the checkpoint's files."""
+    stored_dtype: torch.dtype | None = None
+    """The type that the checkpoint names as its own."""
+    stored_as: str = ""
+    """How its files hold the weights that stay quantised, as `CausalLM.stored_as`."""
 
     @property
     def family(self) -> str:
@@ -107,16 +127,31 @@ class ModelOutline:
 
     @cached_property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        plain = sum(parameter.numel() for parameter in self.model.parameters())
+        return int(plain) + sum(
+            int(part.in_features * part.out_features) for part in quantised_layers(self.model)
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
         return bytes_per_token(self.shapes, self.cache_dtype)
 
     @property
+    def weight_type(self) -> str:
+        """How the weights are held, as `CausalLM.weight_type`."""
+        return self.stored_as or (
+            self.weight_format.name if self.packs else str(self.dtype).removeprefix("torch.")
+        )
+
+    @property
     def packs(self) -> bool:
         """Whether the linear layers are packed: float32 on a CPU."""
         return self.device.type in self.weight_format.devices and self.dtype == torch.float32
+
+    @property
+    def rounds_rows(self) -> bool:
+        """As `CausalLM.rounds_rows`."""
+        return bool(quantised_layers(self.model)) or self.weight_format.bytes_per_weight < 2
 
     @property
     def rounds_to_16_bits(self) -> bool:
@@ -139,73 +174,125 @@ class ModelOutline:
         groups = self._groups
         parameters = {id(weight): weight for weight in self.model.parameters()}
         table = getattr(self.model.get_input_embeddings(), "weight", None)
-        packed = {id(linear.weight) for group in groups for linear in group}
+        packed = {id(linear.weight) for group in groups for linear in group if isinstance(linear, nn.Linear)}
         if self.kernels != "torch":
             packed |= {id(linear.bias) for group in groups for linear in group if linear.bias is not None}
         # The decoder reads a tied embedding out of the packed output layer; in other models the table stays.
         read_out = self.kernels == "decoder" and id(table) in packed
+        packed |= {id(parameter) for parts in self._experts for parameter in parts.parameters}
         sizes = [self._group_bytes(group) for group in groups]
+        if self.weight_format.kernel is not None:
+            sizes += [packed_expert_bytes(parts, self.weight_format.kernel) for parts in self._experts]
         others = [weight for key, weight in parameters.items() if key not in packed and weight is not table]
         return HeldWeights(
             linear_bytes=sum(weights for weights, _, _ in sizes),
             scale_bytes=sum(scales for _, scales, _ in sizes),
-            embedding_bytes=0 if table is None or read_out else table.numel() * self._itemsize(table),
+            embedding_bytes=self._packed_table_bytes()
+            if table is None
+            else 0
+            if read_out
+            else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
         )
 
-    def packing_extra_bytes(self) -> int:
-        """The most that packing takes beside the unpacked weights: one group of layers, stacked and packed.
+    def _packed_table_bytes(self) -> int:
+        """Of an embedding that the file holds quantised, where the decoder keeps it beside the output layer."""
+        table = self.model.get_input_embeddings()
+        if not isinstance(table, StoredEmbedding) or self.kernels != "decoder":
+            return 0
+        is_head = table.linear is self.model.get_output_embeddings()
+        return 0 if is_head else sum(self._group_bytes([table.linear]))
 
-        The decoder gives a weight that is not stacked back to the system while it is packed.
+    @property
+    def maps_weights(self) -> bool:
+        """Whether weights stay in their file until they are packed: those that are read as they are stored."""
+        is_mapped = sys.platform == "linux" and self.device.type == "cpu"
+        return is_mapped and self.stored_bytes_per_weight == self.matrix_dtype.itemsize
+
+    @property
+    def widest_bytes(self) -> int:
+        """Bytes of the largest weight once it is read."""
+        return int(max(weight.numel() * self._itemsize(weight) for weight in self.model.parameters()))
+
+    def packing_extra_bytes(self) -> int:
+        """The most that packing takes beside what is not packed yet and what is: a part of one group of layers.
+
+        PyTorch's formats are packed whole, out of float32.
         """
-        extra = 0
-        for group in self._groups:
-            if len(group) > 1 or self.kernels != "decoder":
-                weights, scales, _ = self._group_bytes(group)
-                stacked = sum(linear.weight.numel() * self._itemsize(linear.weight) for linear in group)
-                extra = max(extra, weights + scales + (stacked if len(group) > 1 else 0))
-        return extra
+        fmt, groups = self.weight_format, self._groups
+        if self.kernels == "torch" or fmt.kernel is None:
+            plain = (linear for group in groups for linear in group if isinstance(linear, nn.Linear))
+            widest = max((linear.weight.numel() for linear in plain), default=0)
+            return round(widest * (torch.float32.itemsize + fmt.bytes_per_weight))
+        most = max(sum(int(part.in_features * part.out_features) for part in group) for group in groups)
+        most = max(most, *(parts.gate_up[0].numel() for parts in self._experts), 0)
+        has_codes = fmt.kernel.group or any(isinstance(group[0], GroupedLinear) for group in groups)
+        each = self.matrix_dtype.itemsize + torch.float32.itemsize + (_CODE_BYTES if has_codes else 0)
+        return min(most, SLICE_WEIGHTS) * each
 
     def _itemsize(self, weight: Tensor) -> int:
-        """Bytes of a number of this weight once it is read."""
-        return (self.matrix_dtype if id(weight) in self._matrices else self.dtype).itemsize
+        """Bytes of a number of this weight once it is read, and experts that are not packed are widened."""
+        is_kept = weight.ndim < 3 or self.kernels == "decoder"
+        return (self.matrix_dtype if is_kept and id(weight) in self._matrices else self.dtype).itemsize
 
     @cached_property
     def _matrices(self) -> set[int]:
         return {id(weight) for weight in plain_matrices(self.model)}
 
     @cached_property
-    def _groups(self) -> list[list[nn.Linear]]:
+    def _experts(self) -> list[ExpertParts]:
+        """Those of all layers, where the decoder packs them."""
+        return [parts.experts for parts in self._layer_parts if parts.experts is not None]
+
+    @cached_property
+    def _layer_parts(self) -> list[LayerParts]:
+        """Of all layers, where the decoder packs them."""
+        if not self.packs or self.kernels != "decoder":
+            return []
+        family = find_family(self.model)
+        assert family is not None
+        return [family.layer_parts(layer) for layer in family.part(self.model, family.layers)]
+
+    @cached_property
+    def _groups(self) -> list[list[nn.Linear | GroupedLinear]]:
         """The layers that are packed (see `models.linear.packing`), together where the decoder stacks them."""
         if not self.packs:
             return []
         if self.kernels != "decoder":
-            return [[module] for module in self.model.modules() if type(module) is nn.Linear]
+            linears = (part for part in self.model.modules() if isinstance(part, nn.Linear | GroupedLinear))
+            return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
         family = find_family(self.model)
         assert family is not None
-        layers = [family.layer_parts(layer) for layer in family.part(self.model, family.layers)]
         groups = [[family.part(self.model, family.head)]]
-        for parts in layers:
-            groups += [list(parts.qkv), [parts.output], list(parts.gate_up), [parts.down]]
-        return groups
+        for parts in self._layer_parts:
+            down = [] if parts.down is None else [parts.down]
+            groups += [list(parts.qkv), [parts.output], list(parts.gate_up), down]
+        return [group for group in groups if group]
 
-    def _group_bytes(self, group: list[nn.Linear]) -> tuple[int, int, int]:
+    def _group_bytes(self, group: Sequence[nn.Linear | GroupedLinear]) -> tuple[int, int, int]:
         """Bytes of (weights, scales, biases) of layers that are packed as one."""
-        fmt, inputs = self.weight_format, group[0].in_features
+        is_head = group[0] is self.model.get_output_embeddings()
+        fmt, inputs = self.weight_format.of_head() if is_head else self.weight_format, group[0].in_features
         outputs = sum(linear.out_features for linear in group)
         biased = any(linear.bias is not None for linear in group)
-        if self.kernels == "torch" or fmt.kernel is None:
+        grouped = [linear for linear in group if isinstance(linear, GroupedLinear)]
+        kernel = common_kernel(grouped) if grouped else fmt.kernel
+        if grouped and self.kernels == "torch":
+            return 0, 0, 0  # they stay in the file, and their pages come and go
+        if self.kernels == "torch" or kernel is None:
             weights = round(inputs * outputs * fmt.bytes_per_weight)
             return weights, round(outputs * fmt.bytes_per_output), 0
-        if (inputs, outputs) not in self._sizes:
-            self._sizes[inputs, outputs] = packed_bytes(fmt.kernel, inputs, outputs)
-        weights, scales, biases = self._sizes[inputs, outputs]
-        return weights, scales, biases if biased else 0
+        key = (kernel.kind, kernel.group, inputs, outputs)
+        if key not in self._sizes:
+            self._sizes[key] = packed_bytes(kernel, inputs, outputs)
+        weights, scales, biases = self._sizes[key]
+        order = grouped[0].order if grouped else None
+        return weights, scales + (0 if order is None else int(order.nbytes)), biases if biased else 0
 
     @cached_property
-    def _sizes(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """What the kernels have said of weights of a shape."""
+    def _sizes(self) -> dict[tuple[int, int, int, int], tuple[int, int, int]]:
+        """What the kernels have said of weights of a kind and shape."""
         return {}
 
 
@@ -257,6 +344,8 @@ def outline_model(
         kernels=kernels,
         kv_unit=seen.kv_unit,
         stored_bytes_per_weight=seen.stored_bytes_per_weight,
+        stored_dtype=seen.stored_dtype,
+        stored_as=seen.stored_as,
     )
 
 
@@ -279,6 +368,7 @@ class _Described:
     fuses: bool
     kv_unit: int
     stored_bytes_per_weight: float
+    stored_as: str = ""
 
 
 _shared: ContextVar[dict[tuple[Any, ...], _Described] | None] = ContextVar("_shared", default=None)
@@ -308,11 +398,13 @@ def _described(
     known = _shared.get()
     if known is not None and key in known:
         return known[key]
-    config = _config(path, revision, trust_remote_code)
+    config, stored_weights, quantised = _config(path, revision, trust_remote_code)
     where = _device(device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
     stores_its_numbers = getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
+    if quantised is not None and not quantised.is_kept:
+        stored = 1.0
     native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
     traits = ModelTraits(config, where, resolve_dtype(dtype, where, config), native)
     backend = choose_backend(attention_backend, traits)
@@ -324,6 +416,10 @@ def _described(
     if plain and stores_its_numbers and dtype == "auto" and getattr(config, "dtype", None) in OF_DTYPE:
         matrices = config.dtype
     shapes, variants, vocab_size = _probed(model, backend)
+    stored_as = ""
+    if stored_weights is not None and dtype == "auto" and where.type == "cpu":
+        stored_weights.fit(model).install(model)
+        stored_as = stored_weights.kind
     found = _Described(
         config=config,
         model=model,
@@ -338,14 +434,22 @@ def _described(
         fuses=_fuses(model, variants),
         kv_unit=backend.layout.unit,
         stored_bytes_per_weight=stored,
+        stored_as=stored_as,
     )
     if known is not None:
         known[key] = found
     return found
 
 
-def _config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """The language model's configuration; raises for one that the engine would refuse."""
+def _config(
+    path: str, revision: str | None, trust_remote_code: bool
+) -> tuple[Any, StoredModel | None, Quantised | None]:
+    """The language model's configuration, and the quantised weights of one that is here and keeps them.
+
+    The last is how the configuration says that they are quantised.
+
+    Raises for a configuration that the engine would refuse.
+    """
     if Path(path).is_file() and path.endswith(".json"):
         config = read_config_file(path, trust_remote_code=trust_remote_code)
     else:
@@ -353,8 +457,20 @@ def _config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    settle_quantized(path, config)
-    return config
+    quantised = settle_quantized(path, config, read_by_transformers(config, tower))
+    if path.lower().endswith(".gguf"):
+        stored = read_gguf_model(open_gguf(find_gguf(path, revision) or path), config)
+        return config, stored if stored.matrices else None, None
+    if quantised is None or not quantised.is_kept:
+        return config, None, quantised
+    if not any(Path(path).glob("*.safetensors")):
+        log.warning(
+            "the %s weights of %r are not here, and are planned as plain ones", quantised.method, path
+        )
+        return config, None, quantised
+    with one_line(f"cannot read the weights of {path!r}"):
+        stored = read_quantised(path, revision, quantised.method, quantised.settings)
+    return config, stored, quantised
 
 
 def _device(name: str) -> torch.device:
@@ -388,4 +504,4 @@ def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], li
 def _fuses(model: Any, variants: list[Variant]) -> bool:
     """Whether the kernels' decoder computes whole passes of it."""
     family = find_family(model)
-    return family is not None and next(family.misfits(model, variants), None) is None
+    return family is not None and next(layer_misfits(model, family, variants), None) is None

@@ -42,6 +42,9 @@ class RowGroup:
     """For each row behind the chain the entries of the tail that it sees, itself included, ascending."""
     num_chain: int = 0
     """Leading rows that see all before them, though others do not; counted where `tail_seen` is given."""
+    num_fast: int = 0
+    """Leading rows that are computed in the arithmetic of `fast_prompts`, all of the chain; 0 where the model has
+    none."""
 
     @property
     def num_before(self) -> int:
@@ -61,11 +64,16 @@ class RowGroup:
 
 
 def tree_rows(
-    slots: SlotMap, past: int, token_ids: Sequence[int], proposal: Proposal, first_logit: int
+    slots: SlotMap,
+    past: int,
+    token_ids: Sequence[int],
+    proposal: Proposal,
+    first_logit: int,
+    num_fast_tokens: int = 0,
 ) -> RowGroup:
     """The rows of `token_ids`, behind `past` entries, and of the tree below the last of them.
 
-    Logits are wanted from row `first_logit` on.
+    Logits are wanted from row `first_logit` on. The text's first `num_fast_tokens` are computed as `fast_prompts` says.
     """
     total = len(token_ids) + len(proposal)
     root = past + len(token_ids) - 1  # position of the last token
@@ -78,6 +86,7 @@ def tree_rows(
         positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
         tail_seen=None if is_chain else paths(proposal),
         num_chain=0 if is_chain else len(token_ids),
+        num_fast=min(max(num_fast_tokens - past, 0), len(token_ids)),
     )
 
 
@@ -136,6 +145,8 @@ class Rows:
         """[groups + 1]: where each group's rows begin, and N."""
         self.contiguous = True
         """Whether every group's slots are consecutive."""
+        self.fast_rows: list[int] = []
+        """The rows that the arithmetic of `fast_prompts` computes, ascending."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -149,9 +160,12 @@ class Rows:
         for group in groups:
             n, own, first_row = len(group.token_ids), group.slots, len(token_ids)
             before = group.num_past + len(group.stored_positions)
+            if not 0 <= group.num_fast <= (n if group.tail_seen is None else group.num_chain):
+                raise ValueError(f"num_fast of {group.num_fast} in a group whose rows are not so many")
             if type(own) is not range or own.step != 1:
                 self.contiguous = False
             logit_rows.extend([first_row + row for row in group.logit_rows])
+            self.fast_rows.extend(range(first_row, first_row + group.num_fast))
             token_ids.extend(group.token_ids)
             positions.extend(group.row_positions())
             slots.extend(own[before : before + n])

@@ -35,12 +35,25 @@ class AlarmKind(StrEnum):
     TRUNCATION = "truncation"
     TOKEN_MISMATCH = "token_mismatch"
     DRAFTER_FAILED = "drafter_failed"
+    LEARNER_DIED = "learner_died"
+    NEVER_IMPROVES = "never_improves"
+    VERSION_ROLLED_BACK = "version_rolled_back"
+    LEARNING_FAILED = "learning_failed"
+    """Of a server whose drafter learns: nothing is trained, all candidates are refused, a version did worse than it
+    promised or is damaged, or answers cannot be kept."""
     SERVER_UNREACHABLE = "server_unreachable"
     """Of a server that is watched from outside."""
 
 
 TASK_KINDS = (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.UNDER_BREAK_EVEN, AlarmKind.TRUNCATION)
 """The kinds that concern one task."""
+LEARN_KINDS = (
+    AlarmKind.LEARNER_DIED,
+    AlarmKind.NEVER_IMPROVES,
+    AlarmKind.VERSION_ROLLED_BACK,
+    AlarmKind.LEARNING_FAILED,
+)
+"""The kinds that concern a drafter that learns."""
 
 
 @dataclass(frozen=True, slots=True)

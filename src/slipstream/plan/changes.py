@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WEIGHT_FORMATS, weight_format
@@ -21,6 +23,8 @@ NUM_CHANGES = 3
 """How many are told."""
 _FEWEST_ROWS = 64
 """Passes of fewer rows would compute prompts slowly."""
+CACHE_ERRORS = {torch.float16: 1.2e-3, torch.bfloat16: 6e-3, torch.int8: 3.4e-2}
+"""The largest change of a row's logits, over their spread, that rounded entries made: of the embedded target."""
 _WORTH = 1.25
 """So many times the batch or context must fit, with another change, for both to be told."""
 
@@ -88,7 +92,7 @@ def fitting_changes(planner: Planner, batch: int, context: int, memory_bytes: in
 
 
 def _fitting_changes(planner: Planner, batch: int, context: int, memory_bytes: int) -> list[FittingChange]:
-    settings = list(_settings(planner))
+    settings = list(setting_changes(planner))
     planners = {id(change): _with(planner, [change]) for change in settings}
     found = [
         FittingChange((change,), made.at(batch, context))
@@ -146,7 +150,7 @@ def _with(planner: Planner, changes: list[PlanChange]) -> Planner | None:
         return None
 
 
-def _settings(planner: Planner) -> Iterator[PlanChange]:
+def setting_changes(planner: Planner) -> Iterator[PlanChange]:
     """Changes of the engine's and the drafter's settings."""
     config, options = planner.config, dict(planner.speculative.options)
     method = planner.speculative.method
@@ -203,7 +207,28 @@ def _settings(planner: Planner) -> Iterator[PlanChange]:
             {},
             SpeculativeConfig("off"),
         )
+    yield from _caches(planner)
     yield from _formats(planner)
+
+
+def _caches(planner: Planner) -> Iterator[PlanChange]:
+    """Narrower keys and values, where the kernels read them as they are: 16 bits of the checkpoint's kind, and 8."""
+    target = planner.target
+    if target.kernels != "decoder":  # others copy what they read, widened
+        return
+    short = torch.bfloat16 if target.stored_dtype == torch.bfloat16 else torch.float16
+    for dtype, error in ((short, CACHE_ERRORS[short]), (torch.int8, CACHE_ERRORS[torch.int8])):
+        if dtype.itemsize >= target.cache_dtype.itemsize:
+            continue
+        name, wider = (str(each).removeprefix("torch.") for each in (dtype, target.cache_dtype))
+        yield PlanChange(
+            f"keys and values in {name}",
+            f"lossy beside {wider}: entries are rounded, which moved logits by up to {error:.1%} of their spread where "
+            "it was measured, so the text can change; it stays the same with and without speculation",
+            _TEXT + error,
+            f"--kv-cache-dtype {name}",
+            {"kv_cache_dtype": name},
+        )
 
 
 def _formats(planner: Planner) -> Iterator[PlanChange]:

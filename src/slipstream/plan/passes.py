@@ -1,6 +1,6 @@
 """What a pass of a model computes with, beside weights and cache: rows between its operations, and logits.
 
-The sizes are those of the code that computes: the buffers of the CPU kernels' decoder (`kernels/decoder.h`), or what a
+The sizes are those of the code that computes: the buffers of the CPU kernels' decoder (`kernels/worker.h`), or what a
 layer of a Transformers model has alive at once.
 """
 
@@ -19,10 +19,25 @@ from slipstream.sampling.noise import SMALL_VOCABULARY
 
 _LINE = 16
 """Floats of a cache line; the decoder keeps its rows an odd number of them apart."""
-_ROW_BLOCK = 4
-"""Rows that one of the decoder's threads attends for together."""
-_ROW_ARRAYS_BYTES = 9 * 8
+ROW_ARRAYS_BYTES = 9 * 8
 """Of the arrays of `models.rows.Rows`, for each row."""
+
+_DIVIDED_BYTES = 4 + 8
+"""Where the decoder keeps a row's arithmetic: see `divide` in kernels/worker.h."""
+
+_VISIT_NUMBERS = 4
+"""Of a row at one of its experts: see `Routing` in kernels/mixture.h."""
+
+# Rows rounded to bfloat16 and arranged weights: see kernels/bfloat16.h.
+_LINE_INPUTS, _LINE_BYTES, _MOST_OUTPUTS = 32, 64, 64
+
+# The decoder's attention: see kernels/attention.h, whose names these are.
+_WIDE = 16
+_PARTITION = 256
+_TILE = 64
+_PARTS_A_THREAD = 4
+_KEPT = 4 * 2**20
+_TILE_BYTES, _PART_BYTES, _VISIBLE_BYTES, _PARTIAL_BYTES = 24, 4, 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,14 @@ class PassSizes:
     """Whether the CPU kernels' decoder computes the whole pass."""
     quantised: bool
     """Whether it rounds its rows to 8 bits."""
+    fast: bool = False
+    """Whether it may round them to bfloat16 (`fast_prompts`)."""
+    num_rotaries: int = 1
+    """Rotary embeddings, by kinds of layers."""
+    num_experts: int = 0
+    """Of a layer; 0: it has an MLP."""
+    num_chosen: int = 1
+    """How many of them a row visits."""
 
     @classmethod
     def of(
@@ -50,24 +73,32 @@ class PassSizes:
         vocab: int,
         dtype: torch.dtype,
         kernels: str,
-        bits: float,
+        quantised: bool,
+        fast: bool = False,
     ) -> PassSizes:
         """Of a model with this Transformers configuration, whose layers store `shapes`.
 
-        `kernels` is as in `CausalLM.kernels`, `bits` the bytes of a weight in its format.
+        `kernels` is as in `CausalLM.kernels`, `quantised` as `CausalLM.rounds_rows`, `fast` whether there are
+        `fast_prompts`.
         """
         widest = max(shapes, key=LayerShape.elements)
         hidden = int(config.hidden_size)
+        num_experts, num_chosen = _experts_of(config)
+        is_mixture = num_experts > 0 and kernels == "decoder"
         return cls(
             hidden=hidden,
-            intermediate=_intermediate(config, hidden),
+            intermediate=_expert_width(config) if is_mixture else _intermediate(config, hidden),
             num_heads=_num_heads(config, widest.num_kv_heads),
             num_kv_heads=widest.num_kv_heads,
             head_dim=max(widest.key_dim, widest.value_dim),
             vocab=vocab,
             itemsize=dtype.itemsize,
             fused=kernels == "decoder",
-            quantised=bits < 2,
+            quantised=quantised,
+            fast=fast,
+            num_rotaries=_num_rotaries(config),
+            num_experts=num_experts if is_mixture else 0,
+            num_chosen=num_chosen if is_mixture else 1,
         )
 
     def row_bytes(self) -> int:
@@ -75,23 +106,53 @@ class PassSizes:
         query = self.num_heads * self.head_dim
         qkv = query + 2 * self.num_kv_heads * self.head_dim
         if self.fused:
-            padded = sum(map(_stride, (self.hidden, query, self.intermediate)))
+            visits = self.num_chosen
+            padded = _stride(self.hidden) + _stride(query) + visits * _stride(self.intermediate)
+            if self.num_experts:
+                padded += visits * _stride(self.hidden) + self.num_experts + _VISIT_NUMBERS * visits
             widest = max(self.hidden, self.intermediate, query)
-            floats = self.hidden + padded + qkv + self.head_dim + 1
-            return 4 * floats + (widest if self.quantised else 0) + _ROW_ARRAYS_BYTES
+            rounded = visits * (_quantised_bytes(widest) + 4) if self.quantised else 0
+            if self.fast:
+                rounded += _LINE_BYTES * (-(-widest // _LINE_INPUTS) | 1)
+            floats = self.hidden + padded + qkv + self.num_rotaries * self.head_dim
+            return 4 * floats + rounded + _DIVIDED_BYTES + ROW_ARRAYS_BYTES
         # A layer of a Transformers model: residual, normed rows, queries, keys and values before and after rotation,
         # what attention returns; in the MLP gate, up and their product.
         attention = 3 * self.hidden + 2 * qkv + query
         mlp = 2 * self.hidden + 3 * self.intermediate
-        return self.itemsize * max(attention, mlp) + _ROW_ARRAYS_BYTES
+        return self.itemsize * max(attention, mlp) + ROW_ARRAYS_BYTES
 
     def score_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
-        """Scores and masks of `num_rows` rows of one text that has `num_tokens` tokens."""
-        share = max(self.num_heads // self.num_kv_heads, 1)
-        if self.fused:  # a thread's buffer grows to twice what it needed
-            return num_threads * 2 * 4 * _ROW_BLOCK * share * (num_tokens + _LINE)
-        rows = min(num_rows, num_tokens) * share
+        """What attention computes with, in passes of up to `num_rows` rows over texts of up to `num_tokens` tokens.
+
+        And the list of a layer's experts.
+        """
+        if self.fused:
+            of_experts = 4 * (2 * self.num_experts + 1) if self.num_experts else 0
+            return self._attention_bytes(num_rows, num_tokens, num_threads) + of_experts
+        rows = min(num_rows, num_tokens) * max(self.num_heads // self.num_kv_heads, 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
+
+    def _attention_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
+        """Of the decoder: every thread's room, and what is kept of partitions where threads share a tile."""
+        group = max(self.num_heads // self.num_kv_heads, 1)
+        width, tile_rows = _up(self.head_dim, _WIDE), max(_TILE // group, 1)
+        rows = min(num_rows, tile_rows)
+        floats = rows * group * (3 * width + _PARTITION) + (_PARTITION + 1) * width
+        room = 4 * floats + 2 * rows * group * _PARTIAL_BYTES + rows * _VISIBLE_BYTES
+        tiles = num_rows * (_TILE_BYTES + _PART_BYTES) + _PART_BYTES
+        # Tiles are shared where there are fewer than some a thread, and where there is something to share.
+        num_shared = (_PARTS_A_THREAD * num_threads - 1) // self.num_kv_heads
+        num_partitions = -(-num_tokens // _PARTITION)
+        shared_rows = min(num_rows, num_shared * tile_rows) if num_threads > 1 and num_partitions > 1 else 0
+        each = shared_rows * self.num_heads * (_PARTIAL_BYTES + 4 * width)
+        kept = min((1 + num_partitions) * each, max(_KEPT * num_threads, 2 * each))
+        return num_threads * (room + self._arranged_bytes()) + tiles + kept
+
+    def _arranged_bytes(self) -> int:
+        """Of the weights that a thread arranges for `fast_prompts`, with the widest vectors."""
+        widest = max(self.hidden, self.intermediate, self.num_heads * self.head_dim)
+        return _MOST_OUTPUTS * _LINE_BYTES * -(-widest // _LINE_INPUTS) if self.fast else 0
 
     def logit_bytes(self, num_rows: int, num_texts: int) -> int:
         """`num_rows` checked rows of `num_texts` texts: raw logits, processed ones, and what choosing tokens takes."""
@@ -134,15 +195,43 @@ def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
     return limits.num_rows * sizes.row_bytes() + scores
 
 
+def _quantised_bytes(width: int) -> int:
+    """Of a row that is rounded to 8 bits: the decoder has room for a scale and a sum to every 16 of its numbers."""
+    return (width // 16 + 8) * 24
+
+
+def _up(number: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-number // unit) * unit
+
+
 def _stride(width: int) -> int:
     """Floats from one row to the next in the decoder's buffers."""
     return ((width + _LINE - 1) // _LINE | 1) * _LINE
+
+
+def _num_rotaries(config: Any) -> int:
+    """Where the configuration has parameters of rotary embeddings by kinds of layers, the number of kinds."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return max(sum(isinstance(each, dict) for each in parameters.values()), 1)
 
 
 def _num_heads(config: Any, num_kv_heads: int) -> int:
     """Query heads; code of a checkpoint's own may call them otherwise, and then there are as many as in the cache."""
     number = getattr(config, "num_attention_heads", None)
     return number if isinstance(number, int) else num_kv_heads
+
+
+def _experts_of(config: Any) -> tuple[int, int]:
+    """How many experts a layer has, and to how many a row is sent; (0, 1) where there are none."""
+    number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return (int(number), int(chosen)) if number and chosen else (0, 1)
+
+
+def _expert_width(config: Any) -> int:
+    """Width inside one expert."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 def _intermediate(config: Any, hidden: int) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+import torch
+
 from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
 from slipstream.draft.base import DraftContext
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
+from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
@@ -45,6 +48,7 @@ class Planner:
             attention_backend=config.attention_backend,
             kv_cache_dtype=config.kv_cache_dtype,
         )
+        elsewhere = self.speculative.draft_device
         self.draft = self._drafter.outline(
             self._options,
             DraftContext(
@@ -52,7 +56,7 @@ class Planner:
                 tokenizer=None,
                 vocab_size=self.target.vocab_size,
                 max_model_len=config.max_model_len or self.target.context_length,
-                device=self.target.device,
+                device=self.target.device if elsewhere is None else torch.device(elsewhere),
                 dtype=self.target.dtype,
                 verifier=verifier,
                 target_outline=self.target,
@@ -124,11 +128,10 @@ class Planner:
         )
 
     def _weights(self) -> Iterator[PlannedPart]:
-        held, fmt = self.target.held, self.target.weight_format.name
-        kind = fmt if self.target.packs else str(self.target.dtype).removeprefix("torch.")
+        held, kind = self.target.held, self.target.weight_type
         count = f"{self.target.num_parameters / 1e6:,.1f} M parameters"
         yield PlannedPart(f"weights, {kind}", PartKind.TARGET, held.linear_bytes, count)
-        yield PlannedPart("scales", PartKind.TARGET, held.scale_bytes, f"of {fmt}, for each output")
+        yield PlannedPart("scales", PartKind.TARGET, held.scale_bytes, f"of {kind}")
         plain, table = (
             str(kind).removeprefix("torch.") for kind in (self.target.dtype, self.target.matrix_dtype)
         )
@@ -137,9 +140,10 @@ class Planner:
             "other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed"
         )
         for model in self.draft.models:
-            own = model.weight_format.name if model.packs else str(model.dtype).removeprefix("torch.")
             count = f"{model.num_parameters / 1e6:,.1f} M parameters"
-            yield PlannedPart(f"draft weights, {own}", PartKind.DRAFTER, model.held.total_bytes, count)
+            yield PlannedPart(
+                f"draft weights, {model.weight_type}", PartKind.DRAFTER, model.held.total_bytes, count
+            )
         yield PlannedPart("heads", PartKind.DRAFTER, self.draft.head_bytes, "of the drafter")
 
     def _cache(self, num_slots: int) -> Iterator[PlannedPart]:
@@ -190,14 +194,21 @@ class Planner:
 
 
 def read_bytes(model: ModelOutline) -> int:
-    """When all weights have been read: the mapped file, and copies where they are of another type."""
+    """When all weights have been read.
+
+    Those that are read as they are stored stay in their file, but for one that a pass reads; else they are copies
+    beside the mapped file.
+    """
+    if model.maps_weights:
+        return model.widest_bytes + WIDENED_BYTES
     same = model.stored_bytes_per_weight == model.matrix_dtype.itemsize
     return model.unpacked_bytes + (0 if same else model.stored_bytes)
 
 
 def packing_bytes(model: ModelOutline) -> int:
     """The most while layers are packed, one after another."""
-    return max(model.unpacked_bytes, model.held.total_bytes) + model.packing_extra_bytes()
+    held = model.held.total_bytes
+    return (held if model.maps_weights else max(model.unpacked_bytes, held)) + model.packing_extra_bytes()
 
 
 def pass_sizes(model: ModelOutline) -> PassSizes:
@@ -208,5 +219,5 @@ def pass_sizes(model: ModelOutline) -> PassSizes:
         model.vocab_size,
         model.dtype,
         model.kernels,
-        model.weight_format.bytes_per_weight,
+        model.rounds_rows,
     )

@@ -84,9 +84,7 @@ class FitReport:
             "model": self.model,
             "family": target.family,
             "num_parameters": target.num_parameters,
-            "weight_format": target.weight_format.name
-            if target.packs
-            else str(target.dtype).removeprefix("torch."),
+            "weight_format": target.weight_type,
             "kernels": target.kernels,
             "device": str(target.device),
             "speculation": {"method": self.planner.speculative.method, **self.planner.speculative.options},

@@ -123,6 +123,12 @@ def gumbel(keys: Seq[int], vocab_size: int, device: torch.device | str = "cpu") 
     )
 
 
+def gumbel_at(key: int, token_id: int) -> float:
+    """The noise of one token: `gumbel([key], vocab_size)[0, token_id]`, but for the logarithm's last place."""
+    bits = _finalise((key + (token_id + 1) * _GOLDEN) & _MASK_64) >> 11 | 1
+    return -math.log(-math.log(bits * _ULP))
+
+
 def perturb_rows(log_probs: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
     """`log_probs` [R, V] plus the noise of each row's key, float64; rows whose key is None are unchanged.
 

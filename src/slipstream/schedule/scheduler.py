@@ -12,6 +12,7 @@ from collections import deque
 
 from slipstream.core import Sequence, StepItem, StepPlan
 from slipstream.kv.slots import SlotAccounting
+from slipstream.text.prediction import MAX_PREDICTED_TOKENS
 
 MAX_SCORED_ROWS = 256
 """The most rows a step of prompts whose log-probabilities are wanted: each has logits as wide as the vocabulary."""
@@ -41,6 +42,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
+        self._num_step_nodes = 0
+        """Of the drafted steps that the step being planned checks."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -64,7 +67,7 @@ class Scheduler:
         self._admit()
         rows = self._share_rows()
         for sequence in list(self.running):
-            if sequence in plan.preempted or rows[sequence.id] == 0:
+            if sequence in plan.preempted or rows.get(sequence.id, 0) == 0:
                 continue
             item = StepItem(sequence, rows[sequence.id])
             if item.decodes:
@@ -80,21 +83,22 @@ class Scheduler:
             if _waits_for_leader(sequence):
                 continue
             cached = self._accounting.open(
-                sequence.id, sequence.token_ids, sequence.tenant, reuse=not sequence.wants_prompt_logprobs
+                sequence.id, sequence.entry_ids(), sequence.tenant, reuse=not sequence.wants_prompt_logprobs
             )
             if cached is None:
                 return  # later ones must not overtake it: a large request would starve
             sequence.num_computed = cached
             if sequence.metrics.num_preemptions == 0:
-                sequence.metrics.num_cached_tokens = cached
+                sequence.metrics.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
             self.waiting.remove(sequence)
             self.running.append(sequence)
 
     def _share_rows(self) -> dict[int, int]:
-        """Sequence id to the pending tokens that it computes in this step."""
-        rows = {sequence.id: 1 for sequence in self.running if sequence.num_pending == 1}
+        """Sequence id to the pending tokens that it computes in this step; absent where it awaits a drafted step."""
+        rows = {s.id: 1 for s in self.running if s.num_pending == 1 and not s.awaits_draft}
+        self._grant_steps(rows)
         prompts = sorted((s for s in self.running if s.num_pending > 1), key=lambda s: s.num_pending)
-        left = self._max_rows - len(rows)
+        left = self._max_rows - len(rows) - self._num_step_nodes
         scored, left_scored = sum(s.wants_prompt_logprobs for s in prompts), MAX_SCORED_ROWS
         for number, sequence in enumerate(prompts):
             share = left // (len(prompts) - number)
@@ -106,18 +110,33 @@ class Scheduler:
             left -= rows[sequence.id]
         return rows
 
+    def _grant_steps(self, rows: dict[int, int]) -> None:
+        """Whole drafted steps are checked as far as there are rows for them, first come, first served."""
+        self._num_step_nodes = 0
+        for sequence in self.running:
+            if sequence.num_step_nodes and sequence.id in rows:
+                if self._num_step_nodes + sequence.num_step_nodes > self._max_rows - len(rows):
+                    del rows[sequence.id]  # in a later step; those before it have left by then
+                else:
+                    self._num_step_nodes += sequence.num_step_nodes
+
     def _draft_tokens(self, sequence: Sequence, rows: dict[int, int]) -> int:
         """How many draft tokens to ask for.
 
         Never more than can be emitted beside the target's own token, than fit into the context, or than this
         sequence's share of the spare rows.
         """
-        spare = (self._max_rows - sum(rows.values())) // len(self.running)
+        if sequence.num_step_nodes:
+            return sequence.num_step_nodes
+        spare = (self._max_rows - sum(rows.values()) - self._num_step_nodes) // len(self.running)
         to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
         to_context = self._num_tokens_limit - len(sequence.token_ids) - 1
         bound = sequence.options.max_draft_tokens
-        wanted = self._max_draft_tokens if bound is None else bound
-        return int(max(0, min(self._max_draft_tokens, wanted, spare, to_emit, to_context)))
+        most = self._max_draft_tokens
+        if sequence.expected is not None:
+            most = max(most, MAX_PREDICTED_TOKENS)
+        wanted = most if bound is None else bound
+        return int(max(0, min(most, wanted, spare, to_emit, to_context)))
 
     def _reserve(self, item: StepItem, plan: StepPlan) -> bool:
         """Make room for the rows: first without draft tokens, then by preempting later arrivals."""
@@ -146,4 +165,4 @@ class Scheduler:
 
 def _waits_for_leader(sequence: Sequence) -> bool:
     leader = sequence.leader
-    return leader is not None and not leader.finished and leader.num_output_tokens == 0
+    return leader is not None and not leader.finished and leader.num_new_tokens == 0

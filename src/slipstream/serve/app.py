@@ -38,10 +38,11 @@ from slipstream.serve.api.schema import (
     TokenizeBody,
     parse,
 )
-from slipstream.serve.api.stream import IGNORED_FIELD, IGNORED_HEADER, SEED_HEADER, Reply
+from slipstream.serve.api.stream import IGNORED_FIELD, IGNORED_HEADER, LOSSY_HEADER, SEED_HEADER, Reply
 from slipstream.serve.auth import KeyGuard, tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.dashboard import dashboard
+from slipstream.serve.engines import ServedEngine
 from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import ID_HEADER, RequestLog
@@ -63,7 +64,10 @@ STATE_TIMEOUT_S = 2.0
 
 
 def create_app(
-    engine: AsyncEngine, config: ServeConfig, model_name: str, traces: TracerProvider | None = None
+    engine: AsyncEngine | ServedEngine,
+    config: ServeConfig,
+    model_name: str,
+    traces: TracerProvider | None = None,
 ) -> FastAPI:
     """The ASGI application around a running engine; its `state.service` is what the routes use.
 
@@ -77,10 +81,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        observer = asyncio.create_task(service.observer.run(engine))
+        observer = asyncio.create_task(service.observer.run())
         yield
         observer.cancel()
-        await asyncio.to_thread(engine.close)
+        if service.learning is not None:
+            await asyncio.to_thread(service.learning.close)
+        await asyncio.to_thread(service.engine.close)
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends what waits in its batch
 
@@ -121,7 +127,7 @@ def _middleware(service: Service, routes: RouteTable, traces: TracerProvider | N
                 allow_origins=list(service.config.cors_origins),
                 allow_methods=["GET", "HEAD", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER],
+                expose_headers=[ID_HEADER, SEED_HEADER, IGNORED_HEADER, LOSSY_HEADER],
             )
         )
     guard = Middleware(KeyGuard, keys=service.config.api_key, routes=routes)
@@ -298,5 +304,5 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         with suppress(EngineStoppedError, TimeoutError):  # the counters are valid all the same
             async with asyncio.timeout(STATE_TIMEOUT_S):
-                await service.observer.read(service.engine)
+                await service.observer.read()
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -73,6 +73,12 @@ class ServeConfig:
     stream_interval_s: float = 0.02
     """Tokens of a stream that come within this time are sent as one event; its first and last tokens are sent at
     once. 0 sends an event a step."""
+    one_process: bool = True
+    """Run the engine in the server's own process, where they share one interpreter. Off, it has a process of its own,
+    which is started again where it dies."""
+    engine_restarts: int = 3
+    """How often within ten minutes the engine's process is started again where it died; answers under way go on behind
+    the tokens that they have. 0 ends them with an error."""
     per_request_metrics: bool = False
     """Add a request's own acceptance and times to its response, as `metrics`."""
     metrics_alias: str | None = None
@@ -82,6 +88,16 @@ class ServeConfig:
     clients name have them; with an api_key none has, since /metrics needs no key."""
     max_task_labels: int = 32
     """Tasks with metrics of their own where no task_labels are given."""
+    learn: str | None = None
+    """Folder in which the draft model goes on learning from what is served: answers are kept there, versions of the
+    draft are trained beside the server, tried on a share of the requests and served where they are faster. The text
+    does not change."""
+    learn_bytes: int = 256 * 2**20
+    """The most that is kept of served answers; the oldest are deleted."""
+    no_learn_tenant: Seq[str] = ()
+    """A tenant (the `user` field of requests) of which nothing is kept for learning."""
+    no_learn_key: Seq[str] = field(default=(), repr=False)
+    """An API key of whose requests nothing is kept for learning."""
     dashboard_texts: bool = False
     """Show the texts of the last answers on the dashboard, to everybody who may read it. Off, it stores no text."""
     log_level: str = "info"
@@ -97,10 +113,16 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_types(self, "serve")
         positive = ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens")
-        for name in (*positive, "stored_responses_bytes"):
+        for name in (*positive, "stored_responses_bytes", "learn_bytes"):
             if getattr(self, name) is not None:
                 check_at_least("serve", 1, **{name: getattr(self, name)})
-        for name in ("max_waiting", "max_logprobs", "max_stored_responses", "max_task_labels"):
+        for name in (
+            "max_waiting",
+            "max_logprobs",
+            "max_stored_responses",
+            "max_task_labels",
+            "engine_restarts",
+        ):
             check_at_least("serve", 0, **{name: getattr(self, name)})
         check_at_least("serve", MIN_HEAD_BYTES, max_head_bytes=self.max_head_bytes)
         if not 0 <= self.port <= 65535:
@@ -113,13 +135,20 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
+        if self.learn is not None and not self.one_process:
+            raise ConfigError(
+                "serve learn needs the engine in the server's process; omit no_one_process (--no-one-process)"
+            )
+        unknown = set(self.no_learn_key) - set(self.api_key)
+        if unknown:
+            raise ConfigError("serve no_learn_key has a key that is no api_key; give it as api_key too")
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
         reject_unknown([self.log_format], LOG_FORMATS, "log_format")
         if self.tool_call_parser is not None:
             reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
         if self.metrics_alias is not None:
             reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
-        for name in ("api_key", "cors_origins", "task_labels"):
+        for name in ("api_key", "cors_origins", "task_labels", "no_learn_tenant", "no_learn_key"):
             values = getattr(self, name)
             if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
                 raise ConfigError(

@@ -23,7 +23,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError
 from slipstream.serve.auth import tenant_of
 from slipstream.serve.limits import check_json, read_body
@@ -39,7 +39,8 @@ _WITHOUT_EFFECT = {"GET", "HEAD", "OPTIONS"}
 class EndpointContext:
     """What an endpoint is given of the server."""
 
-    engine: AsyncEngine
+    engine: EngineClient
+    """Where requests go: an `AsyncEngine`, or the same in front of an engine in a process of its own."""
     model_name: str
     """How clients name the model."""
     _service: Service = field(repr=False)

@@ -11,20 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.control.types import ControlReport
-from slipstream.core import FinishReason, StepItem
-from slipstream.engine.async_engine import AsyncEngine
-from slipstream.engine.engine import Engine
+from slipstream.core import FinishReason
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
+from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import TASK_KINDS, Alarm, AlarmKind, Alarms, FinishedRequest
+from slipstream.monitor.alarms import LEARN_KINDS, TASK_KINDS, Alarm, AlarmKind, Alarms, FinishedRequest
 from slipstream.monitor.causes import Traits
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.dashboard.history import History, Snapshot
 from slipstream.serve.dashboard.latency import LatencyWindow
 from slipstream.serve.dashboard.recent import Pieces, Recent
+from slipstream.serve.engines import ServedEngine
 from slipstream.serve.job import Job
+from slipstream.serve.learning import Learning
 from slipstream.serve.metrics.control_metrics import ControlMetrics
 from slipstream.serve.metrics.metrics import Metrics
 
@@ -37,18 +39,25 @@ READ_EVERY_S = 2.0
 class EngineObserver:
     """Metrics, history, recent answers and alarms of one engine.
 
-    Counting happens in the engine's thread, `read` between two of its steps; the rest belongs to the event loop.
+    Counting happens where the engine reports its steps; the rest belongs to the event loop.
     """
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, method: str, accounts: Accounts, with_texts: bool
+        self,
+        engine: ServedEngine,
+        metrics: Metrics,
+        accounts: Accounts,
+        with_texts: bool,
+        learning: Learning | None = None,
     ) -> None:
         """`accounts` gives the names of tasks for all but `metrics`, which have labels of their own."""
-        self._method = method
-        self._max_model_len = engine.max_model_len
+        self._engine = engine
+        self._learning = learning
+        self._method = engine.facts.method
+        self._max_model_len = engine.facts.max_model_len
         self.metrics = metrics
         self.accounts = accounts
-        self.history = History(lambda sequence: accounts.label(accounts.name_of(sequence.options)))
+        self.history = History(accounts.label)
         self.snapshot = self.history.snapshot()
         """When the engine was last read."""
         self._read_s = time.monotonic()
@@ -59,9 +68,11 @@ class EngineObserver:
         """Cleared alarms, the latest first: alarm, time and reason."""
         self._control = ControlMetrics(self.history, lambda name: metrics.task_label(accounts.task(name)))
         metrics.register(self._control)
-        engine.on_step = self._on_step
-        engine.on_observe = self._on_observe
-        engine.group_tasks_by(accounts.name_of, accounts.task)
+        if learning is not None:
+            metrics.register(learning)
+            for kind in LEARN_KINDS:
+                metrics.alarms.expect(kind, None, None)
+        engine.report_to(self._on_step, accounts)
 
     @property
     def report(self) -> ControlReport | None:
@@ -73,27 +84,30 @@ class EngineObserver:
         """Time since the engine was last read: long only where a step takes long or the engine has stopped."""
         return time.monotonic() - self._read_s
 
-    async def run(self, engine: AsyncEngine) -> None:
+    async def run(self) -> None:
         """Read the engine every few seconds, until it stops."""
-        while not engine.has_stopped:
+        while not self._engine.has_stopped:
             try:
-                await self.read(engine)
-            except EngineStoppedError:
-                return
+                await self.read()
+            except EngineStoppedError:  # for good, or another process is being started
+                pass
             except Exception:
                 logger.exception("the engine could not be read")
             await asyncio.sleep(READ_EVERY_S)
 
-    async def read(self, engine: AsyncEngine) -> None:
+    async def read(self) -> None:
         """Bring gauges, alarms and the snapshot up to date. Raises `EngineStoppedError`."""
-        report, self.snapshot = await engine.ask(self._read)
+        report, self.snapshot = await self._engine.read(self._read)
         self._read_s = time.monotonic()
+        self.metrics.set_restarts(self._engine.num_restarts)
         self.latency.add(self.metrics.latencies())
         self._control.report = report
         self._control.batches = self.snapshot.batches()
         for method in report.methods:
             self.metrics.alarms.expect(AlarmKind.DRAFTER_FAILED, None, method.name)
         self.alarms.on_report(report)
+        if self._learning is not None:
+            self._learning.raise_alarms(self.alarms)
 
     def follow(self, job: Job) -> Follower:
         """A follower of one job's updates."""
@@ -140,21 +154,20 @@ class EngineObserver:
                 return task.method or "off"
         return self._method
 
-    # --- in the engine's thread ---------------------------------------------------------------------------------
+    # --- where the engine reports its steps: in its thread, or in the event loop ---------------------------------
 
-    def _on_step(self, step: StepReport) -> None:
-        self.metrics.on_step(step)
-        self.history.on_step(step)
+    def _on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
+        if rows:
+            self.metrics.on_rows(rows)
+            self.history.on_rows(rows)
+        if step is not None:
+            self.metrics.on_step(step)
+            self.history.on_step(step)
 
-    def _on_observe(self, items: Seq[StepItem]) -> None:
-        self.metrics.on_observe(items)
-        self.history.on_observe(items)
-
-    def _read(self, engine: Engine) -> tuple[ControlReport, Snapshot]:
-        stats = engine.stats()
+    def _read(self, stats: EngineStats, report: ControlReport) -> tuple[ControlReport, Snapshot]:
         self.metrics.on_stats(stats)
         self.history.sample(stats)
-        return engine.control_report(), self.history.snapshot()
+        return report, self.history.snapshot()
 
     # --- alarms -------------------------------------------------------------------------------------------------
 
@@ -206,4 +219,5 @@ class Follower:
 
 def _counted(metrics: RequestMetrics) -> int:
     """Output tokens by the step counters: one for each step that was not cut, and the accepted draft tokens."""
-    return metrics.num_steps + metrics.num_accepted_tokens - metrics.num_cut_steps
+    made = metrics.num_steps + metrics.num_accepted_tokens - metrics.num_cut_steps
+    return made + metrics.num_resumed_tokens

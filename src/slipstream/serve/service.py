@@ -7,15 +7,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.client import EngineClient
 from slipstream.engine.outputs import Update
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import ConfigError, PredictionError, RequestError
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.sampling import Limits
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.engines import LocalEngine, ServedEngine
 from slipstream.serve.job import Job
+from slipstream.serve.learning import Learning
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.observer import EngineObserver
@@ -25,51 +28,55 @@ PromptUpdate = tuple[int, Update]
 
 
 class Service:
-    """An engine with the server's state. Used from one event loop; the engine steps in its own thread."""
+    """An engine with the server's state. Used from one event loop; the engine steps in its own thread or process."""
 
-    def __init__(self, engine: AsyncEngine, config: ServeConfig, model_name: str) -> None:
-        inner = engine.engine
-        self.engine = engine
+    def __init__(self, engine: AsyncEngine | ServedEngine, config: ServeConfig, model_name: str) -> None:
+        served = LocalEngine(engine) if isinstance(engine, AsyncEngine) else engine
+        facts = served.facts
+        self.facts = facts
+        self._served = served
+        self.engine: EngineClient = served.client
         self.config = config
         self.model_name = config.served_model_name or model_name
-        self.model_root = inner.config.model
-        self.method = inner.speculative.method
+        self.model_root = facts.model
+        self.method = facts.method
         self.speculation = {
             "method": self.method,
-            "verifier": inner.speculative.verifier,
-            "lossy": inner.verifier.lossy,
+            "verifier": facts.verifier,
+            "lossy": facts.lossy,
         }
-        self.methods = inner.draft_methods
-        self.reproduces = inner.reproduces
-        self.num_speculative_tokens = inner.num_speculative_tokens
-        self.limits = Limits(inner.max_model_len, inner.model.vocab_size, config, inner.sampling_defaults)
-        if config.max_prompt_tokens is not None and config.max_prompt_tokens >= inner.max_model_len:
+        self.methods = facts.draft_methods
+        self.reproduces = facts.reproduces
+        self.num_speculative_tokens = facts.num_speculative_tokens
+        self.limits = Limits(facts.max_model_len, facts.vocab_size, config, facts.sampling_defaults)
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens >= facts.max_model_len:
             raise ConfigError(
-                f"serve max_prompt_tokens must be below the context of {inner.max_model_len} tokens, "
+                f"serve max_prompt_tokens must be below the context of {facts.max_model_len} tokens, "
                 f"got {config.max_prompt_tokens}"
             )
         self.tokens = Tokens(
-            inner.tokenizer,
-            inner.model.vocab_size,
-            inner.max_model_len,
+            served.tokenizer,
+            facts.vocab_size,
+            facts.max_model_len,
             config.max_prompt_tokens,
             config.tool_call_parser,
         )
-        self.admission = Admission(inner.config.max_num_seqs, config.max_waiting)
+        self.admission = Admission(facts.max_num_seqs, config.max_waiting)
         # The metrics need no key, unlike the dashboard's data.
         num_public = 0 if config.task_labels or config.api_key else config.max_task_labels
         self.metrics = Metrics(
             self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
         )
-        self.metrics.describe_cache(inner)
+        self.metrics.describe_cache(facts)
         accounts = Accounts(
             bool(config.api_key), lambda: TaskLabels(config.task_labels, config.max_task_labels)
         )
-        self.observer = EngineObserver(inner, self.metrics, self.method, accounts, config.dashboard_texts)
+        self.learning = Learning(engine, config) if config.learn is not None else None
+        self.observer = EngineObserver(served, self.metrics, accounts, config.dashboard_texts, self.learning)
 
     @property
     def is_ready(self) -> bool:
-        return not self.admission.draining and not self.engine.has_stopped
+        return not self.admission.draining and self._served.is_ready
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 unless `name` is the served model or None."""
@@ -131,7 +138,9 @@ class Service:
                 yield item
         except RequestError as error:  # all other fields of a job have been checked
             watch.refuse()
-            raise (error if job.constraint is None else job.constraint.refusal(error)) from None
+            if job.constraint is None or isinstance(error, PredictionError):
+                raise
+            raise job.constraint.refusal(error) from None
         finally:
             timer.cancel()
             for leave in under_way.values():

@@ -42,23 +42,26 @@ def check_drafter(
     verifier: str = "coupled",
     params: Seq[SamplingParams] = (),
     tasks: Seq[str] = ("",),
+    predictions: Seq[Seq[int]] = (),
     max_len: int = 96,
     num_sequences: int = 8,
     seed: int = 0,
 ) -> None:
     """Raise AssertionError, with an explanation, where the drafters from `make` break the contract.
 
-    Every call of `make` must return an equal, unused drafter. `params` and `tasks` are dealt out to the
-    sequences in turn; `max_len` bounds prompt and answer together, in tokens. With `shares_across_requests` a
-    drafter may learn from one request for another *of the same tenant* and must forget it at `reset`; without, a
-    sequence's proposals must not depend on its company. Of a sequence that was released nothing may be reachable
+    Every call of `make` must return an equal, unused drafter. `params`, `tasks` and `predictions` (expected answers,
+    empty ones for none) are dealt out to the sequences in turn; `max_len` bounds prompt and answer together, in
+    tokens. With `shares_across_requests` a drafter may learn from one request for another *of the same tenant* and
+    must forget it at `reset`; without, a sequence's proposals must not depend on its company. Of a sequence that was
+    released nothing may be reachable
     from the drafter, whatever it says of its memory. `depends_on_text_only` demands more than the contract
     does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
     followed it all along.
     """
     dealt = tuple(params) or (SamplingParams(),)
     traits = VERIFIERS.load(verifier).traits()
-    scene = Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks))
+    expected = tuple(map(tuple, predictions))
+    scene = Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks), expected)
 
     def fresh() -> Stage:
         return Stage(make(), scene)

@@ -17,12 +17,15 @@ from collections.abc import Sequence as Seq
 from unittest.mock import patch
 
 from slipstream import LLM
+from slipstream.core import RequestOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import BranchingNoise, Decisions, Distribution, all_scripts
 from slipstream.testing.table_model import Text
 
 
-def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> Distribution:
+def engine_distribution(
+    llm: LLM, prompt: Seq[int], params: SamplingParams, options: RequestOptions | None = None
+) -> Distribution:
     """Answer to probability, over all drafts, acceptances and choices; caches are cleared before each run."""
 
     def run(script: Decisions) -> Text:
@@ -34,7 +37,7 @@ def engine_distribution(llm: LLM, prompt: Seq[int], params: SamplingParams) -> D
             patch("slipstream.engine.engine.Noise", branching),
             patch("slipstream.draft.model.growth.Noise", branching),
         ):
-            [output] = llm.generate([list(prompt)], params)
+            [output] = llm.generate([list(prompt)], params, options=options)
         return tuple(output.outputs[0].token_ids)
 
     distribution: Distribution = {}

@@ -108,11 +108,13 @@ def expand(
     old = load_model(str(source), dtype="float32", device="cpu", canary=False, pack=False).model
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        new: Any = LlamaForCausalLM(_large_config(config, large))  # what is not written below stays random
+        # In the stored type from the start: 8 G weights would take 32 GB otherwise. What is not filled stays random.
+        llama: Any = LlamaForCausalLM
+        new = llama._from_config(_large_config(config, large), dtype=getattr(torch, dtype))
         _fill(new, old, small, large)
     num_parameters: int = sum(parameter.numel() for parameter in new.parameters())
     new.config.cost_expanded = {"from": source.resolve().name, "parameters": num_parameters}
-    new.to(getattr(torch, dtype)).save_pretrained(target)
+    new.save_pretrained(target)
     copy_other_files(source, target)
     share(target)
     return num_parameters

@@ -32,6 +32,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.segments import CHUNK
 from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.expected import ExpectedText
 
 MAX_LIVE = 4
 """The most sequences running at one time."""
@@ -57,6 +58,8 @@ class Scene:
     """Assigned to the sequences in turn."""
     tasks: tuple[str, ...] = ("",)
     """Assigned to the sequences in turn."""
+    predictions: tuple[tuple[int, ...], ...] = ()
+    """What the sequences expect as their answers, assigned in turn; () expects nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,9 @@ class Stage:
             task = self.scene.tasks[i % len(self.scene.tasks)]
             options = RequestOptions(tenant=arrival.tenant, task=task)
             self.live[i] = Sequence(i, str(i), 0, prompt, len(prompt), params, arrival.seed, options)
+            if self.scene.predictions:
+                expected = self.scene.predictions[i % len(self.scene.predictions)]
+                self.live[i].expected = ExpectedText(expected) if expected else None
 
     def preempt(self, ids: dict[int, None]) -> None:
         """Preempt sequences; they may return under the same id."""

@@ -50,6 +50,7 @@ class OracleDrafter(Drafter):
     """Drafts the true continuation of known texts. Which tokens are wrong depends on seed, text and position only."""
 
     Options = OracleOptions
+    reads_text_only = True
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The true continuation, with some of its tokens replaced; nothing for an unknown text."""

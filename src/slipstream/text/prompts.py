@@ -9,11 +9,14 @@ import numbers
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from slipstream.errors import RequestError
 from slipstream.text.characters import check_characters
 from slipstream.vllm_names import PROMPT, split_off
+
+if TYPE_CHECKING:
+    from slipstream.text.expected import ExpectedText
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class EncodedPrompt:
     text: str | None
     token_ids: list[int]
     bad_words: list[list[int]]
+    expected: ExpectedText | None = None
+    """What the caller expects as the answer."""
 
 
 def encode_request(

@@ -30,16 +30,31 @@ async def ask_all(
     shown: AuditMeter,
     on_replies: OnReplies,
 ) -> str:
-    """Ask what the journal lacks; returns why not everything was asked, or an empty text."""
-    waiting = iter(requests)
-    state = {"row": 0}
+    """Ask what the journal lacks; returns why not everything was asked, or an empty text.
+
+    `on_replies` sees the replies in the order of the requests, whichever come first: short answers come before long
+    ones, and what came from the slower side would be shorter among the first.
+    """
+    waiting = iter(enumerate(requests))
+    state = {"row": 0, "turn": 0}
+    answered: dict[int, list[AuditReply]] = {}
+    """What came before its turn, by place in `requests`; empty where one of the replies is a failure."""
     why: list[str] = []
+
+    def hand_over() -> bool:
+        """What is due; True where that ends the audit."""
+        while state["turn"] in answered:
+            turn = state["turn"]
+            replies, state["turn"] = answered.pop(turn), turn + 1
+            if replies and on_replies(requests[turn], replies):
+                return True
+        return False
 
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connect(side.address)) for side in sides]
 
         async def work() -> None:
-            for request in waiting:
+            for turn, request in waiting:
                 if why:
                     return
                 asked = [
@@ -50,9 +65,10 @@ async def ask_all(
                 shown.advance("both sides" if len(sides) > 1 else sides[0].name, len(sides))
                 errors = [reply.error for reply in replies if reply.error is not None]
                 state["row"] = state["row"] + 1 if errors else 0
+                answered[turn] = [] if errors else replies
                 if state["row"] >= MAX_FAILURES_IN_A_ROW:
                     why.append(f"{state['row']} requests in a row failed, the last one: {errors[0]}")
-                elif not errors and on_replies(request, replies):
+                elif not why and hand_over():
                     why.append("")
 
         await asyncio.gather(*(work() for _ in range(concurrency)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.audit.certificate import Certificate
+from slipstream.audit.decision import probe_level
 from slipstream.audit.findings import AuditCheck
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.local import encode
@@ -83,12 +84,16 @@ def run_remote(audit: RemoteAudit) -> Certificate:
 
 
 def _undrafted(first: ServerSide) -> ServerSide:
-    """Slipstream's own server asked without speculation; raises `ConfigError` for another server."""
+    """Slipstream's own server asked without speculation; raises `ConfigError` for another server, and for one that does
+    not speculate anyway."""
     if not first.facts.is_ours:
         raise ConfigError(
             f"{first.address.url} cannot turn speculation off for a request; give --against URL, a server without "
             "speculation, or --reference MODEL"
         )
+    said = first.facts.settings.get("speculation")
+    if isinstance(said, dict) and said.get("method") == "off":
+        raise ConfigError(f"{first.address.url} does not speculate, so there is nothing to audit")
     return ServerSide(
         "off",
         first.address,
@@ -114,7 +119,8 @@ class _Run:
         is_lossy = any(
             side.facts.lossy for side in sides
         )  # says so itself: nothing that it answers can certify it
-        self._shares_seeds = not is_lossy and probe_seeds(sides, trial)
+        self._probe_level = probe_level(audit.settings.alpha)
+        self._shares_seeds = not is_lossy and probe_seeds(sides, trial, self._probe_level)
         if not audit.has_own_size:
             self._settings = self._sized()
         self._prompt_list, ids = self._prompts(self._settings)
@@ -130,7 +136,7 @@ class _Run:
         repeats: list[Repeats] = []
         extras: list[AuditCheck] = []
         notes: list[str] = []
-        why = ""
+        why, interrupted = "", False
         pairs = SampledPairs(settings, enabled=len(self._sides) > 1 and not self._shares_seeds)
         try:
             watches = [CounterWatch(sides) for sides in self._by_metrics()]
@@ -153,7 +159,7 @@ class _Run:
                 # Engines may count what a stop string cuts off an accepted block: that is told, and decides nothing.
                 notes += [f"with stop strings: {one.text}" for one in stops.check()[0].findings]
         except KeyboardInterrupt:
-            why = "the audit was interrupted"
+            why, interrupted = "the audit was interrupted", True
         finally:
             audit.journal.close()
         asked = Asked(
@@ -167,6 +173,7 @@ class _Run:
             pairs,
             notes,
             why,
+            interrupted,
         )
         return Judge(asked, self._replayer, self._shares_noise()).certificate()
 
@@ -227,7 +234,7 @@ class _Run:
         if self._replayer is None or not self._sides[0].facts.keeps_seed:
             return False
         replies = self._audit.journal.side(self._sides[0].name)
-        return draws_alike(self._replayer, self._requests[:NUM_NOISE_REQUESTS], replies)
+        return draws_alike(self._replayer, self._requests[:NUM_NOISE_REQUESTS], replies, self._probe_level)
 
     def _key(self) -> dict[str, Any]:
         """What a resumed audit must have in common: what is asked, how, and what the servers say of themselves."""

@@ -45,16 +45,17 @@ class CounterWatch:
             time.sleep(_EVERY_S)
         if found and not why and self._moves():
             why = "other requests are served at the same time"
+        notes = _drafted(self._where, grown)
         if found and why:
             check.skipped = why
-            return check, [f"not judged, because {why}: {text}" for text in found]
+            return check, [*notes, *(f"not judged, because {why}: {text}" for text in found)]
         check.num_compared = sum(
             value is not None
             for value in (grown.num_output_tokens, grown.num_prompt_tokens, grown.num_requests)
         )
         for text in found:
             check.violate(text)
-        return check, []
+        return check, notes
 
     def _sums(self) -> list[int]:
         """Replies, their answers, failures, prompt tokens and output tokens of all sides so far."""
@@ -91,6 +92,18 @@ class CounterWatch:
         first, _ = read_counters(self._address)
         time.sleep(_EVERY_S * 2)
         return read_counters(self._address)[0] != first
+
+
+def _drafted(where: str, grown: Counters) -> list[str]:
+    """What the counters say of speculation: an audit of a server that never drafted has seen none of it."""
+    if grown.num_draft_tokens is None:
+        return []
+    if not grown.num_draft_tokens:
+        return [f"{where} counts no draft tokens meanwhile: nothing of speculation was seen there"]
+    accepted = (
+        "" if grown.num_accepted_tokens is None else f", of which {grown.num_accepted_tokens:,} accepted"
+    )
+    return [f"{where} counts {grown.num_draft_tokens:,} draft tokens meanwhile{accepted}"]
 
 
 def _excuse(counts: ClientCounts, grown: Counters) -> str:

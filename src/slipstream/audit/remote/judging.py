@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.audit.accounting import Knowledge, account
 from slipstream.audit.certificate import Certificate
 from slipstream.audit.claims import SmallestDeviations
-from slipstream.audit.decision import MAX_TESTS, AuditDecision, Evidence, decide
+from slipstream.audit.decision import AuditDecision, Evidence, decide, level_of_tests
 from slipstream.audit.findings import AuditCheck, AuditTest
 from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
@@ -19,14 +19,14 @@ from slipstream.audit.journal import AuditJournal
 from slipstream.audit.local import SAME, audit_data, lossy_settings
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
 from slipstream.audit.reference import compare_with_reference, judge
-from slipstream.audit.remote.margins import reported_gaps, reported_margin
+from slipstream.audit.remote.margins import counted_margin, reported_gaps, reported_margin
 from slipstream.audit.remote.pairs import BETTING, DISCREPANCY, SampledPairs
 from slipstream.audit.remote.repeating import Repeats, log_prob_differences
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.replaying import Floats, Replayer
 from slipstream.audit.sampled import DISTRIBUTION, distribution_tests
 from slipstream.audit.settings import AuditSettings
-from slipstream.audit.ties import Rounding, joined
+from slipstream.audit.ties import Rounding, joined, more_than_repeats
 from slipstream.provenance import provenance, without_folders
 from slipstream.workload.prompts import Prompt
 
@@ -53,6 +53,7 @@ class Asked:
     pairs: SampledPairs
     notes: Seq[str]
     why_incomplete: str
+    interrupted: bool
 
     def replies(self, number: int) -> dict[int, AuditReply]:
         """Those of a side that did not fail."""
@@ -91,11 +92,9 @@ class Judge:
         else:
             identity, rounding, gaps = self._by_reference(self._replayer)
             tests = self._distribution(self._replayer, rounding.tie_margin)
-        level = settings.alpha / MAX_TESTS
+        level = level_of_tests(settings.alpha)
         ties = rounding.test(gaps, identity.num_ties, level)
-        unknown = None
-        if not self._doubts_unknown(identity):
-            unknown = rounding.unknown_test(identity.num_tokens, identity.num_unknown, level)
+        unknown = self._test_unknown(identity, rounding, level)
         tests = [*(test for test in (ties, unknown) if test is not None), *tests]
         known = Knowledge(None if self._replayer is None else self._replayer.end_tokens, self._count())
         checks = [
@@ -106,7 +105,7 @@ class Judge:
         ]
         notes = [*self._doubt_failures(), *self._doubt_unscored()]
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
-        smallest.add_identity(identity, rounding.tie_margin)
+        smallest.add_identity(identity, rounding)
         smallest.add_tests(tests)
         lossy = [text for side in asked.sides for text in side.facts.lossy] + (
             lossy_settings(self._replayer.engine) if self._replayer is not None else []
@@ -129,6 +128,7 @@ class Judge:
             notes=[*self._notes(), *notes],
             provenance=provenance(),
             complete=not asked.why_incomplete,
+            interrupted=asked.interrupted,
         )
 
     # --- against another server ---------------------------------------------------------------------------------
@@ -148,10 +148,16 @@ class Judge:
         kinds = "every token" if shared else "every token at temperature 0"
         check = AuditCheck(SAME, f"{kinds} of the audited side against {self._other()}, under the same seed")
 
-        def margin(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
+        def told(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
             return reported_margin(request, mine, other, place, self._position(request, place))
 
-        identity = compare(alike, self._mine, theirs, margin, rounding.tie_margin, check)
+        def margin(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
+            return counted_margin(request, told(request, mine, other, place), rounding.tie_margin)
+
+        def tells(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer) -> bool:
+            return told(request, mine, other, 0) is not None
+
+        identity = compare(alike, self._mine, theirs, margin, rounding.tie_margin, check, tells)
         gaps = [
             np.array(reported_gaps(answer))
             for number, request in alike.items()
@@ -221,16 +227,27 @@ class Judge:
                 "the server does not compute it there"
             )
 
-    def _doubts_unknown(self, identity: AnswerComparison) -> bool:
-        """Whether differences of unknown margin say nothing, because rounding could not be measured."""
-        inexact = any(repeats.num_different for repeats in self._asked.repeats)
-        doubtful = bool(identity.num_unknown and inexact and not len(self._noise))
-        if doubtful:
+    def _test_unknown(self, identity: AnswerComparison, rounding: Rounding, level: float) -> AuditTest | None:
+        """Whether differences of unknown margin are more than rounding explains; None where that needs no test, or,
+        with a doubt, where nothing tells.
+        """
+        if not identity.num_unknown or len(self._noise):
+            # Against another side an answer has one first difference; a reference sees them all.
+            most = identity.check.num_compared if self._replayer is None else identity.num_tokens
+            return rounding.unknown_test(identity.num_tokens, identity.num_unknown, level, most)
+        # Nobody reports log-probabilities, so only whole answers that were asked twice tell how often rounding shows.
+        repeats = self._asked.repeats
+        num_repeated = sum(each.num_answers for each in repeats)
+        num_unlike = sum(each.num_different for each in repeats)
+        test = more_than_repeats(identity.num_unknown, identity.check.num_compared, num_unlike, num_repeated)
+        if num_unlike or test.p_value >= level:
             self._doubts.append(
-                f"{identity.num_unknown} answers differ, but the servers do not repeat themselves either and report no "
-                "log-probabilities, so nothing tells rounding from faults"
+                f"{identity.num_unknown} answers of {identity.check.num_compared} differ, and no log-probabilities "
+                f"are reported, so nothing tells rounding from faults but {num_repeated} answers that were asked "
+                f"twice, of which {num_unlike} differ"
             )
-        return doubtful
+            return None
+        return test
 
     def _doubt_failures(self) -> list[str]:
         """Notes of the requests that failed; too many leave doubt."""

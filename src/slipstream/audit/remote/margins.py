@@ -5,10 +5,10 @@ from __future__ import annotations
 from slipstream.audit.records import AuditAnswer, AuditRequest, TokenTop
 from slipstream.sampling.noise import Noise, gumbel
 
-_PLAIN = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "ignore_eos", "n", "stop", "seed", "min_tokens"}
-)
+_PLAIN = frozenset({"temperature", "ignore_eos", "n", "stop", "seed", "min_tokens"})
 """Parameters under which the order of two tokens is that of log-probability over temperature plus noise."""
+_FILTERS = frozenset({"top_p", "top_k", "min_p"})
+"""They change nothing at temperature 0. Above it rounding may let one keep a token that is far behind in that order."""
 
 
 def reported_margin(
@@ -18,7 +18,8 @@ def reported_margin(
 
     `position` is the absolute position of that token, where both sides are known to draw with Slipstream's noise.
     """
-    if not set(request.params) <= _PLAIN or theirs.tops is None or mine.tops is None:
+    plain = _PLAIN | _FILTERS if request.is_greedy else _PLAIN
+    if not set(request.params) <= plain or theirs.tops is None or mine.tops is None:
         return None
     at = token_place(mine, theirs, place)
     if at is None or at >= min(len(mine.tops), len(theirs.tops)):
@@ -36,6 +37,16 @@ def reported_margin(
     tokens = theirs.token_ids[at], mine.token_ids[at]
     noise = gumbel([key], max(tokens) + 1)[0]
     return abs(gap + temperature * float(noise[tokens[0]] - noise[tokens[1]]))
+
+
+def counted_margin(request: AuditRequest, margin: float | None, tie_margin: float) -> float | None:
+    """The margin, or None where it is a near-tie of two draws.
+
+    The distances of draws are not reported (see `reported_gaps`), so how many near-ties of theirs are to be expected is
+    not known: they count as differences of unknown margin, of which it is.
+    """
+    is_near_draw = margin is not None and margin <= tie_margin and not request.is_greedy
+    return None if is_near_draw else margin
 
 
 def token_place(mine: AuditAnswer, theirs: AuditAnswer, place: int) -> int | None:

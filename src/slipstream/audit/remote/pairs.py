@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from slipstream.audit.decision import MAX_TESTS
+from slipstream.audit.decision import level_of_tests
 from slipstream.audit.findings import AuditTest
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.settings import AuditSettings
 from slipstream.audit.statistics.hamming import mmd_test
 from slipstream.audit.statistics.power import smallest_shift
 from slipstream.audit.statistics.samples import Integers, code_points, padded
-from slipstream.audit.statistics.sequential import GAMBLERS, SequentialTest
+from slipstream.audit.statistics.sequential import GAMBLERS, MIN_PAIRS, SequentialTest
 
 BETTING, DISCREPANCY = "samples, by betting", "samples, by discrepancy"
 CHARACTERS_A_TOKEN = 4
@@ -25,7 +25,7 @@ class SampledPairs:
     def __init__(self, settings: AuditSettings, enabled: bool) -> None:
         self._settings = settings
         self._enabled = enabled
-        self._level = settings.alpha / MAX_TESTS  # betting stops an audit only beyond its share
+        self._level = level_of_tests(settings.alpha)  # betting stops an audit only beyond its share
         self._bets = SequentialTest(1 - self._level, settings.max_tokens)
         self._strata: dict[tuple[int, str], tuple[list[AuditAnswer], list[AuditAnswer]]] = {}
         self._numbers: dict[tuple[int, str], int] = {}
@@ -63,7 +63,7 @@ class SampledPairs:
             seed=self._settings.seed,
             level=self._level,
         )
-        shift = smallest_shift(self._bets.num_pairs, 1 - self._level, len(GAMBLERS))
+        shift = smallest_shift(self._bets.num_pairs, 1 - self._level, len(GAMBLERS), MIN_PAIRS)
         return [
             AuditTest(
                 BETTING,

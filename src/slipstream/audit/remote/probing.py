@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import httpx2
@@ -24,8 +25,6 @@ NUM_REPEATED_PROBES = 6
 SEED_PROBE_TOKENS = 12
 REPEATED = 0.75
 """Share of these that a server must answer twice alike, to count as keeping to a seed."""
-BY_CHANCE = 0.005
-"""Sides with noise of their own pass for sharing it with at most this probability."""
 
 _LOSSY: Mapping[str, Callable[[Any], bool]] = {
     "rejection_sample_method": lambda value: value not in ("standard", "block", "probabilistic", "strict"),
@@ -38,7 +37,11 @@ _LOSSY: Mapping[str, Callable[[Any], bool]] = {
     "lossy": bool,
 }
 """Settings of engines that change the text, and the values at which they do."""
-_INFO_PATHS = ("server_info", "get_server_info", "props")
+_INFO_PATHS = ("server_info?config_format=json", "get_server_info", "props")
+"""Of vLLM, which tells its settings as one text unless it is asked for JSON, of SGLang and of llama.cpp."""
+_ABILITIES = ("asks_token_ids", "knows_filters", "asks_logprobs")
+_LESS = tuple(names for num in range(len(_ABILITIES) + 1) for names in combinations(_ABILITIES, num))
+"""What is left out of a request, one thing after the other, then two, then all."""
 
 
 def identify(side: ServerSide) -> None:
@@ -71,12 +74,12 @@ def identify(side: ServerSide) -> None:
 
 
 def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
-    """Ask once, leaving out what the server refuses; raises `RemoteError` where it does not answer at all."""
+    """Ask once, leaving out no more than the server refuses; raises `RemoteError` where it does not answer at all."""
     facts = side.facts
     short = replace(request, params={"temperature": 0.0}, max_tokens=min(4, request.max_tokens))
-    for less in ({}, {"asks_token_ids": False}, {"knows_filters": False}, {"asks_logprobs": False}):
-        for name, value in less.items():
-            setattr(facts, name, value)
+    for less in _LESS:
+        for name in _ABILITIES:
+            setattr(facts, name, name not in less)
         reply = _once(side, short)
         if (
             reply.error is None
@@ -95,8 +98,11 @@ def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
     return reply
 
 
-def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest]) -> bool:
-    """Fill in which servers keep to a seed; True where all do and the same seed gives the same noise on each."""
+def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest], level: float) -> bool:
+    """Fill in which servers keep to a seed; True where all do and the same seed gives the same noise on each.
+
+    Sides with noise of their own pass for sharing it with a probability of at most `level`.
+    """
     probes = _seed_probes(requests, NUM_SEED_PROBES if len(sides) > 1 else NUM_REPEATED_PROBES)
     answered = []
     for side in sides:
@@ -109,7 +115,7 @@ def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest]) -> bool:
     if len(sides) == 1:
         return True
     unrelated = _all(sides[0], [replace(probe, seed=probe.seed ^ 1) for probe in probes])
-    return _draw_alike(answered[0], answered[1], unrelated)
+    return _draw_alike(answered[0], answered[1], unrelated, level)
 
 
 def _seed_probes(requests: Seq[AuditRequest], num: int) -> list[AuditRequest]:
@@ -127,7 +133,9 @@ def _seed_probes(requests: Seq[AuditRequest], num: int) -> list[AuditRequest]:
     ]
 
 
-def _draw_alike(mine: Seq[AuditReply], theirs: Seq[AuditReply], unrelated: Seq[AuditReply]) -> bool:
+def _draw_alike(
+    mine: Seq[AuditReply], theirs: Seq[AuditReply], unrelated: Seq[AuditReply], level: float
+) -> bool:
     """Whether the second side agrees longer with the first side's answers under the same seed (`mine`) than with those
     under another one. With noise of its own it agrees with either in the same way, so a sign test tells."""
     pairs = [
@@ -135,7 +143,7 @@ def _draw_alike(mine: Seq[AuditReply], theirs: Seq[AuditReply], unrelated: Seq[A
         for other, own, one in zip(theirs, mine, unrelated, strict=True)
     ]
     telling = [same > other for same, other in pairs if same != other]
-    return sign_test(sum(telling), len(telling)) <= BY_CHANCE
+    return sign_test(sum(telling), len(telling)) <= level
 
 
 def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> AuditReply:
@@ -178,8 +186,15 @@ def _speculative(found: Any) -> list[tuple[str, Any]]:
     """All settings of speculation within nested objects: (name, value)."""
     if not isinstance(found, dict):
         return []
-    own = [(name, value) for name, value in found.items() if "specul" in name or name in _LOSSY]
+    own = [(name, _flat(value)) for name, value in found.items() if "specul" in name or name in _LOSSY]
     return own + [pair for value in found.values() for pair in _speculative(value)]
+
+
+def _flat(value: Any) -> Any:
+    """An object without the objects and lists in it: vLLM's settings of speculation hold those of whole models."""
+    if not isinstance(value, dict):
+        return value
+    return {name: one for name, one in value.items() if not isinstance(one, (dict, list))}
 
 
 def _is_lossy(name: str, value: Any) -> bool:

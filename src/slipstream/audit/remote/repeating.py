@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slipstream.audit.records import AuditAnswer, AuditRequest
+from slipstream.audit.records import AuditAnswer, AuditRequest, TokenTop
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.replaying import Floats
 from slipstream.bench.statistics import first_difference
@@ -56,14 +57,24 @@ def measure_repeats(side: ServerSide, requests: Seq[AuditRequest]) -> Repeats:
 
 def log_prob_differences(first: AuditAnswer, second: AuditAnswer) -> Floats:
     """Log-probabilities of the first answer less those of the second, of the tokens up to their first difference and of
-    the alternatives that both report; none of tokens that either side filled in."""
+    the alternatives that both report. None of tokens that either side filled in, and none of alternatives that have the
+    text of another one: llama.cpp gives tokens that are parts of characters one text."""
     tops, others = first.tops or [], second.tops or []
-    end = first_difference([top.token for top in tops], [top.token for top in others])
+    places = [first_difference([top.token for top in tops], [top.token for top in others])]
+    if first.token_ids is not None and second.token_ids is not None:
+        places.append(first_difference(first.token_ids, second.token_ids))
+    end = min((place for place in places if place is not None), default=len(tops))
     found: list[float] = []
     for one, other in zip(tops[:end], others[:end], strict=False):
         if one.is_filled_in or other.is_filled_in:
             continue
         found.append(one.logprob - other.logprob)
-        alternatives = dict(other.top)
-        found += [value - alternatives[token] for token, value in one.top if token in alternatives]
+        mine, theirs = _unambiguous(one), _unambiguous(other)
+        found += [value - theirs[token] for token, value in mine.items() if token in theirs]
     return np.array([value for value in found if np.isfinite(value)], dtype=float)
+
+
+def _unambiguous(entry: TokenTop) -> dict[str, float]:
+    """The log-probabilities of the alternatives whose text no other one has."""
+    counts = Counter(token for token, _ in entry.top)
+    return {token: value for token, value in entry.top if counts[token] == 1}

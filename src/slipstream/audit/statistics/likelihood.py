@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from slipstream.audit.statistics.samples import Floats, Integers
-from slipstream.audit.statistics.wealth import BettingTest
+from slipstream.betting import BettingTest
 
 TEMPERATURES = (0.5, 0.7, 0.85, 0.94, 0.98, 1.02, 1.06, 1.18, 1.5, 2.0)
 """The alternative temperatures, over the claimed one."""
@@ -43,6 +43,9 @@ class TokenScores:
     """[T]: its variance."""
     alternatives: dict[str, Floats] = field(default_factory=dict)
     """[T] each: log-probabilities under distributions that would be faults."""
+    favour: float = 0.0
+    """Nats that all tokens together have more under the most favourable claim than under the one that the alternatives
+    are made of: so much a bet must win before it wins anything."""
 
     @property
     def impossible(self) -> list[int]:
@@ -79,7 +82,9 @@ def score_tokens(claimed: Seq[Floats], raw: Floats, token_ids: Seq[int] | Intege
         )
     alternatives[UNPROCESSED] = unprocessed
     variance = (probs * finite**2).sum(-1) - expected**2
-    return TokenScores(log_probs, expected, np.maximum(variance, 0.0), alternatives)
+    possible = ~np.isneginf(log_probs)
+    favour = float((log_probs[possible] - own[possible]).sum())
+    return TokenScores(log_probs, expected, np.maximum(variance, 0.0), alternatives, favour)
 
 
 class ReferenceTest(BettingTest):
@@ -93,6 +98,8 @@ class ReferenceTest(BettingTest):
         self.num_impossible = 0
         self._excess = 0.0
         self._variance = 0.0
+        self.favour = 0.0
+        """Summed, of all answers; see `TokenScores`."""
 
     @property
     def best(self) -> str | None:
@@ -130,6 +137,7 @@ class ReferenceTest(BettingTest):
         self.num_impossible += len(scores.impossible)
         self._excess += float((scores.log_probs - scores.expected)[possible].sum())
         self._variance += float(scores.variance[possible].sum())
+        self.favour += scores.favour
         total = float(logsumexp(list(self._log_wealths.values()))) - math.log(len(self._log_wealths))
         self.wealth.move_to(math.inf if self.num_impossible else total)
 

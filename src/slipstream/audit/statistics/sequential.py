@@ -20,7 +20,7 @@ from scipy.special import logsumexp
 
 from slipstream.audit.statistics.ngrams import NgramCounts, Reading
 from slipstream.audit.statistics.samples import Floats, Integers, padded
-from slipstream.audit.statistics.wealth import BettingTest
+from slipstream.betting import BettingTest
 
 FEATURES = (
     "surprise",

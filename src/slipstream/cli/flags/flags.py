@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -162,9 +163,15 @@ def parse_bytes(text: str) -> int:
     """'512MiB' -> 536870912. Units are B, KB, MB, GB (1000) and KiB, MiB, GiB (1024), in any case."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?\s*", text.lower())
     if match is None:
-        raise ConfigError(f"{text!r} is not a size; write a number of bytes, or as in 512MiB or 2GB")
+        raise ConfigError(
+            f"{text!r} is not a size; write a number of bytes, or with one of the units B, KB, MB, GB, KiB, MiB and "
+            "GiB, as in 512MiB or 2GB"
+        )
     number, scale, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmg".index(scale or " "))
+    size = float(number) * (1024 if binary else 1000) ** " kmg".index(scale or " ")
+    if size > sys.maxsize:
+        raise ConfigError(f"{text!r} is more than any machine has; write a size as in 512MiB or 2GB")
+    return int(size)
 
 
 _SYNTAX = {

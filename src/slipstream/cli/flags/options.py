@@ -33,13 +33,17 @@ SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
 """`--model` is an option of its own, and `--seed` is the answers' seed, not the engine's."""
 
-_MODEL_FLAG = typer.Option(
-    "--model", "-m", help="Checkpoint folder or hub id; the embedded pair's target by default."
-)
+_MODEL_HELP = "Checkpoint folder or hub id; the embedded pair's target by default, or as `embedded`."
+
+
+def _target(model: str | None) -> str | None:
+    """None is the embedded pair's target."""
+    return None if model == "embedded" else model
+
+
+_MODEL_FLAG = typer.Option("--model", "-m", help=_MODEL_HELP, callback=_target)
 Model = Annotated[str | None, _MODEL_FLAG]
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub id; the embedded pair's target by default.")
-]
+ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, callback=_target)]
 """For commands decorated with `with_model`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
 
@@ -28,13 +29,13 @@ class SpeculationFlags:
     """The flags of speculation; at most one of the first three, except for --spec auto with a --draft."""
 
     spec: str | None = None
-    """Drafter in short: off, ngram, suffix, token_recycling, lookahead, jacobi, draft:PATH, self:int8, NAME:MODEL, or
-    my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none: from suffix and
-    a draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the target itself in
-    int8. `draft` and `eagle3` alone are the embedded target's own. Without any of these flags the embedded pair
-    speculates with its draft, and another model does not speculate."""
+    """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
+    NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
+    from suffix and a draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the
+    target itself in int8. `draft` and `eagle3` alone are the embedded target's own. Without any of these flags the
+    embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
-    """Folder or hub id of a draft model; the same as --spec draft:PATH."""
+    """Folder or hub id of a draft model, or `embedded`; the same as --spec draft:PATH."""
     speculative_config: str | None = None
     """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
     pair, `draft_model` and `eagle3` need no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own
@@ -45,6 +46,10 @@ class SpeculationFlags:
     """coupled (the same text as without speculation), rejection or block (the same distribution), one that a package
     installed, or package.module:Class."""
 
+    reasoning_draft: str | None = None
+    """Who drafts whole steps of thinking for requests that ask for it, which may change their text: folder or hub id of
+    a draft model, or all keys of `reasoning` as a JSON object. Needs --allow-lossy."""
+
     def __post_init__(self) -> None:
         check_types(self, "speculation")
 
@@ -54,7 +59,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
 
     Raises `ConfigError` for contradictions, and for all errors that show without loading a model.
     """
-    config = _chosen(flags, embedded=model is None)
+    config = _in_package(_chosen(flags, embedded=model is None))
     if flags.num_speculative_tokens is not None:
         if config.method == "off":
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
@@ -63,9 +68,30 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
         if _CLASS.fullmatch(flags.verifier):
             _search_working_directory()
         config = replace(config, verifier=flags.verifier)
+    if flags.reasoning_draft is not None:
+        config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     from slipstream.engine.speculation import validate
 
     validate(config)
+    return config
+
+
+def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
+    """The value of `reasoning` that --reasoning-draft describes."""
+    if config.reasoning is not None:
+        raise ConfigError(
+            "--reasoning-draft and reasoning in --speculative-config both choose; give one of them"
+        )
+    if not text.lstrip().startswith("{"):
+        return {"model": text}
+    keys: dict[str, Any] = parse_json(text, "--reasoning-draft")
+    return keys
+
+
+def _in_package(config: SpeculativeConfig) -> SpeculativeConfig:
+    """With the folder of a draft that is called `embedded`."""
+    if config.options.get("model") == "embedded" and config.method in _EMBEDDED:
+        return replace(config, options={**config.options, "model": _EMBEDDED[config.method]})
     return config
 
 
@@ -131,11 +157,17 @@ def _auto(draft: str | None) -> SpeculativeConfig:
 
 def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
     """`config` with `draft` replaced by `draft_model`, and the embedded target's own drafter as its `model` where none
-    is named; also inside an ensemble, a cascade or auto."""
+    is named; also inside an ensemble, versions, a cascade or auto."""
     for method, key in (("ensemble", "members"), ("auto", "drafters")):
         if config.method == method and isinstance(members := config.options.get(key), list):
             named = [_named(member, embedded) for member in members]
             return replace(config, options={**config.options, key: named})
+    if config.method == "versions":
+        lanes = config.options.get("lanes")
+        inner = {"drafter": _named(config.options.get("drafter"), embedded)}
+        if isinstance(lanes, dict):
+            inner["lanes"] = {name: _named(lane, embedded) for name, lane in lanes.items()}
+        return replace(config, options={**config.options, **inner})
     if config.method == "cascade":
         inner = {key: _named(value, embedded) for key, value in config.options.items() if key == "draft"}
         return replace(config, options={**config.options, **inner})

@@ -109,7 +109,8 @@ class TimedComparison:
         """Which side is faster, as far as the interval decides."""
         interval = self.interval
         if interval is None:
-            return f"none: {len(self.pairs)} pairs are too few, raise --repeats to {MIN_PAIRS} or more"
+            pairs = "1 pair is" if len(self.pairs) == 1 else f"{len(self.pairs)} pairs are"
+            return f"none: {pairs} too few, raise --repeats to {MIN_PAIRS} or more"
         low, high = interval
         bounds = f"95 % interval of the median {low:.2f} to {high:.2f}"
         if low <= 1 <= high:

@@ -41,6 +41,10 @@ def summarise(outputs: Seq[RequestOutput], wall_s: float) -> dict[str, Any]:
         "other_s": statistics.mean(m.queue_s + m.other_s for m in answers),
         "seeds": [m.seed for m in answers],
         "reproducible": counts.reproducible,
+        "lossy": any(m.lossy for m in answers),
+        "num_drafted_steps": counts.num_drafted_steps,
+        "num_kept_steps": counts.num_kept_steps,
+        "num_lossy_tokens": counts.num_lossy_tokens,
     }
 
 
@@ -68,7 +72,12 @@ def print_summary(console: Console, summary: dict[str, Any], speculation: str, t
         ("first token", f"{1000 * summary['time_to_first_token_s']:.0f} ms"),
         ("time", parts + mean),
     ]
-    if summary["reproducible"]:
+    if summary["lossy"]:
+        kept = f"{summary['num_kept_steps']} of {summary['num_drafted_steps']} drafted steps kept"
+        rows.append(("lossy", f"true: {kept}, {summary['num_lossy_tokens']} tokens not the target's own"))
+    if summary["lossy"]:
+        rows.append(("seed", "none gives these answers again for certain: steps were drafted"))
+    elif summary["reproducible"]:
         rows.append(("seed", ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")))
     else:
         rows.append(("seed", "none gives these answers again: they were sampled under rejection or block"))

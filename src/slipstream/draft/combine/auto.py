@@ -98,7 +98,7 @@ class AutoDrafter(DrafterGroup):
         return member_table_bytes(configs, vocab_size, num_seqs, num_tokens)
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
-        super().__init__(options, context, options.configs() or _usual(context))
+        super().__init__(options, replace(context, is_priced=True), options.configs() or _usual(context))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""

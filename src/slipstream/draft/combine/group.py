@@ -13,6 +13,7 @@ from slipstream.draft.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.kv.cache import KVCache
+from slipstream.metrics.worker import WorkerStats
 from slipstream.models.causal_lm import CausalLM
 
 
@@ -74,6 +75,10 @@ class DrafterGroup(Drafter):
     def reset(self) -> None:
         for member in self.members:
             member.drafter.reset()
+
+    def worker_stats(self) -> Seq[WorkerStats]:
+        """All members' workers."""
+        return [stats for member in self.members for stats in member.drafter.worker_stats()]
 
     def drafting_models(self) -> Seq[CausalLM]:
         return [model for member in self.members for model in member.drafter.drafting_models()]

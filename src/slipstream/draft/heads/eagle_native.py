@@ -12,11 +12,15 @@ from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.kv.pool import KVPool
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
+from slipstream.models.cpu.activations import ACTIVATIONS
 from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.decoder import Decoder, PackedModel
-from slipstream.models.cpu.families import STATIC_ROTARY, LayerParts
-from slipstream.models.cpu.frequencies import inverse_frequencies
-from slipstream.models.cpu.native import EagleStruct, Kernel, LayerStruct, ModelStruct, StatesStruct
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.packed_model import PackedModel
+from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.parts import LayerParts, NormParts
+from slipstream.models.cpu.structs import EagleStruct, LayerStruct, ModelStruct, StatesStruct
 from slipstream.models.rows import Rows
 
 
@@ -50,8 +54,8 @@ class NativeEagle(PackedModel):
             self._embedding = self._kept[-1]
         attention, mlp = layer.self_attn, layer.mlp
         parts = LayerParts(
-            attention_norm=layer.hidden_norm.weight if fuses else None,
-            mlp_norm=layer.post_attention_layernorm.weight,
+            attention_norm=NormParts(layer.hidden_norm.weight) if fuses else None,
+            mlp_norm=NormParts(layer.post_attention_layernorm.weight),
             query_norm=None,
             key_norm=None,
             qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -59,7 +63,8 @@ class NativeEagle(PackedModel):
             gate_up=(mlp.gate_proj, mlp.up_proj),
             down=mlp.down_proj,
         )
-        self._frequencies = inverse_frequencies(rotary)
+        self._frequencies = Rotation(rotary).inverse_frequencies
+        self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
         model = ModelStruct(
             num_layers=1,
             hidden=config.hidden_size,
@@ -69,12 +74,19 @@ class NativeEagle(PackedModel):
             rotary_dim=2 * len(rotary.inv_freq),
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
+            num_rotaries=1,
+            activation=ACTIVATIONS[config.hidden_act],
+            gated=True,
             norm_epsilon=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,
-            rotary_scale=rotary.attention_scaling,
+            residual_scale=1.0,
+            embedding_scale=1.0,
+            input_scale=1.0,
+            logit_divisor=1.0,
             inverse_frequencies=self._frequencies.data_ptr(),
+            rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
-            final_norm=self._keep(head.norm.weight) if fuses else None,
+            final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
             head=(self._pack([head.lm_head], kernel) if fuses else target.head).struct,
             layers=(LayerStruct * 1)(self._layer(parts, kernel)),
         )
@@ -89,7 +101,7 @@ class NativeEagle(PackedModel):
             residual_is_normed=config.norm_before_residual,
         )
         head.to_empty(device="meta")
-        native.trim_heap()
+        trim_heap()
 
     def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
         """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
@@ -103,9 +115,8 @@ class NativeEagle(PackedModel):
     def draft(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
         """As `Decoder.draft`, from the target's features `given` [N, width]."""
         _, logits, states = self._outputs(rows, given, from_target=True)
-        self._run(
-            "slipstream_draft_eagle", self._struct, self._batch(rows, pool, logits), states, chains.struct
-        )
+        batch = self._chain_batch(rows, pool, logits, chains)
+        self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)
         return chains.tokens()
 
     def _outputs(self, rows: Rows, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor, StatesStruct]:

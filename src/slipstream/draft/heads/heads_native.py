@@ -13,15 +13,11 @@ from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.decoder import Decoder, PackedModel
-from slipstream.models.cpu.native import (
-    BatchStruct,
-    BlockStruct,
-    HeadRowsStruct,
-    HeadsStruct,
-    Kernel,
-    LinearStruct,
-)
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.packed_model import PackedModel
+from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.structs import BatchStruct, BlockStruct, HeadRowsStruct, HeadsStruct, LinearStruct
 from slipstream.models.rows import RowGroup, Rows
 
 
@@ -67,7 +63,7 @@ class NativeHeads(PackedModel):
             shared,
         )
         heads.to_empty(device="meta")
-        native.trim_heap()
+        trim_heap()
 
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
         """Logits [count, n, vocab] of the heads from `first` on, all over the same rows [n, width]."""

@@ -99,6 +99,7 @@ class NgramDrafter(Drafter):
     Options = NgramOptions
     observes_all = False
     looks_up = True
+    reads_text_only = True
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:

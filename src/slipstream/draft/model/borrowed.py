@@ -22,7 +22,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.model.growth import Growth, GrowthOptions, ProposalShape
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.levels import Feed, LevelDrafter
-from slipstream.draft.model.self_model import copy_dtype, is_smaller, target_copy
+from slipstream.draft.model.self_model import copy_options, is_smaller, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -160,18 +160,8 @@ def _copy(what: str, quantization: str, context: DraftContext) -> CausalLM:
     assert target is not None
     if not is_smaller(quantization, target.weight_format.name):
         raise ConfigError(f"the target is {target.weight_format.name} already; omit {what}'s quantization")
-    copy = load_model(
-        config.model,
-        dtype=copy_dtype(config, target.dtype),
-        device=str(context.device),
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=quantization,
-        cpu_kernels=config.cpu_kernels,
-        lora=config.lora,
-        max_model_len=config.max_model_len,
-        attention_backend=config.attention_backend,
-    )
+    options = copy_options(quantization, config, target.dtype)
+    copy = load_model(config.model, device=str(context.device), lora=config.lora, **options)
     if (
         copy.shapes != target.shapes
         or copy.dtype != target.dtype

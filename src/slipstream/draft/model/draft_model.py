@@ -17,7 +17,7 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.cpu.chains import Chains
-from slipstream.models.linear.formats import check_quantization
+from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.outline import outline_model
 from slipstream.models.rows import Rows
 from slipstream.text.vocabulary import check_same_vocabulary
@@ -35,7 +35,7 @@ class DraftModelOptions(GrowthOptions):
     device: str = "auto"
     revision: str | None = None
     lora: str | None = None
-    """Folder of a LoRA adapter to merge into the draft's weights; None uses one in the model's own folder, if any."""
+    """Folder of a LoRA adapter for the draft; None uses one in the model's own folder, if any. As the target's."""
 
     def __post_init__(self) -> None:
         self.check_draft("draft_model")
@@ -54,6 +54,8 @@ class DraftModelDrafter(CachedDrafter):
     summary = "a smaller model with the same vocabulary drafts"
 
     Options = DraftModelOptions
+    reads_text_only = True
+    has_own_model = True
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
@@ -63,13 +65,14 @@ class DraftModelDrafter(CachedDrafter):
         trust = context.engine_config.trust_remote_code
         self.tokenizer = self._load_tokenizer(options, context.engine_config) or context.tokenizer
         self._check_tokenizer(options, context)
+        device = str(context.device) if options.device == "auto" else options.device
         self.model = load_model(
             options.model,
             dtype=options.dtype,
-            device=str(context.device) if options.device == "auto" else options.device,
+            device=device,
             revision=options.revision,
             trust_remote_code=trust,
-            quantization=options.quantization or context.engine_config.quantization,
+            quantization=options.quantization or _inherited_format(context.engine_config, device),
             cpu_kernels=context.engine_config.cpu_kernels,
             lora=options.lora,
             max_model_len=context.engine_config.max_model_len,
@@ -129,16 +132,23 @@ class DraftModelDrafter(CachedDrafter):
         return logits[:, : self._growths.vocab_size]
 
 
+def _inherited_format(engine: EngineConfig, device: str) -> str | None:
+    """The target's weight format, for a draft that names none; not on a device that has no kernels for it."""
+    held = engine.quantization
+    return held if device.partition(":")[0] in (*weight_format(held).devices, "auto") else None
+
+
 def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutline:
     """What a drafter with this draft model holds: its weights, and keys and values of its own."""
     engine = context.engine_config
+    device = str(context.device) if options.device == "auto" else options.device
     model = outline_model(
         options.model,
         dtype=options.dtype,
-        device=str(context.device) if options.device == "auto" else options.device,
+        device=device,
         revision=options.revision,
         trust_remote_code=engine.trust_remote_code,
-        quantization=options.quantization or engine.quantization,
+        quantization=options.quantization or _inherited_format(engine, device),
         cpu_kernels=engine.cpu_kernels,
         max_model_len=engine.max_model_len,
         attention_backend=engine.attention_backend,

@@ -64,25 +64,24 @@ def is_smaller(quantization: str, target: str | None) -> bool:
     return weight_format(quantization).bytes_per_weight < weight_format(target).bytes_per_weight
 
 
-def copy_dtype(config: EngineConfig, computes: torch.dtype) -> str:
-    """The `dtype` of a copy in another weight format of a target that computes in this type."""
-    return "auto" if computes == torch.float32 else config.dtype
+def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> dict[str, Any]:
+    """How the target of `config`, which computes in this type, is loaded in another weight format."""
+    return {
+        "dtype": "auto" if computes == torch.float32 else config.dtype,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "quantization": quantization,
+        "cpu_kernels": config.cpu_kernels,
+        "max_model_len": config.max_model_len,
+        "attention_backend": config.attention_backend,
+        "kv_cache_dtype": config.kv_cache_dtype,
+    }
 
 
 def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) -> ModelOutline:
-    """The outline of the target of `config`, which computes in this type, in another weight format."""
-    return outline_model(
-        config.model,
-        dtype=copy_dtype(config, computes),
-        device=config.device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=quantization,
-        cpu_kernels=config.cpu_kernels,
-        max_model_len=config.max_model_len,
-        attention_backend=config.attention_backend,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    """The outline of such a copy."""
+    options = copy_options(quantization, config, computes)
+    return outline_model(config.model, device=config.device, **options)
 
 
 class SelfDrafter(DraftModelDrafter):

@@ -66,6 +66,7 @@ class SlemDrafter(Drafter):
     summary = "a smaller model with another vocabulary drafts, in text"
 
     Options = SlemOptions
+    has_own_model = True
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.draft.heads.checkpoints import write_checkpoint
-from slipstream.errors import ModelError
 from slipstream.export.checkpoints.gguf_models import FAMILIES
 from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.checkpoints.gguf_shape import read_rope, read_sizes
 from slipstream.export.checkpoints.gguf_tensors import halves, read_tensors
-from slipstream.export.checkpoints.gguf_tokenizer import read_tokenizer
 from slipstream.export.contract import ExportError
+from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,8 @@ class GgufFile:
 
 def read_gguf(path: str) -> GgufFile:
     """Keys and tensors; raises `ModelError` for a file that is none, or whose weights are quantised."""
-    gguf = gguf_package()
-    if not Path(path).is_file():
-        raise ModelError(f"there is no file {path!r}")
-    try:
-        reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError) as error:
-        raise ModelError(f"{path!r} is no GGUF file: {str(error).splitlines()[0]}") from None
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    arch = str(fields.get("general.architecture"))
-    return GgufFile(path, arch, fields, read_tensors(reader, path))
+    file = open_gguf(path)
+    return GgufFile(path, file.architecture, file.fields, read_tensors(file))
 
 
 def write_folder(file: GgufFile, folder: Path) -> None:
@@ -69,8 +61,6 @@ def write_folder(file: GgufFile, folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    template = file.fields.get("tokenizer.chat_template")
-    tokenizer.chat_template = template
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     write_checkpoint(folder, config.to_dict(), _tensors(file, config))

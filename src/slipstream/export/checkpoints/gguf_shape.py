@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.contract import ExportError
+from slipstream.models.files.gguf_rope import llama3_factors
 
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -79,15 +78,3 @@ def read_rope(fields: Mapping[str, Any], arch: str, factors: Tensor | None, name
         factor = float(fields[f"{arch}.rope.scaling.factor"])
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     return {"rope_type": "default", "rope_theta": theta}
-
-
-def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """float32 [head_dim / 2]: by how much each frequency of Llama 3.1's rotary positions is divided."""
-    inverse = 1.0 / float(rope.get("rope_theta", 10000.0)) ** (
-        torch.arange(0, head_dim, 2).double() / head_dim
-    )
-    wavelengths = 2 * math.pi / inverse
-    original = float(rope["original_max_position_embeddings"])
-    low, high, factor = (float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 / ((1 - smooth) / factor + smooth)).float()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.export.checkpoints.gguf_package import gguf_package
+from slipstream.models.files.gguf import Gguf
 
 
 def add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
@@ -27,22 +27,16 @@ def add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
         writer.add_tensor(name, tensor.numpy())
 
 
-def read_tensors(reader: Any, path: str) -> dict[str, Tensor]:
-    """All tensors of a `gguf.GGUFReader`, copied; raises `ModelError` for quantised ones."""
-    kinds = gguf_package().GGMLQuantizationType
+def read_tensors(file: Gguf) -> dict[str, Tensor]:
+    """All tensors of a file, copied; raises `ModelError` for quantised ones."""
     tensors = {}
-    for entry in reader.tensors:
-        if entry.tensor_type == kinds.BF16:
-            bits = torch.from_numpy(np.ascontiguousarray(entry.data).view(np.uint8).copy())
-            tensor = bits.view(torch.bfloat16).reshape([int(n) for n in reversed(entry.shape)])
-        elif entry.tensor_type in (kinds.F32, kinds.F16, kinds.I64, kinds.I32):
-            tensor = torch.from_numpy(np.array(entry.data))
-        else:
+    for entry in file.tensors.values():
+        if entry.format.dtype is None:
             raise ModelError(
-                f"{path!r} holds {entry.tensor_type.name} weights, which were rounded; import the checkpoint that it "
+                f"{file.path!r} holds {entry.format.name} weights, which were rounded; import the checkpoint that it "
                 "was made from, or a GGUF file in F32, F16 or BF16"
             )
-        tensors[str(entry.name)] = tensor
+        tensors[entry.name] = entry.numbers().clone()
     return tensors
 
 

@@ -1,8 +1,7 @@
-"""Tokenizers in GGUF files, and back.
+"""Tokenizers written into GGUF files; `models.files.gguf_tokenizer` reads them.
 
-A GGUF file holds the tokens, their kinds and merges, and of the way that text is cut into words only a name, which
-llama.cpp knows the rule of. A tokenizer whose rule is not one of `WORDS` is refused: llama.cpp would read the prompt
-as other tokens than the model was trained with.
+A tokenizer whose rule for words is not one of `WORDS` is refused: llama.cpp would read the prompt as other tokens than
+the model was trained with.
 """
 
 from __future__ import annotations
@@ -11,31 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerFast
-
 from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.contract import ExportError
-
-_LETTERS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-
-
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [split, {**_BYTES, "use_regex": False}]
-
-
-WORDS: Mapping[str, list[dict[str, Any]]] = {
-    "gpt-2": [{**_BYTES, "use_regex": True}],
-    "smollm": [{"type": "Digits", "individual_digits": True}, {**_BYTES, "use_regex": True}],
-    "llama-bpe": _split(_LETTERS % "{1,3}"),
-    "qwen2": _split(_LETTERS % ""),
-}
-"""llama.cpp's name of a rule to the pre-tokenizers that follow it."""
+from slipstream.models.files.gguf_tokenizer import WORDS
 
 CONVERTER = "use llama.cpp's own convert_hf_to_gguf.py for this model"
 
@@ -87,42 +64,6 @@ def words_of(described: Mapping[str, Any], name: str) -> str:
     return found[0]
 
 
-def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
-    """The tokenizer of a GGUF file's `fields`; raises `ExportError` where it is of another kind than is written."""
-    kinds = gguf_package().TokenType
-    words = str(fields.get("tokenizer.ggml.pre"))
-    if fields.get("tokenizer.ggml.model") != "gpt2" or words not in WORDS:
-        raise ExportError(
-            f"{path!r} has a tokenizer of kind {fields.get('tokenizer.ggml.model')!r}, {words!r}, which cannot be "
-            f"restored here; known are gpt2 with {', '.join(WORDS)}. Pass --tokenizer with the model's folder or hub id"
-        )
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    added = {int(kinds.CONTROL): True, int(kinds.USER_DEFINED): False}
-    kept = {token: index for index, token in enumerate(tokens) if types[index] != int(kinds.UNUSED)}
-    described: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": WORDS[words]},
-        "post_processor": None,
-        "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": kept,
-            "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
-            "ignore_merges": words == "llama-bpe",
-        },
-    }
-    backend = Tokenizer.from_str(json.dumps(described))
-    for token, index in kept.items():
-        if types[index] in added:
-            backend.add_tokens([AddedToken(token, special=added[types[index]], normalized=False)])
-    made: Any = PreTrainedTokenizerFast
-    return made(tokenizer_object=backend, **_roles(fields, tokens))
-
-
 def _add_roles(writer: Any, tokenizer: Any, name: str) -> None:
     """The begin, end and padding tokens, and whether a prompt begins or ends with one."""
     if tokenizer.eos_token_id is None:
@@ -136,17 +77,6 @@ def _add_roles(writer: Any, tokenizer: Any, name: str) -> None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(begin is not None and around[0] == begin)
     writer.add_add_eos_token(len(around) > 1 and around[-1] == tokenizer.eos_token_id)
-
-
-def _roles(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    roles = {}
-    for role in ("bos", "eos", "padding"):
-        index = fields.get(f"tokenizer.ggml.{role}_token_id")
-        if index is not None:
-            roles[{"padding": "pad"}.get(role, role) + "_token"] = tokens[int(index)]
-    if roles.get("bos_token") == roles.get("eos_token") and not fields.get("tokenizer.ggml.add_bos_token"):
-        del roles["bos_token"]  # as `_add_roles` writes where there is none
-    return roles
 
 
 def _plain(steps: Any) -> list[dict[str, Any]]:

@@ -24,4 +24,4 @@ class NativeBackend(PackedBackend):
         return misfit(model, variants, fmt.kernel)
 
     def take_over(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> Decoder | None:
-        return fuse(model, variants, fmt.kernel)
+        return fuse(model, variants, fmt.kernel, fmt.of_head().kernel)

@@ -11,6 +11,7 @@ import hashlib
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ STATIC = (
 )
 """For a library that other systems load: nothing of the compiler's own is expected there."""
 COMPILERS = ("c++", "g++", "clang++")
+CPUINFO = Path("/proc/cpuinfo")
+"""Where Linux says what the processor has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,14 @@ class Build:
     """What the processor must have, as /proc/cpuinfo calls it."""
 
     @property
+    def stem(self) -> str:
+        """How the names of its libraries begin."""
+        return f"kernels-{self.name}-{self.fingerprint}"
+
+    @property
     def file_name(self) -> str:
-        return f"kernels-{self.name}-{self.fingerprint}.so"
+        """Of the library that a wheel has."""
+        return f"{self.stem}.so"
 
     @property
     def fingerprint(self) -> str:
@@ -66,8 +75,8 @@ BUILDS = (
     Build(
         "amx",
         "x86_64",
-        (*_VNNI, "-mamx-tile", "-mamx-int8"),
-        _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"},
+        (*_VNNI, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"},
     ),
     Build("avx512_vnni", "x86_64", _VNNI, _AVX512 | {"avx512_vnni"}),
     Build("avx512", "x86_64", ("-march=x86-64-v4",), _AVX512),
@@ -89,9 +98,8 @@ def machine() -> str:
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """What this processor has and the system lets programs use, as Linux calls it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
+    if CPUINFO.is_file():
+        for line in CPUINFO.read_text().splitlines():
             if line.startswith(("flags", "Features")):
                 return frozenset(line.partition(":")[2].split())
     if machine() == "aarch64":  # every processor of macOS
@@ -116,6 +124,7 @@ def choose(forced: str = "", flags: Collection[str] | None = None, processor: st
 
     Raises `ValueError` for one that it cannot run, `LookupError` where there is none.
     """
+    is_told = flags is not None or bool(processor_flags())
     builds = runnable(flags, processor)
     names = [build.name for build in builds]
     runs = f"this one runs {', '.join(names) or 'none of the CPU kernels'}"
@@ -128,6 +137,11 @@ def choose(forced: str = "", flags: Collection[str] | None = None, processor: st
         if forced not in names:
             raise ValueError(f"SLIPSTREAM_CPU_ISA is {forced!r}, which is not for this processor; {runs}")
         return known[forced]
+    if not builds and not is_told:
+        raise LookupError(
+            f"this system does not say in {CPUINFO} which instructions its processor has, by which the CPU kernels are "
+            "chosen"
+        )
     if not builds:
         raise LookupError(
             "this processor has neither AVX2 with FMA nor NEON, which the CPU kernels are made for"
@@ -146,11 +160,20 @@ def compiler(chosen: str | None) -> list[str]:
     return command
 
 
+def compiler_key(command: list[str]) -> str:
+    """Changes with a compiler's command and what it says of its version."""
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, check=False, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = b""
+    return hashlib.sha256("\0".join(command).encode() + b"\0" + said).hexdigest()[:8]
+
+
 @functools.cache
 def _fingerprint(build: Build) -> str:
     digest = hashlib.sha256("\0".join((*FLAGS, build.name, build.machine, *build.flags)).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
+    for source in sorted(file for file in SOURCES.iterdir() if file.suffix in (".h", ".cpp")):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes())
     if not build.machine:
         digest.update(machine().encode())
     digest.update(sys.platform.encode())

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.models.cpu.native import ChainsStruct, DrawingStruct
+from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
 
 NOT_FINITE = -1
 """In place of a token: its logits are not finite."""
@@ -49,8 +49,10 @@ class Chains:
 
     def __init__(self, draws: Sequence[Draw], num_tokens: int) -> None:
         """Tokens from id `num_tokens` on are never drafted."""
-        self._lengths = array("q", [len(draw.keys) for draw in draws])
-        depth = max(self._lengths)
+        self.lengths: Sequence[int] = [len(draw.keys) for draw in draws]
+        """The most tokens of each chain."""
+        self._lengths = array("q", self.lengths)
+        depth = max(self.lengths)
         self._drawings = (DrawingStruct * len(draws))(*(draw.struct for draw in draws))
         self._keys = array("Q")
         for draw in draws:
@@ -68,5 +70,5 @@ class Chains:
     def tokens(self) -> list[list[int]]:
         """The draft tokens; a chain that ends before its length ends with `NOT_FINITE` or `ENDED`."""
         depth, token_ids = self.struct.depth, self._token_ids.tolist()
-        chains = [token_ids[i * depth : i * depth + length] for i, length in enumerate(self._lengths)]
+        chains = [token_ids[i * depth : i * depth + length] for i, length in enumerate(self.lengths)]
         return [chain[: chain.index(ENDED) + 1] if ENDED in chain else chain for chain in chains]

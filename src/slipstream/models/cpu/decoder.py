@@ -1,4 +1,4 @@
-"""A whole forward pass in one call: the CPU kernels' decoder for models that are shaped like Llama.
+"""A whole forward pass in one call: the CPU kernels' decoder.
 
 It takes over Transformers models of the families in `families.py`; `misfit` says why it cannot take another. Weights
 move into the kernels' layout layer by layer and are held once. Rows are computed independently of each other, bit for
@@ -7,205 +7,123 @@ bit, so neither drafts nor neighbours can change a row's result.
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from ctypes import Structure
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slipstream.errors import ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import Variant
-from slipstream.models.cpu import native, threads
+from slipstream.models.cpu import native
 from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.families import FAMILIES, Family, LayerParts, find_family
-from slipstream.models.cpu.frequencies import inverse_frequencies
-from slipstream.models.cpu.native import BatchStruct, Kernel, LayerStruct, ModelStruct, PackedWeight
+from slipstream.models.cpu.families import FAMILIES, Family, find_family
+from slipstream.models.cpu.frequencies import Rotation
+from slipstream.models.cpu.kernel import Kernel, common_kernel
+from slipstream.models.cpu.packed_model import PackedModel
+from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.parts import NormParts
+from slipstream.models.cpu.structs import (
+    TABLE_KINDS,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+)
+from slipstream.models.files.stored import StoredEmbedding
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import row_dtype
 from slipstream.models.rows import Rows
-
-
-class PackedModel:
-    """Weights in the kernels' layout, and what passes over them need."""
-
-    num_layers: int
-    _embedding: Tensor | None = None
-    """A table that is not multiplied with."""
-
-    def __init__(self) -> None:
-        self._kept: list[Any] = []  # what the structs point into
-        self._scratch = native.library().slipstream_new_scratch()
-        # Not at exit: a daemon thread may be in the middle of a pass.
-        finalize(self, native.library().slipstream_free_scratch, self._scratch).atexit = False
-        self._lock = threading.Lock()
-        self.num_threads = threads.available()
-        self._pools: WeakKeyDictionary[KVPool, list[Any]] = WeakKeyDictionary()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
-        return sum(int(kept.nbytes) for kept in self._kept)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that every pass must read: all weights but an embedding table of its own, without padding."""
-        tables = 0 if self._embedding is None else int(self._embedding.nbytes)
-        return (
-            sum(
-                kept.least_bytes if isinstance(kept, PackedWeight) else int(kept.nbytes)
-                for kept in self._kept
-            )
-            - tables
-        )
-
-    @property
-    def linears(self) -> list[PackedWeight]:
-        """The weights of all layers and the output layer."""
-        return [kept for kept in self._kept if isinstance(kept, PackedWeight)]
-
-    @property
-    def num_read(self) -> int:
-        """How many weights every pass multiplies with."""
-        return sum(linear.num_weights for linear in self.linears)
-
-    def _run(self, function: str, *structs: Structure) -> None:
-        """Call one of the kernels that compute whole passes."""
-        with self._lock:
-            getattr(native.library(), function)(*map(ctypes.byref, structs), self._scratch, self.num_threads)
-
-    def _batch(
-        self,
-        rows: Rows,
-        pool: KVPool,
-        logits: Tensor,
-        hidden: Mapping[int, Tensor] | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> BatchStruct:
-        """The rows of a pass that writes `logits` [wanted rows, vocab] and the `hidden` states of some layers."""
-        if not rows.contiguous:
-            raise ValueError("the native kernels read contiguous slots; give the cache another layout")
-        hidden = hidden or {}
-        keys, values, key_scales, value_scales = self._addresses(pool)
-        tap_layers = np.array(list(hidden), dtype=np.int64)
-        taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
-        run = np.array(range(self.num_layers) if layers is None else layers, dtype=np.int64)
-        batch = BatchStruct(
-            rows.num_rows,
-            rows.num_logit_rows,
-            len(hidden),
-            len(run),
-            *rows.addresses()[:9],  # token_ids to logit_rows
-            ctypes.addressof(keys),
-            ctypes.addressof(values),
-            tap_layers.ctypes.data,
-            ctypes.addressof(taps),
-            logits.data_ptr(),
-            run.ctypes.data,
-            pool.num_slots,
-            native.ENTRY_TYPES[pool.cache_dtype],
-            ctypes.addressof(key_scales),
-            ctypes.addressof(value_scales),
-        )
-        # As long as the kernels may read them:
-        batch.kept = (rows, keys, values, key_scales, value_scales, tap_layers, taps, run)
-        return batch
-
-    def _layer(self, parts: LayerParts, kernel: Kernel, sliding_window: int | None = None) -> LayerStruct:
-        return LayerStruct(
-            attention_norm=None if parts.attention_norm is None else self._keep(parts.attention_norm),
-            mlp_norm=self._keep(parts.mlp_norm),
-            query_norm=None if parts.query_norm is None else self._keep(parts.query_norm),
-            key_norm=None if parts.key_norm is None else self._keep(parts.key_norm),
-            qkv=self._pack(parts.qkv, kernel).struct,
-            output=self._pack([parts.output], kernel).struct,
-            gate_up=self._pack(parts.gate_up, kernel, interleaved=True).struct,
-            down=self._pack([parts.down], kernel).struct,
-            sliding_window=sliding_window or 0,
-        )
-
-    def _pack(self, linears: Sequence[nn.Linear], kernel: Kernel, interleaved: bool = False) -> PackedWeight:
-        packed = PackedWeight(
-            [linear.weight for linear in linears],
-            [linear.bias for linear in linears],
-            kernel,
-            interleaved,
-            give_back=True,
-        )
-        self._kept.append(packed)
-        for linear in linears:
-            native.release(linear.weight)
-        return packed
-
-    def _keep(self, tensor: Tensor) -> int:
-        kept = tensor.detach().float().contiguous().clone()
-        self._kept.append(kept)
-        return kept.data_ptr()
-
-    def _keep_table(self, table: Tensor) -> Tensor:
-        """A table [n, width] in its own type, one that the kernels widen."""
-        table = table.detach()
-        kept = native.moved(table if table.dtype in native.TABLE_KINDS else table.float())
-        self._kept.append(kept)
-        return kept
-
-    def _addresses(self, pool: KVPool) -> list[Any]:
-        """Of the pool's keys, values, key scales and value scales: one a layer."""
-        if pool not in self._pools:
-            array = ctypes.c_void_p * self.num_layers
-            kinds = (pool.keys, pool.values, pool.key_scales, pool.value_scales)
-            self._pools[pool] = [array(*(tensor.data_ptr() for tensor in kind)) for kind in kinds]
-        return self._pools[pool]
 
 
 class Decoder(PackedModel):
     """A model in the kernels' layout: takes over a CPU model that computes in float32 and is no `misfit`."""
 
-    def __init__(self, model: Any, family: Family, variants: Sequence[Variant], kernel: Kernel) -> None:
+    _head: PackedWeight
+
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        variants: Sequence[Variant],
+        kernel: Kernel,
+        head_kernel: Kernel | None = None,
+    ) -> None:
+        """`head_kernel` is the output layer's, None where it is no other."""
         super().__init__()
         config = model.config
-        part = partial(family.part, model)
-        head, table, rotary = part(family.head), part(family.embedding).weight, part(family.rotary)
+        part, number = partial(family.part, model), partial(family.number, model)
+        head, embedding = part(family.head), part(family.embedding)
         norm, model_layers = part(family.final_norm), part(family.layers)
         self.num_layers = len(model_layers)
-        self.vocab_size = head.weight.shape[0]
+        self.vocab_size = head.out_features
         self.hidden_size = config.hidden_size
-        tied = head.weight.data_ptr() == table.data_ptr()
-        query_width = family.layer_parts(model_layers[0]).qkv[0].out_features
+        tied = _shares_its_weight(head, embedding)
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        first = family.layer_parts(model_layers[0])
+        experts = first.experts
+        clamp = None if experts is None else experts.clamp
+        head_dim = sum(linear.out_features for linear in first.qkv) // (num_heads + 2 * num_kv_heads)
+        ways = family.rotations(model)
+        rotations = list(dict.fromkeys(way for way in ways if way is not None))
+        self._frequencies = self._kept_frequencies(rotations)
+        self._scales = torch.tensor([rotation.scale for rotation in rotations], dtype=torch.float32)
+        self._shared = _shared_weights(model_layers, family)
         layers = (LayerStruct * self.num_layers)(
             *(
-                self._packed_layer(layer, family, variant, kernel)
-                for layer, variant in zip(model_layers, variants, strict=True)
+                self._packed_layer(
+                    layer, family, variant, -1 if way is None else rotations.index(way), kernel
+                )
+                for layer, variant, way in zip(model_layers, variants, ways, strict=True)
             )
         )
-        frequencies = inverse_frequencies(rotary)
-        final_norm = self._keep(norm.weight)
-        self._head = self._pack([head], kernel)
-        self._embedding = None if tied else self._keep_table(table)
+        self._embedding_scale = number(family.embedding_scale, 1.0)
+        final_norm = self._norm(NormParts.of(norm, family.norm_offset))
+        self._head = self._pack([head], head_kernel or kernel)
+        if not tied and isinstance(embedding, StoredEmbedding):
+            self._table = self._pack([embedding.linear], kernel)
+        elif not tied:
+            self._embedding = self._keep_table(embedding.weight)
         self._struct = ModelStruct(
             num_layers=self.num_layers,
             hidden=self.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=query_width // config.num_attention_heads,
-            rotary_dim=2 * len(rotary.inv_freq),
-            intermediate=config.intermediate_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotations[0].width if rotations else 0,
+            intermediate=first.intermediate,
             vocab=self.vocab_size,
+            num_rotaries=len(rotations),
+            activation=family.activation_number(model),
+            gated=first.is_gated,
+            parallel=bool(number(family.parallel, 0.0)),
+            whole_norms=first.query_norm is not None and first.query_norm.weight.numel() != head_dim,
+            num_experts=0 if experts is None else experts.num_experts,
+            num_chosen=0 if experts is None else experts.num_chosen,
+            whole_shares=experts is not None and experts.has_whole_shares,
+            embedding_kind=0 if self._embedding is None else TABLE_KINDS[self._embedding.dtype],
             norm_epsilon=family.part(norm, family.norm_epsilon),
             attention_scale=variants[0].scaling,
-            rotary_scale=rotary.attention_scaling,
-            embedding_kind=0 if self._embedding is None else native.TABLE_KINDS[self._embedding.dtype],
-            inverse_frequencies=frequencies.data_ptr(),
+            score_cap=variants[0].softcap or 0.0,
+            logit_cap=number(family.logit_cap, 0.0),
+            residual_scale=number(family.residual_scale, 1.0),
+            embedding_scale=self._embedding_scale,
+            input_scale=number(family.input_scale, 1.0),
+            logit_divisor=number(family.logit_divisor, 1.0),
+            gate_limit=0.0 if clamp is None else clamp.limit,
+            gate_slope=0.0 if clamp is None else clamp.slope,
+            inverse_frequencies=self._frequencies.data_ptr(),
+            rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=final_norm,
             head=self._head.struct,
+            table=LinearStruct() if self._table is None else self._table.struct,
             layers=layers,
         )
-        self._frequencies = frequencies
         model.to_empty(device="meta")
 
     def forward(
@@ -226,12 +144,12 @@ class Decoder(PackedModel):
     ) -> list[list[int]]:
         """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains` and `CausalLM.forward`.
 
-        Their entries but the last tokens' are in `pool`, behind those rows', where a sequence must have slots.
+        Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
+        no slots for them.
         """
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
-        self._run(
-            "slipstream_draft", self._struct, self._batch(rows, pool, logits, None, layers), chains.struct
-        )
+        batch = self._chain_batch(rows, pool, logits, chains, layers)
+        self._run("slipstream_draft", self._struct, batch, chains.struct)
         return chains.tokens()
 
     @property
@@ -247,7 +165,12 @@ class Decoder(PackedModel):
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `CausalLM.embed`; a tied embedding is read out of the packed head."""
         flat = token_ids.reshape(-1)
-        rows = self._head.unpack(flat) if self._embedding is None else self._embedding[flat].float()
+        if self._embedding is None:
+            rows = (self._head if self._table is None else self._table).unpack(flat)
+        else:
+            rows = self._embedding[flat].float()
+        if self._embedding_scale != 1.0:
+            rows = rows * self._embedding_scale
         return rows.view(*token_ids.shape, self.hidden_size)
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -255,13 +178,28 @@ class Decoder(PackedModel):
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
+    @staticmethod
+    def _kept_frequencies(rotations: Sequence[Rotation]) -> Tensor:
+        """float32 [rotations, width / 2]"""
+        found = [rotation.inverse_frequencies for rotation in rotations]
+        return torch.stack(found) if found else torch.empty(0)
+
     def _packed_layer(
-        self, layer: nn.Module, family: Family, variant: Variant, kernel: Kernel
+        self, layer: nn.Module, family: Family, variant: Variant, rotary: int, kernel: Kernel
     ) -> LayerStruct:
-        struct = self._layer(family.layer_parts(layer), kernel, variant.sliding_window)
-        layer.to_empty(device="meta")
-        native.trim_heap()
+        parts = family.layer_parts(layer)
+        struct = self._layer(parts, kernel, variant.sliding_window, rotary)
+        if self._shared.isdisjoint(matrix.data_ptr() for matrix in parts.matrices):
+            layer.to_empty(device="meta")  # no other layer reads it
+            trim_heap()
         return struct
+
+
+def _shares_its_weight(head: Any, embedding: Any) -> bool:
+    """Whether the embedding is read out of the output layer's weight."""
+    if isinstance(embedding, StoredEmbedding):
+        return embedding.linear is head
+    return isinstance(head, nn.Linear) and head.weight.data_ptr() == embedding.weight.data_ptr()
 
 
 def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
@@ -277,16 +215,45 @@ def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> st
     return next(_misfits(model, family, variants), None)
 
 
-def fuse(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> Decoder:
-    """Take over a float32 CPU model that is no `misfit`."""
+def fuse(
+    model: Any, variants: Sequence[Variant], kernel: Kernel | None, head_kernel: Kernel | None = None
+) -> Decoder:
+    """Take over a float32 CPU model that is no `misfit`; `head_kernel` is the output layer's where it is another."""
     family = find_family(model)
     assert family is not None
     assert kernel is not None
-    return Decoder(model, family, variants, kernel)
+    return Decoder(model, family, variants, kernel, head_kernel)
+
+
+def _shared_weights(layers: Sequence[nn.Module], family: Family) -> frozenset[int]:
+    """Where weights begin that several linear layers or experts of a model read."""
+    users = Counter(matrix.data_ptr() for layer in layers for matrix in family.layer_parts(layer).matrices)
+    return frozenset(address for address, count in users.items() if count > 1)
 
 
 def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
     """Why the kernels' decoder does not compute this model."""
     if model.device.type != "cpu" or row_dtype(model) != torch.float32:
         yield f"the fused decoder computes float32 on a CPU, not {row_dtype(model)} on {model.device.type}"
+    yield from layer_misfits(model, family, variants)
+
+
+def layer_misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
+    """Why the kernels' decoder does not compute the layers of this model, wherever it is."""
     yield from family.misfits(model, variants)
+    for layer in family.part(model, family.layers):
+        parts = family.layer_parts(layer)
+        if not all(_can_be_stacked(stack) for stack in (parts.qkv, parts.gate_up)):
+            yield "layers that the fused decoder computes as one were not quantised alike"
+
+
+def _can_be_stacked(linears: Sequence[nn.Linear | GroupedLinear]) -> bool:
+    """Whether one kernel can hold these layers as one; plain ones always are."""
+    grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
+    if not grouped:
+        return True
+    try:
+        common_kernel(grouped)
+    except ModelError:  # their inputs are in different orders
+        return False
+    return len(grouped) == len(linears)

@@ -1,10 +1,10 @@
 """Families of models whose whole passes the CPU kernels compute: where a Transformers class keeps its weights.
 
-The kernels' decoder (`kernels/decoder.h`) computes pre-norm layers: RMS norm, rotary grouped-query attention, RMS norm,
-and a gated SiLU MLP, with residuals around both, then a final RMS norm and the output layer. Queries and keys may have
-RMS norms of their own per head, and the attention's linear layers biases. A family is a subclass of `Family` that says
-by what names its layers have these parts. A package adds one with one line of its own `pyproject.toml`, under the
-`model_type` of the configuration:
+The kernels' decoder (`kernels/decoder.h`) computes layers of rotary grouped-query attention and an MLP, then a final
+norm and the output layer. Norms lie before the two, behind them, or both; they are root mean square norms or layer
+norms. The MLP has a gate or none. Scales and caps are numbers of the model or its configuration. A family is a
+subclass of `Family` that says by what names a model has these parts. A package adds one with one line of its own
+`pyproject.toml`, under the `model_type` of the configuration:
 
     [project.entry-points."slipstream.families"]
     my_model_type = "my_package.module:MyFamily"
@@ -16,52 +16,27 @@ when it is loaded, and refused where they differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
+from slipstream.models.cpu.activations import ACTIVATIONS, CLAMPED_SILU, number_of
+from slipstream.models.cpu.experts import Clamp, ExpertParts
+from slipstream.models.cpu.frequencies import Rotation, rotations
+from slipstream.models.cpu.parts import LayerParts, NormParts
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.registry import Registry
 
 if TYPE_CHECKING:
     from slipstream.models.attention.base import Variant
 
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not change with the length of the text."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """One layer's weights, as the kernels read them."""
-
-    attention_norm: Tensor | None
-    """None where the attention reads its rows as they are."""
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
-    output: nn.Linear
-    gate_up: tuple[nn.Linear, nn.Linear]
-    down: nn.Linear
-
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        return (*self.qkv, self.output, *self.gate_up, self.down)
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Every parameter of the layer."""
-        norms = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
-        of_linears = [tensor for linear in self.linears for tensor in (linear.weight, linear.bias)]
-        return [tensor for tensor in (*norms, *of_linears) if tensor is not None]
-
 
 class Family:
     """The names, dotted, by which a Transformers class has what the kernels compute with; Llama's unless overridden.
 
-    Sizes are read from the configuration (`hidden_size`, `intermediate_size`, `num_attention_heads`,
-    `num_key_value_heads`).
+    Numbers of heads are read from the configuration (`num_attention_heads`, `num_key_value_heads`), and so is
+    `hidden_size`.
     """
 
     package: ClassVar[str] = "transformers.models."
@@ -74,49 +49,141 @@ class Family:
     final_norm: ClassVar[str] = "model.norm"
     head: ClassVar[str] = "lm_head"
 
+    # Numbers of the model; None: there is none.
+    embedding_scale: ClassVar[str | None] = None
+    """What the embedding itself multiplies its rows with."""
+    input_scale: ClassVar[str | None] = None
+    """What the model multiplies them with besides."""
+    residual_scale: ClassVar[str | None] = None
+    """Of what attention and MLP add to the states."""
+    parallel: ClassVar[str | None] = None
+    """Whether the MLP reads the states that attention read."""
+    logit_divisor: ClassVar[str | None] = None
+    logit_cap: ClassVar[str | None] = None
+
     # Of its configuration.
     activation: ClassVar[str] = "hidden_act"
 
+    activation_module: ClassVar[str | None] = "mlp.act_fn"
+    """Of a layer: what it calls. Where a layer has it, it must be what the configuration says; None: unknown."""
+
     # Of a norm.
     norm_epsilon: ClassVar[str] = "variance_epsilon"
+    norm_offset: ClassVar[float] = 0.0
+    """What a norm adds to its weight."""
 
     # Of a layer.
-    attention_norm: ClassVar[str] = "input_layernorm"
+    attention_norm: ClassVar[str | None] = "input_layernorm"
     query: ClassVar[str] = "self_attn.q_proj"
     key: ClassVar[str] = "self_attn.k_proj"
     value: ClassVar[str] = "self_attn.v_proj"
+    qkv: ClassVar[str | None] = None
+    """One linear layer in place of the three."""
+    has_interleaved_heads: ClassVar[bool] = False
+    """Whether it has query, key and value head by head, and not one behind the other."""
     query_norm: ClassVar[str | None] = None
+    """Of each head, or of all at once: its width says which."""
     key_norm: ClassVar[str | None] = None
+    sinks: ClassVar[str | None] = None
+    """A score for each head that takes part in attention and carries no value."""
     output: ClassVar[str] = "self_attn.o_proj"
-    mlp_norm: ClassVar[str] = "post_attention_layernorm"
-    gate: ClassVar[str] = "mlp.gate_proj"
+    attended_norm: ClassVar[str | None] = None
+    """Of what attention adds to the states."""
+    mlp_norm: ClassVar[str | None] = "post_attention_layernorm"
+    gate: ClassVar[str | None] = "mlp.gate_proj"
+    """None: there is no gate."""
     up: ClassVar[str] = "mlp.up_proj"
+    gate_up: ClassVar[str | None] = None
+    """One linear layer in place of the two."""
     down: ClassVar[str] = "mlp.down_proj"
+    experts: ClassVar[str | None] = None
+    """What holds the weights of experts, stacked, in the place of gate, up and down; None: there are none."""
+    router: ClassVar[str] = "mlp.gate"
+    """What chooses among them: the largest of its outputs, whose softmax are the shares."""
+    num_chosen: ClassVar[str] = "mlp.gate.top_k"
+    """How many experts a row is sent to."""
+    has_whole_shares: ClassVar[str | None] = None
+    """Whether shares add up to 1, or are of a softmax over all experts; None: they add up to 1."""
+    gate_limit: ClassVar[str | None] = None
+    """Of experts, beyond which gate and up are cut off before they are made one as GPT-OSS does; None: they are not."""
+    gate_slope: ClassVar[str | None] = None
+    """What such a gate is multiplied with inside the sigmoid."""
+    mlp_out_norm: ClassVar[str | None] = None
+    """Of what the MLP adds to the states."""
+    rotates: ClassVar[str | None] = None
+    """Whether positions count in this layer; None: in all."""
+    rotary_kind: ClassVar[str | None] = None
+    """Which of several rotary embeddings it has; None: there is one."""
 
     def part(self, module: Any, name: str) -> Any:
         """What `module` has under a dotted name of this description."""
         return attrgetter(name)(module)
 
+    def number(self, model: Any, name: str | None, otherwise: float) -> float:
+        """A number of the model by its dotted name; `otherwise` where there is none."""
+        found = None if name is None else self.part(model, name)
+        return otherwise if found is None else float(found)
+
     def layer_parts(self, layer: nn.Module) -> LayerParts:
         """The weights of one layer; raises `AttributeError` for a name that it does not have."""
 
-        def linear(name: str) -> nn.Linear:
-            found: nn.Linear = self.part(layer, name)
-            return found
+        def norm(name: str | None) -> NormParts | None:
+            return None if name is None else NormParts.of(self.part(layer, name), self.norm_offset)
 
-        def norm(name: str | None) -> Tensor | None:
-            return None if name is None else self.part(layer, name).weight
+        def linears(*names: str | None) -> tuple[nn.Linear, ...]:
+            return tuple(self.part(layer, name) for name in names if name is not None)
 
+        has_mlp = self.experts is None
+        qkv = linears(*((self.query, self.key, self.value) if self.qkv is None else (self.qkv,)))
+        gate_up = (
+            linears(*((self.gate, self.up) if self.gate_up is None else (self.gate_up,))) if has_mlp else ()
+        )
+        attention = self.part(layer, self.output.rpartition(".")[0]) if self.has_interleaved_heads else None
         return LayerParts(
-            attention_norm=self.part(layer, self.attention_norm).weight,
-            mlp_norm=self.part(layer, self.mlp_norm).weight,
+            attention_norm=norm(self.attention_norm),
+            mlp_norm=norm(self.mlp_norm),
+            attended_norm=norm(self.attended_norm),
+            mlp_out_norm=norm(self.mlp_out_norm),
             query_norm=norm(self.query_norm),
             key_norm=norm(self.key_norm),
-            qkv=(linear(self.query), linear(self.key), linear(self.value)),
-            output=linear(self.output),
-            gate_up=(linear(self.gate), linear(self.up)),
-            down=linear(self.down),
+            qkv=qkv,
+            output=linears(self.output)[0],
+            gate_up=gate_up,
+            down=linears(self.down)[0] if has_mlp else None,
+            is_gated=not has_mlp or self.gate_up is not None or self.gate is not None,
+            interleaved_heads=0 if attention is None else attention.config.num_attention_heads,
+            experts=self._expert_parts(layer),
+            sinks=None if self.sinks is None else self.part(layer, self.sinks),
         )
+
+    def _expert_parts(self, layer: nn.Module) -> ExpertParts | None:
+        if self.experts is None:
+            return None
+        return ExpertParts.of(
+            self.part(layer, self.router),
+            self.part(layer, self.experts),
+            int(self.part(layer, self.num_chosen)),
+            bool(self.number(layer, self.has_whole_shares, 1.0)),
+            None
+            if self.gate_limit is None
+            else Clamp(self.number(layer, self.gate_limit, 0.0), self.number(layer, self.gate_slope, 1.0)),
+        )
+
+    def activation_number(self, model: Any) -> int:
+        """The kernels' `Activation` of a model that is no misfit."""
+        return (
+            CLAMPED_SILU
+            if self.gate_limit is not None
+            else ACTIVATIONS[getattr(model.config, self.activation)]
+        )
+
+    def rotations(self, model: Any) -> list[Rotation | None]:
+        """How each layer rotates queries and keys: the same object for the same way, None for not at all."""
+        layers = self.part(model, self.layers)
+        kinds = [None if self.rotary_kind is None else self.part(layer, self.rotary_kind) for layer in layers]
+        known = rotations(self.part(model, self.rotary), kinds)
+        rotates = [self.rotates is None or bool(self.part(layer, self.rotates)) for layer in layers]
+        return [known[kind] if does else None for kind, does in zip(kinds, rotates, strict=True)]
 
     def misfits(self, model: Any, variants: Sequence[Variant]) -> Iterator[str]:
         """Why the kernels do not compute `model`, whose layers attend as `variants` say; nothing where they do."""
@@ -124,21 +191,29 @@ class Family:
             yield f"its code is not that of {self.package.rstrip('.')}"
             return
         activation = getattr(model.config, self.activation, None)
-        if activation not in ("silu", "swish"):
+        if activation not in ACTIVATIONS:
             yield f"its activation is {activation}"
         try:
-            rope_type = self.part(model, self.rotary).rope_type
+            rotated = [way for way in self.rotations(model) if way is not None]
             parts = [self.layer_parts(layer) for layer in self.part(model, self.layers)]
             head = self.part(model, self.head)
             self.part(model, self.embedding)
-            self.part(model, self.final_norm)
+            NormParts.of(self.part(model, self.final_norm), self.norm_offset)
+            for name in (self.embedding_scale, self.input_scale, self.residual_scale, self.parallel):
+                self.number(model, name, 1.0)
+            for name in (self.logit_divisor, self.logit_cap):
+                self.number(model, name, 1.0)
         except AttributeError as error:
             yield f"it lacks a part of its family: {error}"
             return
-        if rope_type not in STATIC_ROTARY:
-            yield f"its rotary embedding is {rope_type}"
+        for way in rotated:
+            if not way.is_static:
+                yield f"its rotary embedding is {way.rope_type}"
+                return
+        if len({way.width for way in rotated}) > 1:
+            yield "its layers rotate different parts of a head"
         linears = [head, *(linear for layer in parts for linear in layer.linears)]
-        if any(type(linear) is not nn.Linear for linear in linears):
+        if not all(type(linear) is nn.Linear or isinstance(linear, GroupedLinear) for linear in linears):
             yield "its linear layers are not plain ones"  # a subclass may compute something else
             return
         for layer, known in zip(self.part(model, self.layers), parts, strict=True):
@@ -147,23 +222,94 @@ class Family:
             if unknown:
                 yield f"its layers have {unknown[0]}, which its family does not name"
                 return
-        if any(linear.bias is not None for layer in parts for linear in (*layer.gate_up, layer.down)):
-            yield "its MLP has biases"
-        if any(variant.softcap or variant.sinks is not None for variant in variants):
-            yield "its attention has capped logits or sinks"
-        if len({variant.scaling for variant in variants}) > 1:
+        shapes = {tuple(linear.out_features for linear in layer.linears) for layer in parts}
+        if len(shapes) > 1 or len({layer.experts and layer.experts.shape for layer in parts}) > 1:
+            yield "its layers differ in width"
+        if self.experts is not None and self.number(model, self.parallel, 0.0):
+            yield "its experts read the states that attention reads"
+        yield from self._wrong_activations(model)
+        yield from self._wrong_widths(model, parts, max((way.width for way in rotated), default=0))
+        of_heads = [
+            norm for layer in parts for norm in (layer.query_norm, layer.key_norm) if norm is not None
+        ]
+        if any(norm.is_centred or norm.bias is not None for norm in of_heads):
+            yield "its queries and keys have layer norms"
+        if any(variant.sinks is not None for variant in variants) != (self.sinks is not None):
+            yield "its attention has sinks" if self.sinks is None else "its attention has no sinks"
+        if len({(variant.scaling, variant.softcap) for variant in variants}) > 1:
             yield "its layers scale their attention differently"
 
+    def _wrong_activations(self, model: Any) -> Iterator[str]:
+        """Layers that call another activation than the configuration's."""
+        configured, name = getattr(model.config, self.activation, None), self.activation_module
+        if name is None:
+            return
+        for layer in self.part(model, self.layers):
+            try:
+                called = self.part(layer, name)
+            except AttributeError:
+                continue
+            if number_of(called) != ACTIVATIONS.get(str(configured)):
+                yield f"its activation is {type(called).__name__}, and its configuration says {configured}"
+                return
 
-class Llama(Family):
-    """Llama, Mistral and Qwen 2, whose modules have the same names."""
-
-
-class Qwen3(Family):
-    """Llama with norms of queries and keys."""
-
-    query_norm = "self_attn.q_norm"
-    key_norm = "self_attn.k_norm"
+    def _wrong_widths(self, model: Any, parts: Sequence[LayerParts], rotated: int) -> Iterator[str]:
+        """Weights that are wider or narrower than what the kernels have them read or multiply."""
+        config, embedding = model.config, self.part(model, self.embedding)
+        hidden, num_heads = config.hidden_size, config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        all_heads = sum(linear.out_features for linear in parts[0].qkv)
+        head_dim = all_heads // (num_heads + 2 * num_kv_heads)
+        whole = (num_heads * head_dim, num_kv_heads * head_dim)
+        if all_heads != whole[0] + 2 * whole[1] or rotated > head_dim:
+            yield "its heads have other widths than its configuration says"
+        kinds = set()
+        for layer in parts:
+            widths = tuple(
+                None if norm is None else norm.weight.numel() for norm in (layer.query_norm, layer.key_norm)
+            )
+            kinds.add("each" if set(widths) <= {None, head_dim} else "whole" if widths == whole else "other")
+        if len(kinds) > 1 or "other" in kinds:
+            yield "its norms of queries and keys are neither all of each head nor all of all heads at once"
+        final = NormParts.of(self.part(model, self.final_norm), self.norm_offset)
+        norms = [
+            final,
+            *(
+                norm
+                for layer in parts
+                for norm in layer.norms
+                if norm is not layer.query_norm and norm is not layer.key_norm
+            ),
+        ]
+        if any(
+            tensor.numel() != hidden
+            for norm in norms
+            for tensor in (norm.weight, norm.bias)
+            if tensor is not None
+        ):
+            yield "its norms have other widths than its states"
+        table = getattr(embedding, "linear", None)
+        inputs = [
+            self.part(model, self.head).in_features,
+            embedding.weight.shape[1] if table is None else table.in_features,
+            *(linear.in_features for layer in parts for linear in (*layer.qkv, *layer.gate_up)),
+            *(layer.output.out_features for layer in parts),
+            *(layer.down.out_features for layer in parts if layer.down is not None),
+        ]
+        if any(width != hidden for width in inputs):
+            yield "its linear layers or its embedding have other widths than its states"
+        if any(layer.output.in_features != whole[0] for layer in parts):
+            yield "its attention's output has another width than its heads"
+        if any(
+            sum(linear.out_features for linear in layer.gate_up) != (1 + layer.is_gated) * layer.intermediate
+            for layer in parts
+            if layer.gate_up
+        ):
+            yield "its MLP's linear layers do not fit together"
+        if any(layer.sinks is not None and layer.sinks.numel() != num_heads for layer in parts):
+            yield "its attention's sinks are not one a head"
+        of_experts = (layer.experts.misfits(hidden) for layer in parts if layer.experts is not None)
+        yield from (reason for reason in of_experts if reason is not None)
 
 
 FAMILIES = Registry(
@@ -171,10 +317,25 @@ FAMILIES = Registry(
     Family,
     "slipstream.families",
     {
-        "llama": f"{__name__}:Llama",
-        "mistral": f"{__name__}:Llama",
-        "qwen2": f"{__name__}:Llama",
-        "qwen3": f"{__name__}:Qwen3",
+        name: f"slipstream.models.cpu.known_families:{family}"
+        for name, family in {
+            "gemma": "Gemma",
+            "gemma2": "Gemma2",
+            "gemma3_text": "Gemma3",
+            "gpt_neox": "GptNeoX",
+            "gpt_oss": "GptOss",
+            "granite": "Granite",
+            "llama": "Llama",
+            "mistral": "Llama",
+            "mixtral": "Mixtral",
+            "olmo2": "Olmo2",
+            "phi3": "Phi3",
+            "qwen2": "Llama",
+            "qwen3": "Qwen3",
+            "qwen3_moe": "Qwen3Moe",
+            "smollm3": "SmolLM3",
+            "starcoder2": "Starcoder2",
+        }.items()
     },
 )
 """By the configuration's `model_type`. `FAMILIES.register(model_type, cls)` adds one for this process."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from slipstream.errors import ModelError
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
 
@@ -26,10 +28,6 @@ _FORMAT = "give a folder in Hugging Face format"
 def check_folder(path: str) -> None:
     """Raise `ModelError` where `path` is a file, or a folder without a model; a hub id passes."""
     folder = Path(path)
-    if path.lower().endswith(".gguf"):
-        raise ModelError(
-            f"{path!r} is a GGUF file, which Slipstream cannot read; {_FORMAT}, such as the one that it was made from"
-        )
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if folder.is_file() or (looks_local and not folder.is_dir()):
         raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
@@ -40,8 +38,11 @@ def check_folder(path: str) -> None:
             f"{path!r} is an adapter, not a model; give the model that it was made for{_base_model(folder)} and "
             "--lora with this folder"
         )
-    if any(folder.glob("*.gguf")):
-        raise ModelError(f"{path!r} holds GGUF files, which Slipstream cannot read; {_FORMAT}")
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        raise ModelError(
+            f"{path!r} has no config.json, but GGUF files; give one of them, as {str(files[0])!r}"
+        )
     raise ModelError(f"{path!r} has no config.json; {_FORMAT}")
 
 
@@ -52,6 +53,18 @@ def check_weight_files(path: str) -> None:
         raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
 
 
+def all_float32(path: str) -> bool:
+    """Whether no matrix in the `*.safetensors` of a folder is of another type; True where there is none to look at."""
+    for file in _weights(Path(path)):
+        if file.suffix != ".safetensors":
+            return False
+        with safe_open(file, "pt") as opened:
+            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 - not a mapping
+            if any(len(part.get_shape()) > 1 and part.get_dtype() != "F32" for part in slices):
+                return False
+    return True
+
+
 def check_tokenizer_files(path: str) -> None:
     """Raise `ModelError` for a folder without a tokenizer."""
     folder = Path(path)
@@ -60,6 +73,14 @@ def check_tokenizer_files(path: str) -> None:
             f"{path!r} has no tokenizer; pass --tokenizer with a folder or hub id that has the model's "
             "(tokenizer= in Python)"
         )
+
+
+def is_tokenizer_folder(path: str) -> bool:
+    """True for a folder with a tokenizer and no model."""
+    folder = Path(path)
+    return (
+        folder.is_dir() and not (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
+    )
 
 
 def chat_template_beside(path: str) -> str | None:

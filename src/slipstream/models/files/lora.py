@@ -1,10 +1,15 @@
-"""LoRA adapters: merged into the weights while a model is loaded, so that a pass costs no more with one."""
+"""LoRA adapters, put into a model while it is loaded.
+
+They are merged into plain weights, so that a pass costs no more with one. Weights that stay as a file holds them,
+quantised, keep theirs apart: what it adds is computed in float32 beside the product of integers.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,14 @@ from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.linear.low_rank import LowRankChange
 
 log = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+WIDENS = "--dtype float32 widens them"
+"""What to do about weights that cannot be kept as they are."""
 
 
 def has_adapter(folder: Path) -> bool:
@@ -25,12 +34,14 @@ def has_adapter(folder: Path) -> bool:
 
 
 def chosen_adapter(path: str, revision: str | None, wanted: str | None) -> str | None:
-    """The folder of the adapter to merge into the model of `path`: `wanted`, or one that lies beside the weights.
+    """The folder of the adapter for the model of `path`: `wanted`, or one that lies beside the weights.
 
     Raises `ModelError` or `ConfigError` for an adapter that cannot be merged, and where there are two.
     """
     if Path(path).is_dir():
         beside = path if has_adapter(Path(path)) else None
+    elif Path(path).is_file():  # a GGUF file
+        beside = None
     elif find_adapter_config_file(path, revision=revision):
         raise ModelError(
             f"{path!r} holds a LoRA adapter beside its weights, which is merged from a folder only: download it with "
@@ -67,13 +78,27 @@ def _check_adapter(folder: str) -> None:
         raise ConfigError('LoRA adapters need the package peft: pip install "slipstream-llm[lora]"') from None
 
 
-def merge_adapter(model: Any, folder: str) -> Any:
-    """The model with the adapter's changes in its weights; raises `ModelError` where it was not made for this model."""
+def apply_adapter(model: Any, folder: str, kept: Iterable[str] = ()) -> tuple[Any, dict[str, LowRankChange]]:
+    """The model with an adapter's changes in its weights, and those of quantised layers apart, by the layers' names.
+
+    `kept` names the layers of `model` whose weights are stand-ins for quantised ones. Raises `ModelError` where the
+    adapter was not made for this model, or changes such a layer in another way than by a product of low rank.
+    """
     from peft import PeftConfig, PeftModel
 
+    stand_ins = {id(model.get_submodule(name).weight) for name in kept}
+    config: Any = PeftConfig.from_pretrained(folder)
+    if stand_ins and config.init_lora_weights not in _NEED_NO_WEIGHTS:
+        raise _cannot_be_kept_apart(
+            f"it begins with {config.init_lora_weights}, which changes the model's weights"
+        )
+    if stand_ins and config.use_dora:
+        raise _cannot_be_kept_apart("it is of the kind DoRA, which scales the model's weights")
+    if stand_ins:
+        _check_whole_weights(model, folder, stand_ins)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # see `_untie`
-        adapted: Any = PeftModel(model, PeftConfig.from_pretrained(folder))
+        adapted: Any = PeftModel(model, config)
     loaded = adapted.load_adapter(folder, adapter_name="default")
     # PEFT initialises missing weights at random and ignores unknown ones.
     for what, names in (("lacks", loaded.missing_keys), ("has unknown", loaded.unexpected_keys)):
@@ -82,18 +107,67 @@ def merge_adapter(model: Any, folder: str) -> Any:
             raise ModelError(
                 f"the LoRA adapter {folder!r} does not fit the model: it {what} weights: {min(odd)}"
             )
-    _untie(model, adapted)
+    changes = _take_apart(adapted.base_model.model, stand_ins)
+    _untie(model, adapted, stand_ins)
     with torch.no_grad():
         merged = adapted.merge_and_unload(safe_merge=True)
     merged.requires_grad_(True)  # as Transformers had loaded it
-    log.info("merged the LoRA adapter %s into the weights", folder)
-    return merged
+    if changes:
+        log.info("the LoRA adapter %s is kept apart from %d quantised layers", folder, len(changes))
+    else:
+        log.info("merged the LoRA adapter %s into the weights", folder)
+    return merged, changes
 
 
-def _untie(model: Any, adapted: Any) -> None:
+_NEED_NO_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""PEFT's ways to begin an adapter that neither read nor change the weights that it is for."""
+
+
+def _check_whole_weights(model: Any, folder: str, stand_ins: set[int]) -> None:
+    """Raise `ModelError` where an adapter holds whole weights of layers whose own are stand-ins.
+
+    PEFT saves those of embedding and output layer with an adapter that changes them, unless it is told not to.
+    """
+    from peft.utils.save_and_load import load_peft_weights
+
+    modules = dict(model.named_modules())
+    for key in load_peft_weights(folder, device="cpu"):
+        name = key.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(".base_layer")
+        if id(getattr(modules.get(name), "weight", None)) in stand_ins:
+            raise _cannot_be_kept_apart(f"it holds whole weights for {name}, whose own are quantised")
+
+
+def _take_apart(adapted: Any, stand_ins: set[int]) -> dict[str, LowRankChange]:
+    """Take the adapter's layers off those whose weights are stand-ins, and return what they add, by names."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    changes: dict[str, LowRankChange] = {}
+    for name, layer in list(adapted.named_modules()):
+        is_wrapper = isinstance(layer, AuxiliaryTrainingWrapper)
+        if not is_wrapper and not isinstance(layer, LoraLayer):
+            continue
+        base: Any = layer.original_module if is_wrapper else layer.get_base_layer()
+        if id(getattr(base, "weight", None)) not in stand_ins:
+            continue
+        is_product = not is_wrapper and isinstance(base, nn.Linear)
+        if not is_product or layer.lora_variant or any(layer.lora_bias.values()):
+            raise _cannot_be_kept_apart(f"it changes {name} by more than a product of low rank")
+        up = layer.lora_B["default"].weight.detach().float() * layer.scaling["default"]
+        changes[name] = LowRankChange(layer.lora_A["default"].weight.detach().float(), up)
+        adapted.set_submodule(name, base)
+    return changes
+
+
+def _cannot_be_kept_apart(reason: str) -> ModelError:
+    return ModelError(f"the adapter cannot be kept apart from quantised weights: {reason}; {WIDENS}")
+
+
+def _untie(model: Any, adapted: Any, stand_ins: set[int]) -> None:
     """Give the output layer weights of its own where it shares those of the embedding and one of them is adapted.
 
-    Merged into shared weights, a change that was learned for one layer would change the other too.
+    Merged into shared weights, a change that was learned for one layer would change the other too. Nothing is merged
+    into `stand_ins`.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -102,6 +176,6 @@ def _untie(model: Any, adapted: Any) -> None:
     if not any(isinstance(layer, kind) for layer in layers):
         return
     first, last = (layer.get_base_layer() if isinstance(layer, kind) else layer for layer in layers)
-    if first.weight is last.weight:
+    if first.weight is last.weight and id(first.weight) not in stand_ins:
         last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import ModelError
+from slipstream.models.files.quantised_folder import READ, check_settings, is_kept
 
 log = logging.getLogger(__name__)
 
 _NAMES = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
     "auto-round": "AutoRound",
     "gguf": "GGUF",
     "hqq": "HQQ",
@@ -28,29 +27,55 @@ _NAMES = {
     "mxfp8": "MXFP8",
 }
 
-WIDENED = {"fp8": "block-wise FP8", "mxfp4": "MXFP4"}
-"""Formats that Transformers converts to 16-bit weights while it loads them."""
+WIDENED = {"fp8": "FP8", "mxfp4": "MXFP4"}
+"""Formats that Transformers converts to 16-bit weights while it loads them: FP8 where we do not read the model."""
 
 
-def settle_quantized(path: str, config: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """How a checkpoint says that its weights are quantised, for those that we read."""
+
+    method: str
+    settings: Mapping[str, Any]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether they stay as they are stored; others are converted while they are read."""
+        return is_kept(self.method, self.settings)
+
+
+def settle_quantized(
+    path: str, config: Any, by_transformers: bool = False, widens: bool = True
+) -> Quantised | None:
     """Decide how the quantised weights of a checkpoint are read.
 
-    Where they are widened, logs a warning and sets `config` so that they are widened on any device. Raises `ModelError`
-    where they cannot be read.
+    Those that we read are returned, and `config` no longer speaks of them. Where Transformers widens weights, logs a
+    warning and sets `config` so that they are widened on any device; `by_transformers` says that it has to read this
+    model. Raises `ModelError` where they cannot be read, and, unless `widens`, where they would take several times the
+    memory of the file (MXFP4), with the options that say that they may.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return
-    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    method = str(settings.get("quant_method", "")).removeprefix("QuantizationMethod.").lower()
+        return None
+    settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"{path!r} has a damaged quantization_config: it must be a JSON object")
+    method = " ".join(str(settings.get("quant_method", "")).split())
+    method = method.removeprefix("QuantizationMethod.").lower()
     if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"
-    if method in WIDENED and importlib.util.find_spec("accelerate") is None:
+    is_widened = method in WIDENED and (by_transformers or method not in READ)
+    if method == "mxfp4" and not widens:
+        raise ModelError(
+            f"{path!r} holds MXFP4 weights, which cannot be kept packed; --quantization int4 or int8 rounds them to 4 "
+            "or 8 bits on a CPU, --dtype bfloat16 widens them to 16"
+        )
+    if is_widened and importlib.util.find_spec("accelerate") is None:
         raise ModelError(
             f"{path!r} holds {WIDENED[method]} weights, which Transformers widens with the package accelerate: "
             "pip install accelerate, or use the checkpoint that it was made from"
         )
-    if method in WIDENED:
+    if is_widened:
         log.warning(
             "%r holds %s weights, which are widened: they take the memory of the dtype that runs, not the file's. "
             "--quantization int8 keeps 8 bits on a CPU",
@@ -61,7 +86,14 @@ def settle_quantized(path: str, config: Any) -> None:
             **settings,
             "dequantize": True,
         }  # on some GPUs Transformers would keep them
-        return
+        return None
+    if method in READ:
+        try:
+            check_settings(method, settings)
+        except ModelError as error:
+            raise ModelError(f"{path!r} holds {' '.join(str(error).split())}") from None
+        del config.quantization_config
+        return Quantised(method, settings)
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(settings)
     raise ModelError(
@@ -81,7 +113,7 @@ def _bits(settings: Mapping[str, Any]) -> str:
     elif settings.get("load_in_8bit"):
         bits = 8
     parts = [
-        *([f"{bits} bits"] if bits else []),
+        *([f"{bits} bits"] if isinstance(bits, int) and bits > 0 else []),
         *([f"groups of {group}"] if isinstance(group, int) and group > 0 else []),
     ]
     return f" ({', '.join(parts)})" if parts else ""

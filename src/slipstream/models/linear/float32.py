@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.native import Kernel
+from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 

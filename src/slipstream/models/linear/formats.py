@@ -22,7 +22,8 @@ from torch import nn
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
-from slipstream.models.cpu.native import Kernel, unavailable
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.native import unavailable
 from slipstream.models.linear.layers import NativeLinear, PackedLinear
 from slipstream.registry import Registry
 
@@ -48,6 +49,8 @@ class WeightFormat(ABC):
     stored_dtype: ClassVar[torch.dtype | None] = None
     """For a format that is one of PyTorch's types: a checkpoint's weights of this type are kept as they are stored, and
     others are rounded to it when they are loaded, before anything is compared with them. None for the others."""
+    head: ClassVar[str | None] = None
+    """The format of the output layer; None: this one too."""
     kernel: ClassVar[Kernel | None] = None
     """How the native CPU kernels hold such weights; None where they cannot."""
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
@@ -84,6 +87,10 @@ class WeightFormat(ABC):
             return NativeLinear(linear, self.kernel)
         return self.pack_torch(linear)
 
+    def of_head(self) -> WeightFormat:
+        """What holds the output layer, and with it an embedding that is tied to it."""
+        return self if self.head is None else weight_format(self.head)
+
     def forms(self, linear: nn.Linear) -> list[PackedLinear]:
         """The layer in every form that this machine has."""
         native = [True] if self.kernel is not None and unavailable() is None else []
@@ -104,6 +111,9 @@ WEIGHT_FORMATS = Registry[WeightFormat](
         "bfloat16": "slipstream.models.linear.sixteen_bits:Bfloat16",
         "float16": "slipstream.models.linear.sixteen_bits:Float16",
         "int8": "slipstream.models.linear.int8:Int8",
+        "int4": "slipstream.models.linear.int4:Int4",
+        "int4_g64": "slipstream.models.linear.int4:Int4Groups64",
+        "int4_g128": "slipstream.models.linear.int4:Int4Groups128",
     },
 )
 """`WEIGHT_FORMATS.register(name, cls)` adds one for this process."""

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from slipstream.models.cpu.native import Kernel, PackedWeight
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.linear.grouped import GroupedLinear
 
 
 class PackedLinear(nn.Module, ABC):
     """Takes the place of an `nn.Linear`. Its weight is no parameter: it can be neither moved nor saved."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | GroupedLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -36,9 +38,10 @@ class PackedLinear(nn.Module, ABC):
 class NativeLinear(PackedLinear):
     """A linear layer in the native CPU kernels. A row's bits do not depend on the other rows."""
 
-    def __init__(self, linear: nn.Linear, kernel: Kernel) -> None:
+    def __init__(self, linear: nn.Linear | GroupedLinear, kernel: Kernel) -> None:
         super().__init__(linear)
-        self._weight = PackedWeight([linear.weight], [linear.bias], kernel)
+        weight = linear if isinstance(linear, GroupedLinear) else linear.weight
+        self._weight = PackedWeight([weight], [linear.bias], kernel)
 
     @property
     def nbytes(self) -> int:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.models.cpu.native import release, trim_heap
+from slipstream.models.cpu.kernel import common_kernel
+from slipstream.models.cpu.pages import release, trim_heap
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.linear.layers import PackedLinear
+from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.linear.layers import NativeLinear, PackedLinear
 
 
 def pack_linears(
@@ -37,6 +39,7 @@ def pack_linears(
         and (child.weight.dtype == torch.float32 or (widens and child.weight.is_floating_point()))
         and child.weight.device.type in fmt.devices
     ]
+    num_grouped = _pack_grouped(module) if native else 0
     if not native or fmt.kernel is None:
         reason = fmt.torch_unavailable()
         if reason is not None and fmt.logit_error is None:
@@ -44,13 +47,27 @@ def pack_linears(
         if reason is not None:
             cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"
             raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
-    users = _users(module)
+    users, head = _users(module), _output_layer(module)
     for parent, name, child in plain:
-        setattr(parent, name, fmt.pack(_readable(child, fmt, native), native))
+        own = fmt.of_head() if child is head else fmt
+        setattr(parent, name, own.pack(_readable(child, own, native), native))
         if give_back and users[child.weight.data_ptr()] == 1:
             release(child.weight)
             trim_heap()
-    return len(plain)
+    return len(plain) + num_grouped
+
+
+def _pack_grouped(module: nn.Module) -> int:
+    """Pack the layers that were saved in groups, as they are, whatever the format of the others; returns how many."""
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, GroupedLinear)
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, NativeLinear(child, common_kernel([child])))
+    return len(found)
 
 
 def _readable(linear: nn.Linear, fmt: WeightFormat, native: bool) -> nn.Linear:
@@ -61,6 +78,13 @@ def _readable(linear: nn.Linear, fmt: WeightFormat, native: bool) -> nn.Linear:
     wide.weight = nn.Parameter(linear.weight.detach().float(), requires_grad=False)
     wide.bias = linear.bias
     return wide
+
+
+def _output_layer(module: nn.Module) -> nn.Module | None:
+    """The output layer of a whole model; None for what has none of its own."""
+    find = getattr(module, "get_output_embeddings", None)
+    found: nn.Module | None = None if find is None else find()
+    return found
 
 
 def _users(module: nn.Module) -> Counter[int]:

@@ -11,18 +11,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.native import Kernel
+from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 
-_WIDENED_BYTES = 2**24
+WIDENED_BYTES = 2**24
 """Of a large weight so many bytes are widened at a time."""
 
 
 def widened_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., in] times [out, in] of any floating-point type -> float32 [..., out], a part of the weight at a time."""
     rows = rows.float()
-    length = max(_WIDENED_BYTES // (4 * weight.shape[1]), 1)
+    length = max(WIDENED_BYTES // (4 * weight.shape[1]), 1)
     parts = [weight[begin : begin + length] for begin in range(0, len(weight), length)]
     product = torch.cat([nn.functional.linear(rows, part.float()) for part in parts], dim=-1)
     return product if bias is None else product + bias.float()

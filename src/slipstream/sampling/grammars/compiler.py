@@ -77,6 +77,7 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._tried_vocabulary: TrialVocabulary | None = None
         self._compiled: _Results[_Compiled] = _Results()
+        self._tried: _Results[int] = _Results()
         self._checked: _Results[bool] = _Results()
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -98,15 +99,27 @@ class GrammarCompiler:
         """
         return self.submit(structured, stop_token_ids).result()
 
-    def submit(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Future[Grammar]:
-        """`compile` as a future; cancelling it before it has begun saves the work."""
+    def submit(
+        self, structured: StructuredOutput, stop_token_ids: Iterable[int], tried_bytes: int | None = None
+    ) -> Future[Grammar]:
+        """`compile` as a future; cancelling it before it has begun saves the work.
+
+        `tried_bytes` is what `try_` has found, perhaps in another process; then it is not tried here.
+        """
         stop = frozenset(stop_token_ids)
         return self._run(
             self._compiled,
             structured,
-            self._compile,
+            lambda structured: self._compile(structured, tried_bytes),
             lambda compiled: self._grammar(structured, compiled, stop),
         )
+
+    def try_(self, structured: StructuredOutput) -> Future[int]:
+        """Compile on trial alone: the bytes that the grammar takes, -1 where nothing could be tried.
+
+        The future raises `RequestError` as that of `submit` does.
+        """
+        return self._run(self._tried, structured, self._try, int)
 
     def check(self, structured: StructuredOutput) -> Future[bool]:
         """A future of True; it raises `RequestError` where llguidance does not support a constraint with any model."""
@@ -182,25 +195,31 @@ class GrammarCompiler:
             compiled.footprint,
         )
 
-    def _compile(self, structured: StructuredOutput) -> _Compiled:
+    def _try(self, structured: StructuredOutput) -> int:
+        WORKER_OF_THIS_PROCESS.start()
+        _, tried = self.read_tokenizer()
+        source = _checked_source(structured)
+        trial = _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.try_(tried, source))
+        if trial is None:
+            return -1
+        num_bytes: int = trial["num_bytes"]
+        _check_form(structured, num_bytes)
+        return num_bytes
+
+    def _compile(self, structured: StructuredOutput, tried_bytes: int | None) -> _Compiled:
         from llguidance import LLMatcher
 
-        WORKER_OF_THIS_PROCESS.start()
-        vocabulary, tried = self.read_tokenizer()
-        try:
-            source = _source(structured)
-        except ValueError as error:
-            raise RequestError(_refusal(structured, str(error))) from None
-        trial = _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.try_(tried, source))
-        if trial is not None:
-            _check_form(structured, trial["num_bytes"])
+        if tried_bytes is None:
+            tried_bytes = self._try(structured)
+        vocabulary, _ = self.read_tokenizer()
+        source = _checked_source(structured)
         before = heap_bytes()
         try:
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=parser_limits())
             first = int.from_bytes(matcher.compute_bitmask(), "little")  # reports what is too complex
         except ValueError as error:
             raise RequestError(_refusal(structured, str(error))) from None
-        num_bytes: int = heap_bytes() - before if trial is None else trial["num_bytes"]
+        num_bytes = heap_bytes() - before if tried_bytes < 0 else tried_bytes
         _check_form(structured, num_bytes)
         if matcher.is_error():
             if not is_dead_end(matcher):
@@ -358,6 +377,14 @@ def _source(structured: StructuredOutput) -> str:
     if structured.compact:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _checked_source(structured: StructuredOutput) -> str:
+    """`_source`; raises `RequestError` where llguidance cannot read the constraint."""
+    try:
+        return _source(structured)
+    except ValueError as error:
+        raise RequestError(_refusal(structured, str(error))) from None
 
 
 def _refusal(structured: StructuredOutput, message: str) -> str:

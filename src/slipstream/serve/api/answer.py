@@ -12,7 +12,7 @@ from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.job import Job
-from slipstream.serve.metrics.figures import request_metrics, usage
+from slipstream.serve.metrics.figures import lossy_usage, prediction_usage, request_metrics, usage
 from slipstream.serve.service import Service
 
 
@@ -65,7 +65,26 @@ class ApiAnswer(ABC):
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`, of the prompts and the tokens of all updates so far."""
         cached = sum(output.outputs[0].metrics.num_cached_tokens for output in self.outputs)
-        return usage(sum(map(len, self.job.prompts)), cached, self.num_output_tokens)
+        counted = usage(sum(map(len, self.job.prompts)), cached, self.num_output_tokens)
+        if self.job.options.prediction is not None:
+            counted["completion_tokens_details"] = prediction_usage(self.outputs)
+        if self.is_lossy:
+            details = counted.setdefault("completion_tokens_details", {})
+            details |= lossy_usage(self.outputs)
+            counted["lossy"] = True
+        return counted
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the request asked for step-level speculation: its text may not be the target's own."""
+        return self.job.options.reasoning is not None
+
+    def _lossy(self) -> dict[str, Any]:
+        """What a response says at its end of a request that may be lossy: the steps of each choice, in their order."""
+        if not self.is_lossy:
+            return {}
+        answers = [answer for output in self.outputs for answer in output.outputs]
+        return {"lossy": True, "reasoning_steps": [answer.metrics.reasoning_log for answer in answers]}
 
     def _metrics(self) -> dict[str, Any]:
         if not self._shows_metrics:
@@ -82,12 +101,12 @@ class Choices(ApiAnswer):
     def chunks(self, prompt: int, update: Update) -> list[dict[str, Any]]:
         chunks = [self._chunk([choice]) for choice in self.deltas(prompt, update)]
         if chunks and self.is_complete and not self.job.include_usage:
-            chunks[-1] |= self._metrics()
+            chunks[-1] |= self._metrics() | self._lossy()
         return chunks
 
     def closing_chunk(self) -> dict[str, Any] | None:
         """The last chunk of a stream that was asked for its usage."""
-        return self._chunk([]) | {"usage": self.usage()} | self._metrics() if self.job.include_usage else None
+        return self._chunk([]) | self._end() if self.job.include_usage else None
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -95,7 +114,11 @@ class Choices(ApiAnswer):
             for prompt, output in enumerate(self.outputs)
             for answer in output.outputs
         ]
-        return self._header(self.whole_object) | {"choices": choices, "usage": self.usage()} | self._metrics()
+        return self._header(self.whole_object) | {"choices": choices} | self._end()
+
+    def _end(self) -> dict[str, Any]:
+        """What a response has at its end beside the choices."""
+        return {"usage": self.usage()} | self._metrics() | self._lossy()
 
     def number(self, prompt: int, index: int) -> int:
         """The index of a choice among those of all prompts."""

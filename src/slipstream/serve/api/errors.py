@@ -14,7 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from slipstream.errors import EngineStoppedError, RequestError
+from slipstream.errors import (
+    EngineBusyError,
+    EngineStoppedError,
+    PredictionError,
+    ReasoningError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +99,10 @@ def as_api_error(error: Exception) -> ApiError:
     client."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PredictionError):
+        return ApiError(400, str(error), param="prediction", code="invalid_value")
+    if isinstance(error, ReasoningError):
+        return ApiError(400, str(error), param="speculation.reasoning", code="invalid_value")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, RequestValidationError):  # of a body that FastAPI parses: an added endpoint's
@@ -100,7 +110,7 @@ def as_api_error(error: Exception) -> ApiError:
         place = ".".join(map(str, first["loc"][1:]))
         message = f"{place}: {first['msg']}" if place else str(first["msg"])
         return ApiError(400, message, param=place or None, code="invalid_value")
-    if isinstance(error, EngineStoppedError):
+    if isinstance(error, (EngineStoppedError, EngineBusyError)):
         return unavailable(str(error))
     logger.error("a request failed", exc_info=error)
     return ApiError(
@@ -152,6 +162,7 @@ def install(app: FastAPI) -> None:
         ApiError,
         RequestError,
         EngineStoppedError,
+        EngineBusyError,
         HTTPException,
         RequestValidationError,
         Exception,

@@ -68,7 +68,6 @@ _FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (_REASONING, ()),
     "enable_thinking": (_REASONING, ()),
     "verbosity": ("say in the prompt how long an answer should be", ("medium",)),
-    "prediction": ("speculation finds by itself what repeats the prompt; leave it out", ()),
     "audio": ("this server reads and writes text only", ()),
     "web_search_options": ("this server does not search", ()),
     "use_beam_search": (_BEAMS, (False,)),

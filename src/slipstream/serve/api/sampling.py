@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.core import RequestOptions
 from slipstream.errors import RequestError
+from slipstream.reasoning.options import parse_step_options
 from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import MAX_SEED, SamplingParams
 from slipstream.serve.api.constraints import Constraint
@@ -116,12 +117,21 @@ def request_options(body: GenerationBody, tenant: str, methods: Seq[str]) -> Req
     """What the body sets for the request beside its sampling parameters.
 
     `methods` are the drafters that the engine has. Raises `ApiError` 400 where another is asked for, or where the bound
-    on draft tokens is negative.
+    on draft tokens is negative, `PredictionError` for an empty prediction, and `ReasoningError` for settings of
+    step-level speculation that cannot be.
     """
-    options = RequestOptions(tenant=tenant, task=body.task or "")
+    expected = None if body.prediction is None else body.prediction.model_dump()
+    options = RequestOptions(
+        tenant=tenant,
+        task=body.task or "",
+        prediction=expected,  # type: ignore[arg-type]
+        learn=body.learn is not False,
+    )
     speculation = body.speculation
     if speculation is None:
         return options
+    if speculation.reasoning not in (None, False):
+        options = replace(options, reasoning=parse_step_options(speculation.reasoning))
     if speculation.max_tokens is not None and speculation.max_tokens < 0:
         message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
         raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")

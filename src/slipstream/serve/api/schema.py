@@ -83,12 +83,15 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Speculation of this request; it does not change the text."""
+    """Speculation of this request; it does not change the text, except `reasoning`."""
 
     enabled: bool | None = None
     max_tokens: int | None = None
     """The most draft tokens a step."""
     method: str | None = None
+    reasoning: dict[str, Any] | bool | None = None
+    """Step-level speculation, which may change the text: an object of its settings, or true for the defaults. Only on a
+    server that allows it (`--allow-lossy`)."""
 
 
 class JsonSchemaFormat(Body):
@@ -150,6 +153,20 @@ class NamedTool(Body):
     function: ToolName
 
 
+class ExpectedPart(Body):
+    """A part of what is expected."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ExpectedContent(Body):
+    """OpenAI's `prediction`: the answer that is expected."""
+
+    type: Literal["content"]
+    content: str | List[ExpectedPart]
+
+
 class GenerationBody(Body):
     """What `/v1/completions` and `/v1/chat/completions` have in common."""
 
@@ -188,6 +205,10 @@ class GenerationBody(Body):
     task: Annotated[str, Field(max_length=128)] | None = None
     """A name for the kind of request; drafters and metrics go by it."""
     speculation: Speculation | None = None
+    learn: bool | None = None
+    """false: nothing of this request is kept for a drafter that learns from what is served."""
+    prediction: ExpectedContent | None = None
+    """The answer that is expected; it is drafted beside whatever drafter runs."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -308,6 +329,8 @@ class DetokenizeBody(Body):
 B = TypeVar("B", bound=Body)
 
 _SHAPES = {
+    "prediction": 'prediction must be {"type": "content", "content": ...} with a string or a list of parts '
+    '{"type": "text", "text": ...}',
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "stop must be a string, or a list of at most 64 strings",
     "tool_choice": "tool_choice must be 'none', 'auto', 'required' or "

@@ -16,6 +16,8 @@ from slipstream.serve.api.errors import LOG_FIELDS, ApiError, as_api_error
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
+LOSSY_HEADER = "X-Slipstream-Lossy"
+"""Of a request that asked for what may change its text: by which means."""
 IGNORED_HEADER = "X-Slipstream-Ignored"
 """Names in the body that had no effect, with commas between them."""
 IGNORED_FIELD = "ignored_parameters"
@@ -83,6 +85,8 @@ class Reply(Response):
             extra: dict[str, str] = {}
             if self._service.reproduces(job.params, job.options):
                 extra[SEED_HEADER] = ", ".join(map(str, dict.fromkeys(job.seeds)))
+            if answer.is_lossy:
+                extra[LOSSY_HEADER] = "step-reasoning"
             if ignored := scope[LOG_FIELDS].get(IGNORED_FIELD):
                 extra[IGNORED_HEADER] = ", ".join(ignored)
             if answer.job.stream:
@@ -140,6 +144,8 @@ def _note(answer: ApiAnswer) -> None:
         ],
         task=job.options.task,
     )
+    if answer.is_lossy:
+        job.log_fields["lossy"] = True
 
 
 async def _client_leaves(receive: Receive) -> None:

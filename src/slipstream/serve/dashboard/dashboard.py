@@ -40,7 +40,7 @@ class EngineSource:
         service = self._service
         with suppress(EngineStoppedError, TimeoutError):  # then the data of the last read are shown
             async with asyncio.timeout(READ_TIMEOUT_S):
-                await service.observer.read(service.engine)
+                await service.observer.read()
         return self._data(account)
 
     def acknowledge(self, kind: str, task: str | None, drafter: str | None, account: str) -> bool:
@@ -68,12 +68,13 @@ class EngineSource:
             age_s=observer.age_s,
             is_ready=service.is_ready,
             has_stopped=service.engine.has_stopped,
-            max_num_seqs=service.engine.engine.config.max_num_seqs,
+            max_num_seqs=service.facts.max_num_seqs,
             max_waiting=service.config.max_waiting,
             num_under_way=service.admission.num_answers,
             latency=observer.latency.as_json(),
             tasks=tasks,
             speculation=speculation_json(report) if report is not None else None,
+            learning=service.learning.as_json() if service.learning is not None else None,
             methods=[asdict(method) for method in report.methods] if report else [],
             alarms=[shown(alarm) for alarm in observer.alarms.raised if is_shown(alarm)],
             cleared=[

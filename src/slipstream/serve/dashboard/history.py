@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slipstream.core import Sequence, StepItem
+from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 
@@ -89,12 +89,10 @@ class Snapshot:
 
 
 class History:
-    """Counts in the engine's thread; `snapshot` must be called there too."""
+    """Counts where the engine's steps are reported; `snapshot` must be called there too."""
 
-    def __init__(
-        self, task_label: Callable[[Sequence], str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`task_label` returns the label under which a sequence is counted, from a bounded set."""
+    def __init__(self, task_label: Callable[[str], str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`task_label` returns the label under which a row's `group` is counted, from a bounded set."""
         self._task_label = task_label
         self._clock = clock
         self._buckets: deque[_Bucket] = deque(maxlen=NUM_BUCKETS)
@@ -110,37 +108,37 @@ class History:
         bucket.verify_s += step.verify_s
         bucket.other_s += max(step.other_s, 0.0)
 
-    def on_observe(self, items: Seq[StepItem]) -> None:
+    def on_rows(self, rows: Seq[DecodedRow]) -> None:
         """Count a step's draft, accepted and emitted tokens."""
-        if not items:
+        if not rows:
             return
         bucket = self._bucket()
         depths = 0
-        for item in items:
-            bucket.num_tokens += item.num_emitted
-            label = self._task_label(item.sequence)
+        for row in rows:
+            bucket.num_tokens += row.num_emitted
+            label = self._task_label(row.group)
             task = bucket.tasks.get(label)
             if task is None:
                 task = bucket.tasks[label] = [0] * 5
             task[0] += 1
-            task[1] += item.num_emitted
-            if len(item.proposal):
-                depths += item.proposal.depth
-                task[2] += len(item.proposal)
-                task[3] += item.num_accepted
-                task[4] += item.reached
-                counts = self.positions.get(item.method)
+            task[1] += row.num_emitted
+            if row.num_drafted:
+                depths += row.draft_depth
+                task[2] += row.num_drafted
+                task[3] += row.num_accepted
+                task[4] += row.num_reached
+                counts = self.positions.get(row.method)
                 if counts is None:
-                    counts = self.positions[item.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
-                for position in range(min(item.reached, MAX_POSITIONS)):
+                    counts = self.positions[row.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
+                for position in range(min(row.num_reached, MAX_POSITIONS)):
                     bucket.reached[position] += 1
                     counts[0][position] += 1
-                for position in range(min(item.num_accepted, MAX_POSITIONS)):
+                for position in range(min(row.num_accepted, MAX_POSITIONS)):
                     bucket.accepted[position] += 1
                     counts[1][position] += 1
-        batch = bucket.batches.setdefault(len(items), [0, 0, 0])
+        batch = bucket.batches.setdefault(len(rows), [0, 0, 0])
         batch[0] += 1
-        batch[1] += len(items)
+        batch[1] += len(rows)
         batch[2] += depths
 
     def sample(self, stats: EngineStats) -> None:

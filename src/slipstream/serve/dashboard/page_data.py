@@ -55,6 +55,8 @@ class PageData:
 
     tasks: Seq[Json]
     speculation: Json | None = None
+    learning: Json | None = None
+    """Of a drafter that learns: acceptance by version, what became of candidates, what learning costs."""
     methods: Seq[Json] = ()
     alarms: Seq[Json] = ()
     cleared: Seq[Json] = ()

@@ -66,6 +66,8 @@ def _as_json(
         "total_s": metrics.total_s,
         "time_to_first_token_s": metrics.time_to_first_token_s,
         "tokens_per_s": metrics.tokens_per_s,
+        "lossy": metrics.lossy,
+        "num_lossy_tokens": metrics.num_lossy_tokens,
         "finish_reason": answer.finish_reason,
         "from_draft": "".join("01"[flag] for flag in flags),
         "pieces": pieces,

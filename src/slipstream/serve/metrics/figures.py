@@ -19,6 +19,25 @@ def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
     }
 
 
+def prediction_usage(outputs: Seq[RequestOutput]) -> dict[str, int]:
+    """OpenAI's `completion_tokens_details` of a request with a prediction: how much of it the finished answers have."""
+    metrics = [answer.metrics for output in outputs for answer in output.outputs]
+    return {
+        "accepted_prediction_tokens": sum(each.num_accepted_prediction_tokens for each in metrics),
+        "rejected_prediction_tokens": sum(each.num_rejected_prediction_tokens for each in metrics),
+    }
+
+
+def lossy_usage(outputs: Seq[RequestOutput]) -> dict[str, int]:
+    """What a draft wrote of the finished answers of a request with step-level speculation."""
+    metrics = [answer.metrics for output in outputs for answer in output.outputs]
+    return {
+        "drafted_steps": sum(each.num_drafted_steps for each in metrics),
+        "kept_steps": sum(each.num_kept_steps for each in metrics),
+        "lossy_tokens": sum(each.num_lossy_tokens for each in metrics),
+    }
+
+
 def request_metrics(outputs: Seq[RequestOutput], num_speculative_tokens: int | None) -> dict[str, Any]:
     """A request's own metrics: `speculative_decoding` as in vLLM, which counts only steps that drafted, and times.
 
@@ -29,9 +48,11 @@ def request_metrics(outputs: Seq[RequestOutput], num_speculative_tokens: int | N
     return {
         "speculative_decoding": _speculative_decoding(merged, num_speculative_tokens),
         "num_target_passes": merged.num_steps,
+        "draft_version": merged.draft_version,
         "num_preemptions": merged.num_preemptions,
         "seeds": [answer.seed for output in outputs for answer in output.outputs],
         "reproducible": merged.reproducible,
+        "lossy": merged.lossy,
         "queue_s": merged.queue_s,
         "draft_s": merged.draft_s,
         "verify_s": merged.verify_s,

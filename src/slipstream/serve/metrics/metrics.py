@@ -18,9 +18,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from slipstream.core import FinishReason, StepItem
-from slipstream.engine.engine import Engine
+from slipstream.core import FinishReason
 from slipstream.engine.outputs import Update
+from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import add_to_first
 from slipstream.metrics.step import StepReport
@@ -28,8 +28,10 @@ from slipstream.monitor.alarms import AlarmKind
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.dashboard.latency import LATENCIES, BucketCounts
+from slipstream.serve.facts import EngineFacts
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 from slipstream.serve.metrics.vllm_metrics import AS_VLLM, ONCE_AT_VLLM, PREFIX, VLLM_PREFIX
+from slipstream.serve.metrics.worker_metrics import WorkerMetrics
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -87,6 +89,14 @@ class Metrics:
         self._task_accepted = counter("task_accepted_tokens", "Accepted draft tokens, by task.", *by_task)
         self._task_output = counter("task_generation_tokens", "Output tokens, by task.", *by_task)
 
+        self._lossy = counter("lossy_requests", "Finished requests that asked for step-level speculation.")
+        self._drafted_steps = counter(
+            "reasoning_drafted_steps", "Steps of thinking for which a draft wrote something."
+        )
+        self._kept_steps = counter("reasoning_kept_steps", "Drafted steps that the judge kept.")
+        self._lossy_tokens = counter(
+            "lossy_tokens", "Draft tokens in kept steps: output that is not the target's own."
+        )
         self._draft_s = counter("draft_seconds", "Time spent drafting.")
         self._verify_s = counter(
             "verify_seconds", "Time spent in target passes and verification, prompts included."
@@ -109,6 +119,8 @@ class Metrics:
         for status in _STATUSES:
             self._responses.labels(status)
 
+        self._restarts = counter("engine_restarts", "How often the engine's process was started again.")
+        self._num_restarts = 0
         self._connections = gauge("connections", "Open connections.")
         self._closed = counter(
             "closed_connections",
@@ -150,6 +162,7 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all of it."
         )
 
+        self._draft_workers = WorkerMetrics(registry)
         self.alarms = AlarmMetrics(registry, task_label)
         self.alarms.expect(AlarmKind.TOKEN_MISMATCH, None, None)
 
@@ -157,21 +170,20 @@ class Metrics:
         """Add the metrics of `collector`; their names have no prefix."""
         self._registry.register(collector)
 
-    def describe_cache(self, engine: Engine) -> None:
+    def describe_cache(self, facts: EngineFacts) -> None:
         """Show the size and settings of the cache in the labels of a gauge that is always 1, as vLLM does."""
-        plan = engine.memory_plan
         labels = {
             "block_size": "1",  # a slot holds one token
-            "num_gpu_blocks": str(plan.num_slots),
-            "kv_cache_size_tokens": str(plan.num_slots),
-            "kv_cache_memory_bytes": str(plan.kv_bytes),
-            "cache_dtype": str(engine.model.cache_dtype).removeprefix("torch."),
-            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+            "num_gpu_blocks": str(facts.num_slots),
+            "kv_cache_size_tokens": str(facts.num_slots),
+            "kv_cache_memory_bytes": str(facts.kv_bytes),
+            "cache_dtype": facts.cache_dtype,
+            "enable_prefix_caching": str(facts.prefix_caching),
         }
         about = "Size and settings of the cache, in the labels; always 1."
         Gauge(PREFIX + "cache_config_info", about, labels, registry=self._registry).labels(**labels).set(1)
 
-    # --- in the engine's thread ---------------------------------------------------------------------------------
+    # --- of the engine's steps ---------------------------------------------------------------------------------
 
     def on_step(self, step: StepReport) -> None:
         """Count a step's time."""
@@ -181,28 +193,25 @@ class Metrics:
         self._other_s.inc(max(step.other_s, 0.0))
         self._rows.observe(step.num_rows)
 
-    def on_observe(self, items: Seq[StepItem]) -> None:
+    def on_rows(self, rows: Seq[DecodedRow]) -> None:
         """Count a step's draft, accepted and emitted tokens, added up first: every counter takes a lock."""
         prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []
         tasks: dict[tuple[str, str], list[int]] = {}
-        for item in items:
-            sequence = item.sequence
-            emitted += item.num_emitted
-            if sequence.num_output_tokens == item.num_emitted and sequence.index == 0:
-                prompt_tokens += sequence.num_prompt_tokens
-                hits += sequence.metrics.num_cached_tokens
-            num_drafted = len(item.proposal)
-            if num_drafted:
+        for row in rows:
+            emitted += row.num_emitted
+            prompt_tokens += row.num_prompt_tokens
+            hits += row.num_cached_tokens
+            if row.num_drafted:
                 num_drafts += 1
-                drafted += num_drafted
-                accepted += item.num_accepted
-                self._length.observe(item.num_accepted)
-                add_to_first(drafted_at, item.proposal.depth)
-                add_to_first(accepted_at, item.num_accepted)
-            counted = tasks.setdefault((self.task_label(sequence.task), item.method), [0, 0, 0, 0])
-            for i, number in enumerate((1, num_drafted, item.num_accepted, item.num_emitted)):
+                drafted += row.num_drafted
+                accepted += row.num_accepted
+                self._length.observe(row.num_accepted)
+                add_to_first(drafted_at, row.draft_depth)
+                add_to_first(accepted_at, row.num_accepted)
+            counted = tasks.setdefault((self.task_label(row.task), row.method), [0, 0, 0, 0])
+            for i, number in enumerate((1, row.num_drafted, row.num_accepted, row.num_emitted)):
                 counted[i] += number
         self._output_tokens.inc(emitted)
         if prompt_tokens:
@@ -255,6 +264,11 @@ class Metrics:
             return
         metrics = update.output.metrics
         self._ttft.observe(metrics.time_to_first_token_s)
+        if metrics.lossy:
+            self._lossy.inc()
+            self._drafted_steps.inc(metrics.num_drafted_steps)
+            self._kept_steps.inc(metrics.num_kept_steps)
+            self._lossy_tokens.inc(metrics.num_lossy_tokens)
         self._e2e.observe(metrics.total_s)
         queue_s = min(
             answer.metrics.queue_s for answer in update.output.outputs
@@ -272,9 +286,9 @@ class Metrics:
         for length in lengths:
             self._answer_length.observe(length)
         for answer in update.output.outputs:
-            if answer.metrics.num_output_tokens > 1:
+            if answer.metrics.num_new_tokens > 1:
                 rest_s = answer.metrics.total_s - answer.metrics.time_to_first_token_s
-                self._tpot.observe(rest_s / (answer.metrics.num_output_tokens - 1))
+                self._tpot.observe(rest_s / (answer.metrics.num_new_tokens - 1))
 
     def on_abort(self, num_answers: int) -> None:
         """Count aborted answers."""
@@ -283,6 +297,11 @@ class Metrics:
     def on_response(self, status: int) -> None:
         """Count a response of the API."""
         self._responses.labels(status).inc()
+
+    def set_restarts(self, num: int) -> None:
+        """Set how often the engine's process was started again, which only grows."""
+        self._restarts.inc(num - self._num_restarts)
+        self._num_restarts = num
 
     def set_connections(self, num: int) -> None:
         """Set the number of open connections."""
@@ -308,10 +327,11 @@ class Metrics:
         }
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Set the gauges of the queue and the cache."""
+        """Set the gauges of the queue and the cache, and what is known of draft workers."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.cache_usage)
+        self._draft_workers.on_stats(stats.draft_workers)
 
     def exposition(self) -> bytes:
         """Prometheus text."""

@@ -8,17 +8,22 @@
 //
 // Rows that look at the same run are a tile: they go through a partition together, with all heads that share a key head,
 // and each entry is read from memory once. Scores are sums over `wide` lanes; values are added entry by entry.
+//
+// Where there are few tiles, threads share one tile's partitions, and what each partition gives is kept until it is
+// merged. A long text is taken in waves of partitions, merged behind each wave, so that what is kept stays bounded.
 #pragma once
 
 #include <type_traits>
 #include <vector>
 
+#include "activations.h"
 #include "entries.h"
 
 constexpr int PARTITION = 256;  // a multiple of BLOCK
 constexpr int BLOCK = 64;       // entries that stay in the nearest cache while all queries of a tile go through them
 constexpr int TILE = 64;        // queries, rows times heads, that go through entries together
 constexpr int MANY = 16;        // queries for which entries are widened once, into a buffer
+constexpr size_t KEPT = size_t(4) << 20;  // bytes of partitions' results that are kept, for each thread
 
 // The numbers of queries that one loop serves, and the wides of values that it adds up: what the registers hold.
 constexpr int QUERIES = LANES == 16 ? 4 : 2;
@@ -135,38 +140,72 @@ inline void merge(Partial& total, float* sums, const Partial& next, const float*
     store(sums + d, fused(load_wide(next_sums + d), added, load_wide(sums + d) * kept));
 }
 
-inline void finish(const Partial& total, const float* sums, int dim, float* out) {
+// `sink`: one more score that takes part and carries no value, or null.
+inline void finish(const Partial& total, const float* sums, int dim, const float* sink, float* out) {
   float inverse = 1.0f / total.weight;
+  if (sink) {
+    const float largest = std::max(total.largest, *sink), shrunk = exp_of_negative(total.largest - largest);
+    inverse = shrunk / std::fma(total.weight, shrunk, exp_of_negative(*sink - largest));
+  }
   for (int d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
 }
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
 
-// Rows first .. end - 1 see entries from the same slot on. Their partitions are cut into `parts` pieces.
+// Rows first .. end - 1 see entries from the same slot on. A wave's partitions are cut into `parts` pieces.
 struct Tile {
   int first, end, parts, num_partitions;
   size_t partials;  // where those of its queries begin, if there is more than one part
 };
 
+// Room for `size` numbers; what was there is lost. Growing in place would hold both, and room for twice as many.
+template <typename T>
+inline void make_room(std::vector<T>& numbers, size_t size) {
+  if (numbers.size() >= size) return;
+  std::vector<T>().swap(numbers);
+  numbers.resize(size);
+}
+
+template <typename T>
+inline size_t bytes_of(const std::vector<T>& numbers) { return numbers.capacity() * sizeof(T); }
+
 // One thread's room.
 struct Desk {
   std::vector<Visible> visible;  // of the tile's rows
-  std::vector<float> queries, scores, sums, totals, widened;
+  std::vector<float> queries, scores, sums, totals, widened, single;
   std::vector<Partial> partials;
+
+  // For `count` queries of up to `num_rows` rows. Threads get no memory of their own: what fails, fails before they start.
+  void reserve(int num_rows, int count, int width) {
+    visible.reserve(num_rows);
+    for (auto* rows : {&queries, &sums, &totals}) make_room(*rows, size_t(count) * width);
+    make_room(scores, size_t(count) * PARTITION);
+    make_room(widened, size_t(PARTITION) * width);
+    make_room(single, width);
+    make_room(partials, size_t(2) * count);
+  }
+
+  size_t num_bytes() const {
+    return bytes_of(visible) + bytes_of(queries) + bytes_of(scores) + bytes_of(sums) + bytes_of(totals) + bytes_of(widened) +
+           bytes_of(single) + bytes_of(partials);
+  }
 };
 
 // The tiles of a pass, and what its threads need: made once a pass, used in every layer.
 struct AttentionPlan {
   std::vector<Tile> tiles;
-  std::vector<int> part_begin;        // [tiles + 1]
-  std::vector<Partial> partials;      // of split tiles: [rows, heads, partitions]
-  std::vector<float> partial_sums;    // the same, each padded(dim) wide
-  std::vector<Desk> desks;            // one a thread
+  std::vector<int> part_begin;      // [tiles + 1]
+  int wave = 1, num_waves = 1;      // partitions of a wave
+  std::vector<Partial> partials;    // of split tiles: [rows, heads, 1 + wave]; the first holds what is merged so far
+  std::vector<float> partial_sums;  // the same, each padded(dim) wide
+  std::vector<Desk> desks;          // one a thread
   bool split = false;
 
   void make(const Sight& sight, int num_rows, int num_heads, int num_kv_heads, int dim, int threads) {
     const int group = num_heads / num_kv_heads, most_rows = std::max(1, TILE / group);
     tiles.clear();
+    tiles.reserve(num_rows);
+    part_begin.reserve(num_rows + 1);
     for (int row = 0, first = 0; row < num_rows; ++row) {
       bool last = row + 1 == num_rows || sight.run_begin[row + 1] != sight.run_begin[row] || row + 1 - first == most_rows;
       if (!last) continue;
@@ -175,31 +214,56 @@ struct AttentionPlan {
     }
     // Few tiles are cut, so that every thread has several parts to take.
     const int wanted = (PARTS_A_THREAD * threads + int(tiles.size()) * num_kv_heads - 1) / std::max(1, int(tiles.size()) * num_kv_heads);
-    size_t num_partials = 0;
-    split = false;
-    part_begin.assign(1, 0);
+    size_t split_rows = 0;
+    int rows = 0, longest = 1;
     for (Tile& tile : tiles) {
       for (int row = tile.first; row < tile.end; ++row)
         tile.num_partitions = std::max(tile.num_partitions, Visible(sight, row, 0).end_partition());
       tile.parts = threads > 1 ? std::clamp(wanted, 1, std::max(tile.num_partitions, 1)) : 1;
+      rows = std::max(rows, tile.end - tile.first);
+      if (tile.parts == 1) continue;
+      split_rows += tile.end - tile.first;
+      longest = std::max(longest, tile.num_partitions);
+    }
+    split = split_rows > 0;
+    cut_into_waves(longest, split_rows * num_heads * (sizeof(Partial) + sizeof(float) * padded(dim)), KEPT * threads);
+    size_t num_partials = 0;
+    part_begin.assign(1, 0);
+    for (Tile& tile : tiles) {
       if (tile.parts > 1) {
-        split = true;
+        tile.parts = std::clamp(tile.parts, 2, std::max(wave, 2));
         tile.partials = num_partials;
-        num_partials += size_t(tile.end - tile.first) * num_heads * tile.num_partitions;
+        num_partials += size_t(tile.end - tile.first) * num_heads * (1 + wave);
       }
       part_begin.push_back(part_begin.back() + tile.parts * num_kv_heads);
     }
-    if (partials.size() < num_partials) {
-      partials.resize(num_partials);
-      partial_sums.resize(num_partials * padded(dim));
-    }
+    make_room(partials, num_partials);
+    make_room(partial_sums, num_partials * padded(dim));
     if (desks.size() < size_t(threads)) desks.resize(threads);
+    for (Desk& desk : desks) desk.reserve(rows, rows * group, padded(dim));
   }
 
   int num_parts() const { return part_begin.back(); }
 
+  // How often the threads share out work in one layer.
+  int num_operations() const { return split ? 2 * num_waves : 1; }
+
+  size_t num_bytes() const {
+    size_t total = bytes_of(tiles) + bytes_of(part_begin) + bytes_of(partials) + bytes_of(partial_sums);
+    for (const Desk& desk : desks) total += desk.num_bytes();
+    return total;
+  }
+
  private:
   static constexpr int PARTS_A_THREAD = 4;
+
+  // `each` bytes are kept of every partition, and as many of what is merged so far.
+  void cut_into_waves(int num_partitions, size_t each, size_t most) {
+    const size_t fitting = each ? most / each : size_t(num_partitions) + 1;
+    const int largest = int(std::clamp<size_t>(fitting, 2, size_t(num_partitions) + 1)) - 1;
+    num_waves = (num_partitions + largest - 1) / largest;
+    wave = (num_partitions + num_waves - 1) / num_waves;
+  }
 };
 
 // One layer's attention of all rows.
@@ -208,19 +272,24 @@ struct Attention {
   const Sight& sight;
   Entries keys, values;
   int num_heads, num_kv_heads;
-  float scale;
+  float scale, cap;        // of scores; a cap of 0: none
+  const float* sinks;      // [heads] or null
   int64_t sliding_window;  // 0: none
   const float* queries;    // row r, head h: queries + r * query_stride + h * dim
   size_t query_stride;
   float* out;  // row r, head h: out + r * out_stride + h * dim
   size_t out_stride;
 
-  // One tile and key head, over some of the tile's partitions.
-  void attend(int part, int rank) const {
+  // One tile and key head, over some of the tile's partitions in a wave. A tile that is not split is done in the first.
+  void attend(int part, int number_of_wave, int rank) const {
     const int number = int(std::upper_bound(plan.part_begin.begin(), plan.part_begin.end(), part) - plan.part_begin.begin()) - 1;
     const Tile& tile = plan.tiles[number];
     const int own = part - plan.part_begin[number], piece = own / num_kv_heads, kv_head = own % num_kv_heads;
-    const int begin = tile.num_partitions * piece / tile.parts, end = tile.num_partitions * (piece + 1) / tile.parts;
+    const int from = tile.parts > 1 ? number_of_wave * plan.wave : 0;
+    const int to = tile.parts > 1 ? std::min(from + plan.wave, tile.num_partitions) : tile.num_partitions;
+    if (from >= to || (tile.parts == 1 && number_of_wave)) return;
+    const int begin = from + (to - from) * piece / tile.parts, end = from + (to - from) * (piece + 1) / tile.parts;
+    if (begin == end) return;
     Desk& desk = plan.desks[rank];
     seat(desk, tile, kv_head);
     const int group = num_heads / num_kv_heads, width = padded(keys.dim), count = (tile.end - tile.first) * group;
@@ -237,7 +306,7 @@ struct Attention {
         if (partition < visible.first_partition() || partition >= visible.end_partition()) continue;
         const float* sums = &desk.sums[size_t(q) * width];
         if (tile.parts > 1) {
-          const size_t place = place_of(tile, q / group, kv_head * group + q % group) + partition;
+          const size_t place = place_of(tile, q / group, kv_head * group + q % group) + 1 + partition - from;
           plan.partials[place] = desk.partials[q];
           std::memcpy(&plan.partial_sums[place * width], sums, sizeof(float) * width);
         } else {
@@ -248,35 +317,39 @@ struct Attention {
     }
     if (tile.parts > 1) return;
     for (int q = 0; q < count; ++q)
-      finish(desk.partials[count + q], &desk.totals[size_t(q) * width], keys.dim, out_of(tile.first + q / group, kv_head * group + q % group));
+      finish(desk.partials[count + q], &desk.totals[size_t(q) * width], tile.first + q / group, kv_head * group + q % group);
   }
 
-  // The partitions of one key head's queries in a tile that was split.
-  void merge_parts(int number, int kv_head, int rank) const {
+  // A wave's partitions, of one key head's queries in a tile that was split.
+  void merge_parts(int number, int kv_head, int number_of_wave) const {
     const Tile& tile = plan.tiles[number];
     if (tile.parts == 1) return;
-    const int group = num_heads / num_kv_heads, width = padded(keys.dim);
-    std::vector<float>& sums = plan.desks[rank].sums;
-    if (sums.size() < size_t(width)) sums.resize(width);
+    const int group = num_heads / num_kv_heads, width = padded(keys.dim), from = number_of_wave * plan.wave;
     for (int row = tile.first; row < tile.end; ++row) {
       const Visible visible(sight, row, sliding_window);
+      const int begin = std::max(from, visible.first_partition()), end = std::min(from + plan.wave, visible.end_partition());
+      if (begin >= end) continue;
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        Partial total{};
-        for (int partition = visible.first_partition(); partition < visible.end_partition(); ++partition) {
-          const size_t place = place_of(tile, row - tile.first, head) + partition;
-          merge(total, sums.data(), plan.partials[place], &plan.partial_sums[place * width], width,
-                partition == visible.first_partition());
+        const size_t merged = place_of(tile, row - tile.first, head);
+        Partial& total = plan.partials[merged];
+        float* sums = &plan.partial_sums[merged * width];
+        for (int partition = begin; partition < end; ++partition) {
+          const size_t place = merged + 1 + partition - from;
+          merge(total, sums, plan.partials[place], &plan.partial_sums[place * width], width, partition == visible.first_partition());
         }
-        finish(total, sums.data(), keys.dim, out_of(row, head));
+        if (end == visible.end_partition()) finish(total, sums, row, head);
       }
     }
   }
 
  private:
-  float* out_of(int row, int head) const { return out + row * out_stride + size_t(head) * keys.dim; }
+  void finish(const Partial& total, const float* sums, int row, int head) const {
+    float* to = out + row * out_stride + size_t(head) * keys.dim;
+    ::finish(total, sums, keys.dim, sinks ? sinks + head : nullptr, to);
+  }
 
   size_t place_of(const Tile& tile, int row, int head) const {
-    return tile.partials + (size_t(row) * num_heads + head) * tile.num_partitions;
+    return tile.partials + (size_t(row) * num_heads + head) * (1 + plan.wave);
   }
 
   static bool any_sees(const Desk& desk, int partition) {
@@ -285,21 +358,11 @@ struct Attention {
     return false;
   }
 
-  // Copy the queries, scaled and padded with zeros, and make room.
+  // Copy the queries, scaled and padded with zeros.
   void seat(Desk& desk, const Tile& tile, int kv_head) const {
     const int group = num_heads / num_kv_heads, dim = keys.dim, width = padded(dim), count = (tile.end - tile.first) * group;
     desk.visible.clear();
     for (int row = tile.first; row < tile.end; ++row) desk.visible.emplace_back(sight, row, sliding_window);
-    const size_t room = size_t(count) * width;
-    if (desk.queries.size() < room) {
-      desk.queries.resize(room);
-      desk.sums.resize(room);
-      desk.totals.resize(room);
-    }
-    if (desk.partials.size() < size_t(2 * count)) {
-      desk.partials.resize(2 * count);
-      desk.scores.resize(size_t(count) * PARTITION);
-    }
     for (int q = 0; q < count; ++q) {
       const float* from = queries + (tile.first + q / group) * query_stride + size_t(kv_head * group + q % group) * dim;
       float* to = &desk.queries[size_t(q) * width];
@@ -348,7 +411,6 @@ struct Attention {
   template <typename Number>
   void widen_all(const Number* from, Span all, std::vector<float>& to) const {
     const int width = padded(keys.dim);
-    if (to.size() < size_t(PARTITION) * width) to.resize(size_t(PARTITION) * width);
     for (int i = all.first; i < all.end; ++i) widen_one(from + size_t(i) * keys.dim, &to[size_t(i) * width]);
   }
 
@@ -402,9 +464,9 @@ struct Attention {
       if (key_scales)
         for (int i = run.first; i < run.end; ++i) scores[i] *= key_scales[i];
       each_single(visible, partition, [&](int i, int64_t single) {
-        score_single(&desk.queries[size_t(q) * width], kv_head, single, scores + i);
+        score_single(desk, &desk.queries[size_t(q) * width], kv_head, single, scores + i);
       });
-      desk.partials[q] = exponentiate(visible, partition, scores);
+      desk.partials[q] = exponentiate(visible, partition, scores, cap);
       if (!value_scales) continue;
       for (int i = run.first; i < run.end; ++i) scores[i] *= value_scales[i];
       each_single(visible, partition, [&](int i, int64_t single) { scores[i] *= values.scale(kv_head, single); });
@@ -446,7 +508,7 @@ struct Attention {
     }
     for (int q = 0; q < count; ++q)
       each_single(desk.visible[q / group], partition, [&](int i, int64_t single) {
-        weigh_single(desk.scores[size_t(q) * PARTITION + i], kv_head, single, &desk.sums[size_t(q) * width]);
+        weigh_single(desk, desk.scores[size_t(q) * PARTITION + i], kv_head, single, &desk.sums[size_t(q) * width]);
       });
   }
 
@@ -458,28 +520,20 @@ struct Attention {
     for (int entry = begin; entry < end; ++entry) take(entry - base, visible.tail[entry - visible.run]);
   }
 
-  void score_single(const float* query, int kv_head, int64_t single, float* to) const {
-    with_single(keys, kv_head, single, [&](const float* key) { score<1, 1>(query, padded(keys.dim), key, 0, to); });
+  void score_single(Desk& desk, const float* query, int kv_head, int64_t single, float* to) const {
+    with_single(desk, keys, kv_head, single, [&](const float* key) { score<1, 1>(query, padded(keys.dim), key, 0, to); });
     if (keys.type == ENTRY_INT8) *to *= keys.scale(kv_head, single);
   }
 
-  void weigh_single(float weight, int kv_head, int64_t single, float* sums) const {
-    with_single(values, kv_head, single, [&](const float* value) {
+  void weigh_single(Desk& desk, float weight, int kv_head, int64_t single, float* sums) const {
+    with_single(desk, values, kv_head, single, [&](const float* value) {
       weigh_run<1>(&weight, value, 0, 0, 1, sums, padded(keys.dim));
     });
   }
 
   template <typename Use>
-  void with_single(const Entries& entries, int kv_head, int64_t single, Use use) const {
-    constexpr int WIDEST = 512;
-    float buffer[WIDEST];
-    std::vector<float> large;
-    const int width = padded(keys.dim);
-    float* to = buffer;
-    if (width > WIDEST) {
-      large.resize(width);
-      to = large.data();
-    }
+  void with_single(Desk& desk, const Entries& entries, int kv_head, int64_t single, Use use) const {
+    float* to = desk.single.data();
     switch (keys.type) {
       case ENTRY_FLOAT32: widen_one(entries.at<float>(kv_head, single), to); break;
       case ENTRY_BFLOAT16: widen_one(entries.at<bfloat16>(kv_head, single), to); break;
@@ -490,11 +544,13 @@ struct Attention {
   }
 
   // Scores of what the query sees -> weights, relative to the largest.
-  static Partial exponentiate(const Visible& visible, int partition, float* scores) {
+  static Partial exponentiate(const Visible& visible, int partition, float* scores, float cap) {
     const int base = partition * PARTITION;
     const int first = std::clamp(visible.first - base, 0, PARTITION), end = std::clamp(visible.end - base, 0, PARTITION);
     if (first >= end) return {-INFINITY, 0.0f};
     const int begin = first / WIDE * WIDE, rounded = padded(end);
+    if (cap)
+      for (int i = begin; i < rounded; i += WIDE) store(scores + i, capped(load_wide(scores + i), cap));
     std::fill(scores + begin, scores + first, -INFINITY);
     std::fill(scores + end, scores + rounded, -INFINITY);
     wide best = load_wide(scores + begin);

@@ -6,7 +6,7 @@
 #include "decoder.h"
 #include "draw.h"
 
-// Mirrored by native.py. One chain for each row of the first pass whose logits are wanted.
+// mirrored by structs.py. One chain for each row of the first pass whose logits are wanted.
 struct Chains {
   int32_t depth, num_tokens;  // the longest chain; tokens from this id on are never drafted
   const int64_t* lengths;     // [chains], from 1 to depth
@@ -55,6 +55,7 @@ void draft(const Batch& first, int vocab, const Chains& chains, Run run) {
     open = going;
     batch.num_rows = batch.num_logit_rows = int(going.size());
     batch.num_taps = 0;
+    batch.num_fast = 0;
     tail_begin.assign(going.size() + 1, 0);
     logit_rows.resize(going.size());
     for (size_t i = 0; i < going.size(); ++i) logit_rows[i] = i;

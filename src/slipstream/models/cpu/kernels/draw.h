@@ -9,7 +9,7 @@
 
 #include "vectors.h"
 
-// How the tokens of a chain are drawn. Mirrored by native.py.
+// How the tokens of a chain are drawn. mirrored by structs.py.
 struct Drawing {
   double min_p, top_p;      // filters; 0 and 1 let every token pass
   double least_confidence;  // the chain ends before `confidence` falls below; 0: never

@@ -6,7 +6,7 @@
 
 #include "decoder.h"
 
-// Mirrored by native.py.
+// mirrored by structs.py.
 struct Eagle {
   Model model;                  // of one layer; its vocabulary is the target's
   const Model* embedder;        // the model whose embeddings are read; as wide as the head
@@ -28,6 +28,8 @@ class EaglePass : Pass {
   EaglePass(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, Team& team, int rank)
       : Pass(eagle.model, batch, scratch, team, rank), e(eagle), states(states) {}
 
+  static bool quantises_rows(const Eagle& eagle) { return quantises(eagle.fc.kind) || quantises(eagle.model); }
+
   static int widest_input(const Eagle& eagle) { return std::max(eagle.fc.in, eagle.model.layers[0].qkv.in); }
 
   void run() {
@@ -36,8 +38,11 @@ class EaglePass : Pass {
     } else {
       start_with_embedding_inside();
     }
-    attention(m.layers[0], keys_of(0), values_of(0));
-    mlp(m.layers[0]);
+    const Layer& layer = m.layers[0];
+    attention(layer, keys_of(0), values_of(0));
+    add_attention(layer);
+    mlp(layer);
+    add_mlp(layer);
     each_row([&](int row) { std::memcpy(states.made + size_t(row) * m.hidden, state(row), sizeof(float) * m.hidden); });
     e.token_ids ? scattered_head() : head();
   }
@@ -51,9 +56,7 @@ class EaglePass : Pass {
   // A row of what `next` reads.
   float* input(const Linear& next, int row) { return &s.normed[row * row_stride(next.in)]; }
 
-  void ready(const Linear& next, int row) {
-    if (next.kind == INT8) quantise(next, s.normed.data(), row);
-  }
+  void ready(const Linear& next, int row) { Worker::ready(next, s.normed.data(), row); }
 
   void reduce() {
     multiply(e.fc, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
@@ -90,7 +93,7 @@ class EaglePass : Pass {
       float *embedding = input(layer.qkv, row), *normed = embedding + m.hidden;
       embed(*e.embedder, b.token_ids[row], embedding);
       rms_norm(embedding, e.embedding_norm, m.hidden, m.norm_epsilon, embedding);
-      rms_norm(state(row), layer.attention_norm, m.hidden, m.norm_epsilon, normed);
+      rms_norm(state(row), layer.attention_norm.weight, m.hidden, m.norm_epsilon, normed);
       if (e.residual_is_normed) std::memcpy(state(row), normed, sizeof(float) * m.hidden);
       ready(layer.qkv, row);
     });

@@ -9,7 +9,7 @@ struct Block {
   Linear shortcut;  // `panels` null: x itself
 };
 
-// Mirrored by native.py.
+// mirrored by structs.py.
 struct Heads {
   int32_t num_heads, num_blocks, hidden, vocab;  // blocks are a head's
   const Block* blocks;                           // [num_heads, num_blocks]
@@ -35,8 +35,16 @@ class HeadsPass : Worker {
     Model shape{};
     shape.hidden = heads.hidden;
     int widest = 0;
-    for (int i = 0; i < heads.num_heads * heads.num_blocks; ++i) widest = std::max(widest, heads.blocks[i].linear.in);
-    scratch.reserve(shape, size_t(given.count) * given.n, widest);
+    bool rounds = false;
+    for (int i = 0; i < heads.num_heads * heads.num_blocks; ++i) {
+      widest = std::max(widest, heads.blocks[i].linear.in);
+      rounds = rounds || quantises(heads.blocks[i].linear.kind);
+    }
+    for (int i = 0; i < (heads.shared ? 1 : heads.num_heads); ++i) {
+      rounds = rounds || quantises(heads.outputs[i].kind);
+      if (heads.outputs[i].change) shape.head = heads.outputs[i];  // the target's own, which all share
+    }
+    scratch.reserve(shape, size_t(given.count) * given.n, rounds, widest);
   }
 
   void run() {
@@ -61,7 +69,7 @@ class HeadsPass : Worker {
   void load_rows(const Linear& next, const float* rows, int n) {
     share(n, [&](int row) {
       std::memcpy(&s.normed[row * row_stride(next.in)], rows + size_t(row) * next.in, sizeof(float) * next.in);
-      if (next.kind == INT8) quantise(next, s.normed.data(), row);
+      ready(next, s.normed.data(), row);
     });
   }
 

@@ -5,41 +5,50 @@
 // result has the same bits for any number of rows. PANEL follows the SIMD width; only this file knows it.
 #pragma once
 
-#include <algorithm>
+#include <vector>
 
-#include "tiles.h"
-#include "widen.h"
+#include "low_rank.h"
+#include "tiled_blocks.h"
 
-constexpr int PANEL = 2 * LANES;
-constexpr int UNIT = 2 * PANEL;  // outputs are padded to whole units, the parts that threads share out
 constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
 
-// Mirrored by native.py. `out` and `in` are the layer's own; columns beyond `out` in the last panel are zero.
+// mirrored by structs.py. `out` and `in` are the layer's own; columns beyond `out` in the last panel are zero.
 struct Linear {
-  int32_t kind, in, out, unused;
+  int32_t kind, in, out;
+  int32_t group;  // inputs of one, of the kinds that have groups
   const void* panels;
-  const float* scales;  // [padded out], int8: weight = scale * integer
+  const float* scales;  // [padded out], int8: weight = scale * integer; in groups: a factor of all of an output's scales
   const int32_t* sums;  // [padded out], int8: the sum of a column's integers times 128
   const float* bias;    // [padded out] or null
+  const int32_t* order;  // [in] or null: the place in a row of each input, of the kinds that have groups
+  const LowRank* change;  // or null: what is added to the products of integers, of the same kinds
 };
-
-inline int num_units(int out) { return (out + UNIT - 1) / UNIT; }
-inline int num_panels(int out) { return 2 * num_units(out); }
 
 // int8 reads four inputs at a time, or a tile's.
 constexpr int INPUTS = HAS_TILES ? TILE_BYTES : 4;
 inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + INPUTS - 1) / INPUTS * INPUTS : in; }
 
-inline size_t packed_bytes(int32_t kind, int in, int out) {
-  size_t each = kind == INT8 ? 1 : kind == FLOAT32 ? 4 : 2;
-  return size_t(num_panels(out)) * PANEL * padded_depth(kind, in) * each;
+inline bool has_groups(int32_t kind) { return kind >= FOUR_BITS && kind <= EIGHT_BITS_ZEROS; }
+
+// Calls act.template operator()<Codes, ZEROS>() of a kind that has groups.
+template <typename Act>
+inline auto of_groups(int32_t kind, Act act) {
+  switch (kind) {
+    case FOUR_BITS: return act.template operator()<FourBits, false>();
+    case FOUR_BITS_ZEROS: return act.template operator()<FourBits, true>();
+    case EIGHT_BITS: return act.template operator()<EightBits, false>();
+    default: return act.template operator()<EightBits, true>();
+  }
 }
 
-// Ask for what will be read soon. The processor does so by itself, but not across pages, and many rows leave no time to
-// wait at each; a few rows wait for the memory all the time, and there this only gets in the way.
-inline void prefetch(const void* from, size_t num_bytes) {
-  constexpr size_t AHEAD = 4096;
-  for (size_t line = 0; line < num_bytes; line += 64) __builtin_prefetch((const char*)from + AHEAD + line);
+inline size_t packed_bytes(int32_t kind, int in, int out, int group = 0) {
+  if (has_groups(kind)) {
+    const size_t each = of_groups(kind, [&]<typename Codes, bool ZEROS>() { return group_bytes<Codes, ZEROS>(group); });
+    return size_t(num_panels(out)) * num_groups(in, group) * each;
+  }
+  if (kind == FOUR_BITS_BLOCKS) return size_t(num_panels(out)) * blocked_panel_bytes(in);
+  size_t each = kind == INT8 ? 1 : kind == FLOAT32 ? 4 : 2;
+  return size_t(num_panels(out)) * PANEL * padded_depth(kind, in) * each;
 }
 
 // --- float32, and 16 bits that are widened to it ---------------------------------------------------------------------
@@ -78,29 +87,6 @@ void unpack_floats(const typename Weights::Stored* panel, int in, int column, fl
 
 // --- int8 ------------------------------------------------------------------------------------------------------------
 
-// NaN where any value is not a finite number.
-inline float largest_magnitude(const float* values, int size) {
-  wide best = {}, odd = {};
-  int i = 0;
-  for (; i + WIDE <= size; i += WIDE) {
-    wide value = load_wide(values + i);
-    odd = odd + value * splat_wide(0.0f);
-    best = larger(magnitude(value), best);
-  }
-  float largest = largest_lane(best), rest = sum(odd);
-  for (; i < size; ++i) {
-    rest += values[i] * 0.0f;
-    largest = std::max(largest, std::fabs(values[i]));
-  }
-  return rest == 0.0f ? largest : NAN;
-}
-
-// What turns numbers up to `largest` into integers up to 127; 0 where they are NaN or too small to be told from 0.
-inline float quantum(float largest) { return largest > 1e-30f ? 127.0f / largest : 0.0f; }
-
-// To the nearest integer, halves away from zero.
-inline int rounded(float value) { return int(value + (value < 0.0f ? -0.5f : 0.5f)); }
-
 // Activations of one row: integers from -127 to 127, stored with 128 added, and the scale that undoes it.
 inline float quantise_row(const float* row, int in, uint8_t* quantised) {
   float largest = largest_magnitude(row, in);
@@ -112,6 +98,32 @@ inline float quantise_row(const float* row, int in, uint8_t* quantised) {
   for (int k = 0; k < in; ++k) quantised[k] = uint8_t(rounded(row[k] * inverse) + 128);
   for (int k = in; k < padded_depth(INT8, in); ++k) quantised[k] = 128;
   return largest / 127.0f;
+}
+
+// Whether rows must be quantised before they are multiplied.
+inline bool quantises(int32_t kind) { return kind == INT8 || has_groups(kind) || kind == FOUR_BITS_BLOCKS; }
+
+// Bytes of a quantised row.
+inline size_t quantised_bytes(const Linear& linear) {
+  if (has_groups(linear.kind)) return grouped_row_bytes(linear.in, linear.group);
+  if (linear.kind == FOUR_BITS_BLOCKS) return blocked_row_bytes(linear.in);
+  return linear.kind == INT8 ? padded_depth(INT8, linear.in) : 0;
+}
+
+// The most that any kind needs for a row of this width.
+inline size_t most_quantised_bytes(size_t in) {
+  constexpr size_t LEAST = 16;  // of all groups
+  return std::max((in + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES, (in / LEAST + MAX_GROUP / LEAST) * row_group_bytes(LEAST));
+}
+
+// One row [in] as the weights are multiplied with; `scale` is int8's.
+inline void quantise(const Linear& linear, const float* row, uint8_t* quantised, float& scale) {
+  if (linear.kind == INT8) {
+    scale = quantise_row(row, linear.in, quantised);
+    return;
+  }
+  if (linear.kind == FOUR_BITS_BLOCKS) return quantise_blocks(row, linear.order, linear.in, quantised);
+  quantise_groups(row, linear.order, linear.in, linear.group, quantised);
 }
 
 // One panel, symmetric, one scale an output; also the column sums that undo the 128 of the activations.
@@ -178,10 +190,11 @@ inline ints dot_bytes(ints total, int32_t four_rows, const int8_t* weight) {
 #endif
 }
 
-// Sums of products as numbers, the 128s removed.
+// Sums of products as numbers, the 128s removed where they are still there.
+template <bool has_128>
 inline floats scaled(ints total, const int32_t* sums, const float* scales, float row_scale) {
   ints offset = {};
-  if (!TAKES_OFF_128) std::memcpy(&offset, sums, sizeof offset);
+  if constexpr (has_128) std::memcpy(&offset, sums, sizeof offset);
   return __builtin_convertvector(total - offset, floats) * (load(scales) * row_scale);
 }
 
@@ -202,7 +215,8 @@ void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, cons
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 2 * P; ++c)
-      store(out + r * UNIT + c * LANES, scaled(total[r][c], sums + c * LANES, scales + c * LANES, row_scales[r]));
+      store(out + r * UNIT + c * LANES,
+            scaled<!TAKES_OFF_128>(total[r][c], sums + c * LANES, scales + c * LANES, row_scales[r]));
 }
 
 // --- any kind --------------------------------------------------------------------------------------------------------
@@ -211,8 +225,9 @@ void multiply_int8(const uint8_t* rows, size_t depth, const int8_t* panels, cons
 struct Rows {
   const float* values;   // [n, stride]
   size_t stride;
-  const uint8_t* quantised;  // [n, padded depth]
-  const float* scales;       // [n]
+  const uint8_t* quantised;  // [n, quantised_bytes()]
+  const float* scales;       // [n], int8
+  const float* lowered;      // [n, rank], of a layer with a change
 };
 
 // out [n, num_panels * PANEL] (stride UNIT), of the panels from `panel` on, += their bias.
@@ -269,69 +284,69 @@ void multiply_unit_by_vectors(const Linear& linear, const Rows& rows, int n, int
 
 #if defined(SLIPSTREAM_TILES)
 
-// sums [n, UNIT] = up to 16 quantised rows [n, depth] times a unit's panels. Four inputs of all outputs lie together in a
-// panel: 16 outputs of 64 inputs are a tile as they are.
-template <int... column>
-void multiply_by_tiles(const uint8_t* rows, size_t depth, const int8_t* panels, int32_t* sums,
-                       std::integer_sequence<int, column...>) {
-  // The tiles of sums are 0, 1, ...; behind them one of rows and, in turns, two of weights.
-  constexpr int ROWS = sizeof...(column), WEIGHTS = ROWS + 1;
-  (clear_tile<column>(), ...);
-  for (size_t k = 0; k < depth; k += TILE_BYTES) {
-    load_tile<ROWS>(rows + k, depth);
-    auto add = [&]<int c>() {
-      constexpr int first = c * TILE_ROWS;  // output
-      load_tile<WEIGHTS + c % 2>(panels + (first / PANEL * depth + k) * PANEL + first % PANEL * 4, PANEL * 4);
-      add_products<c, ROWS, WEIGHTS + c % 2>();
-    };
-    (add.template operator()<column>(), ...);
-  }
-  (store_tile<column>(sums + column * TILE_ROWS, UNIT * sizeof *sums), ...);
-}
-
-// int8 alone. A tile of 16 rows takes the time of one row.
+// int8 alone.
 template <typename Take>
 void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
-  static_assert(PANEL % TILE_ROWS == 0 && UNIT / TILE_ROWS + 3 <= 8);
-  constexpr auto COLUMNS = std::make_integer_sequence<int, UNIT / TILE_ROWS>();
-  alignas(64) int32_t sums[TILE_ROWS * UNIT];
   alignas(64) float tile[TILE_ROWS * UNIT];
   const size_t depth = padded_depth(INT8, linear.in), begin = size_t(unit) * UNIT;
-  for (int first = 0, shaped = 0; first < n; first += TILE_ROWS) {
-    const int count = std::min(TILE_ROWS, n - first);
-    if (count != shaped) {
-      TileShapes shapes;
-      for (int i = 0; i < 8; ++i) shapes.set(i, i > UNIT / TILE_ROWS ? TILE_ROWS : count);
-      shape_tiles(shapes);
-      shaped = count;
-    }
-    multiply_by_tiles(rows.quantised + first * depth, depth, (const int8_t*)linear.panels + begin * depth, sums, COLUMNS);
+  const int8_t* panels = (const int8_t*)linear.panels + begin * depth;
+  each_tile<ByteProducts>(rows.quantised, depth, depth, n, panels, [&](int first, int count, const int32_t* sums) {
     for (int r = 0; r < count; ++r)
       for (int c = 0; c < UNIT; c += LANES) {
         ints total;
         std::memcpy(&total, sums + r * UNIT + c, sizeof total);
-        store(tile + r * UNIT + c, scaled(total, linear.sums + begin + c, linear.scales + begin + c, rows.scales[first + r]));
+        // The rows' bytes are as they were quantised, whatever dot_bytes wants.
+        store(tile + r * UNIT + c,
+              scaled<true>(total, linear.sums + begin + c, linear.scales + begin + c, rows.scales[first + r]));
       }
     add_bias(linear, count, 2 * unit, 2, tile);
     take(first, count, tile);
-  }
-  release_tiles();
+  });
 }
 
 #endif
+
+template <typename Take>
+void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+  const auto* panels = (const uint8_t*)linear.panels;
+  auto take_with_bias = [&](int first, int count, float* tile) {
+    if (linear.change)
+      add_raised(*linear.change, rows.lowered + size_t(first) * linear.change->rank, count, 2 * unit, 2, UNIT, tile);
+    add_bias(linear, count, 2 * unit, 2, tile);
+    take(first, count, (const float*)tile);
+  };
+  auto multiply = [&](const auto& pieces) {
+    multiply_pieces(pieces, rows.quantised, n, panels, linear.scales, unit, take_with_bias);
+  };
+#if defined(SLIPSTREAM_TILES)
+  if (linear.kind == FOUR_BITS_BLOCKS && n >= TILED_FROM && tiles_permitted())
+    return multiply_blocks_by_tiles(BlockPieces(linear.in), rows.quantised, n, panels, linear.scales, unit, take_with_bias);
+#endif
+  if (linear.kind == FOUR_BITS_BLOCKS) return multiply(BlockPieces(linear.in));
+  of_groups(linear.kind,
+            [&]<typename Codes, bool ZEROS>() { multiply(GroupPieces<Codes, ZEROS>(linear.in, linear.group)); });
+}
 
 // Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
 // [number of rows, UNIT].
 template <typename Take>
 void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+  if (has_groups(linear.kind) || linear.kind == FOUR_BITS_BLOCKS) return multiply_unit_in_groups(linear, rows, n, unit, take);
 #if defined(SLIPSTREAM_TILES)
   if (linear.kind == INT8 && tiles_permitted()) return multiply_unit_by_tiles(linear, rows, n, unit, take);
 #endif
   multiply_unit_by_vectors(linear, rows, n, unit, take);
 }
 
-// out [in] = one row of the unpacked weight.
+// out [in] = one row of the unpacked weight, its inputs in the order of rows.
 inline void unpack_row(const Linear& linear, int64_t row, float* out) {
+  if (has_groups(linear.kind) || linear.kind == FOUR_BITS_BLOCKS) {
+    const auto* panels = (const uint8_t*)linear.panels;
+    if (linear.kind == FOUR_BITS_BLOCKS) return unpack_blocks(panels, linear.scales[row], linear.order, linear.in, row, out);
+    return of_groups(linear.kind, [&]<typename Codes, bool ZEROS>() {
+      unpack_groups<Codes, ZEROS>(panels, linear.scales[row], linear.order, linear.in, linear.group, row, out);
+    });
+  }
   int depth = padded_depth(linear.kind, linear.in), column = row % PANEL;
   size_t panel = size_t(row / PANEL) * PANEL * depth;
   switch (linear.kind) {

@@ -38,16 +38,16 @@ constexpr int IDLE_SPINS = 65536;
 
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
-    for (int rank = 1; rank < size; ++rank) std::thread([this, rank] { serve(rank); }).detach();
-  }
+  explicit Team(int size) : size_(size) { start_missing(); }
 
+  // The most threads that run a job: fewer do while the system gives no more.
   int size() const { return size_; }
 
   // Run `job(rank)` on every thread that is free; `num_operations` bounds the calls of `share` in it. All threads must
-  // make the same calls in the same order.
+  // make the same calls in the same order. A job must not fail: the others would wait for its parts forever.
   void run(int num_operations, const std::function<void(int)>& job) {
     std::lock_guard<std::mutex> lock(mutex_);
+    start_missing();
     if (static_cast<int>(progress_.size()) < num_operations) progress_ = std::vector<Progress>(num_operations);
     for (int i = 0; i < num_operations; ++i) {
       progress_[i].taken.store(0, std::memory_order_relaxed);
@@ -58,7 +58,7 @@ class Team {
     open_ = generation_.load() + 1;
     generation_.fetch_add(1);
     generation_.notify_all();
-    job(0);
+    [&]() noexcept { job(0); }();
     open_ = 0;  // who has not come in by now stays out
     wait_until([&] { return inside_.load() == 0; });
   }
@@ -76,6 +76,13 @@ class Team {
   }
 
  private:
+  void start_missing() {
+    try {
+      for (; started_ < size_; ++started_) std::thread([this, rank = started_] { serve(rank); }).detach();
+    } catch (const std::exception&) {  // std::system_error, std::bad_alloc; the next run tries again
+    }
+  }
+
   template <typename Condition>
   static void wait_until(Condition holds) {
     for (int spins = 0; !holds(); ++spins) {
@@ -103,6 +110,7 @@ class Team {
   }
 
   const int size_;
+  int started_ = 1;  // with the caller
   std::mutex mutex_;
   std::vector<Progress> progress_;
   const std::function<void(int)>* job_ = nullptr;

@@ -3,7 +3,7 @@
 // Each instruction is said in assembler: GCC's intrinsics for them do not say that they read and write memory.
 #pragma once
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -66,9 +66,34 @@ inline void store_tile(void* to, size_t stride) {
 
 // sums [rows, 16] += rows [rows, 64] of unsigned bytes times weights [64 / 4, 16, 4] of signed ones: 32-bit integers,
 // exact.
-template <int sums, int rows, int weights>
-inline void add_products() {
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
-}
+struct ByteProducts {
+  typedef int32_t Sum;
+
+  template <int sums, int rows, int weights>
+  static void add() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
+  }
+};
+
+// As ByteProducts, of signed rows and unsigned weights.
+struct SignedByteProducts {
+  typedef int32_t Sum;
+
+  template <int sums, int rows, int weights>
+  static void add() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
+  }
+};
+
+// sums [rows, 16] += rows [rows, 32] times weights [32 / 2, 16, 2], bfloat16 numbers whose products are added in float32, in
+// the order that bfloat16.h says.
+struct Bfloat16Products {
+  typedef float Sum;
+
+  template <int sums, int rows, int weights>
+  static void add() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
+  }
+};
 
 #endif

@@ -76,11 +76,7 @@ inline floats exp_of_negative(floats x) {
   return x < splat(-87.0f) ? floats{} : p * power;
 }
 
-// x * sigmoid(x)
-inline floats silu(floats x) {
-  floats small = exp_of_negative(x < 0.0f ? x : -x);
-  return x * (x < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
-}
+inline float exp_of_negative(float x) { return exp_of_negative(splat(x))[0]; }
 
 // --- sums over lanes -------------------------------------------------------------------------------------------------
 
@@ -183,6 +179,16 @@ inline void sum_each(const wide* values, float* sums) {
   if constexpr (LANES > 8) all = plus_partner<2>(all, Lanes());
   if constexpr (LANES > 4) all = plus_partner<1>(all, Lanes());
   for (int i = 0; i < 4; ++i) sums[i] = all[LANES / 4 * i];
+}
+
+// The sum of `size` floats, in the order of dot().
+inline float total(const float* values, int size) {
+  wide sums = {};
+  int i = 0;
+  for (; i + WIDE <= size; i += WIDE) sums = sums + load_wide(values + i);
+  float result = sum(sums);
+  for (; i < size; ++i) result += values[i];
+  return result;
 }
 
 // Dot product of two runs of `size` floats. What is left of the last 16 is added behind their sum, one by one.

@@ -4,7 +4,18 @@
 
 #include "vectors.h"
 
-enum WeightKind : int32_t { FLOAT32 = 0, INT8 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum WeightKind : int32_t {
+  FLOAT32 = 0,
+  INT8 = 1,
+  BFLOAT16 = 2,
+  FLOAT16 = 3,
+  // In groups, see groups.h: without zeros of their own, and with them.
+  FOUR_BITS = 4,
+  FOUR_BITS_ZEROS = 5,
+  EIGHT_BITS = 6,
+  EIGHT_BITS_ZEROS = 7,
+  FOUR_BITS_BLOCKS = 8,  // groups in blocks, see blocks.h
+};
 
 struct bfloat16 {
   uint16_t bits;

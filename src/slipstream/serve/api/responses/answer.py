@@ -136,7 +136,7 @@ class ResponseAnswer(ApiAnswer):
         ends_whole = self._reader is not None and self._reader.calls and not self._reader.is_within_call
         self._finish("incomplete" if is_cut and not ends_whole else "completed")
         status = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete"}.get(reason, "failed")
-        self._last = self._response(status) | {"usage": self._usage()} | self._metrics()
+        self._last = self._response(status) | {"usage": self._usage()} | self._metrics() | self._lossy()
         if status == "incomplete":
             self._last["incomplete_details"] = {"reason": "max_output_tokens"}
         elif status == "failed":
@@ -178,8 +178,9 @@ class ResponseAnswer(ApiAnswer):
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0} | counted.get("completion_tokens_details", {}),
             "total_tokens": counted["total_tokens"],
+            **({"lossy": True} if self.is_lossy else {}),
         }
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -199,6 +199,7 @@ class ResponseBody(Body):
         "response_format": "give text.format instead",
         "logprobs": "give top_logprobs instead",
         "n": "a response has one answer; ask several times",
+        "prediction": "it is for /v1/chat/completions",
         "functions": "give tools instead",
         "function_call": "give tool_choice instead",
     }
@@ -231,6 +232,8 @@ class ResponseBody(Body):
     repetition_penalty: float | None = None
     task: Annotated[str, Field(max_length=128)] | None = None
     speculation: Speculation | None = None
+    learn: bool | None = None
+    """false: nothing of this request is kept for a drafter that learns from what is served."""
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -14,7 +14,7 @@ from slipstream.serve.api.schema import ChatBody
 
 _SAME_NAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "stream", "user", "task", "speculation"),
+    *("frequency_penalty", "repetition_penalty", "stream", "user", "task", "speculation", "learn"),
     *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
 )
 """Parameters that mean the same in a chat."""

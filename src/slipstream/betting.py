@@ -74,3 +74,37 @@ class BettingTest:
     def e_value(self) -> float:
         """The wealth, which began with 1; a float's largest where it is more."""
         return math.exp(min(self.wealth.log_wealth, _LOG_LARGEST))
+
+
+STAKES = (0.05, 0.2, 0.5, 0.95)
+"""Of what may be lost at most in a bet, the shares that `PairedTest` stakes, each for means of another size."""
+
+
+class PairedTest(BettingTest):
+    """Whether values, such as paired differences, have a mean above `level`: bets that win where they have.
+
+    Gamblers with fixed stakes share the first wealth; each one's is a nonnegative supermartingale where every value's
+    mean, given those before, is at most `level`, and so is their mean (Waudby-Smith and Ramdas, "Estimating means of
+    bounded random variables by betting", 2024). Nothing else is assumed of the values than a lower bound.
+    """
+
+    def __init__(self, confidence: float, level: float = 0.0, lowest: float = -1.0) -> None:
+        """No value may be below `lowest`, which must be below `level`."""
+        if not lowest < level:
+            raise ValueError(f"the lowest value, {lowest}, must be below the level, {level}")
+        super().__init__(confidence)
+        self.level, self.lowest = level, lowest
+        self._log_wealths = [0.0] * len(STAKES)
+
+    def add(self, value: float) -> None:
+        """Bet on a value, which must not be known when the test begins."""
+        if not value >= self.lowest:
+            raise ValueError(f"a value must be at least {self.lowest}, got {value}")
+        part = (value - self.level) / (self.level - self.lowest)  # at least -1
+        self._log_wealths = [
+            log_wealth + math.log1p(stake * part)
+            for log_wealth, stake in zip(self._log_wealths, STAKES, strict=True)
+        ]
+        most = max(self._log_wealths)
+        total = sum(math.exp(one - most) for one in self._log_wealths)
+        self.wealth.move_to(most + math.log(total / len(STAKES)))

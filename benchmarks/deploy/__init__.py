@@ -1,0 +1,1 @@
+"""Replicas: a simulation of the router, and a soak of real ones."""

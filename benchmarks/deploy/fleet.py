@@ -1,0 +1,87 @@
+"""Replicas of this machine on cores of their own, for measurements."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from slipstream import SamplingParams
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.deploy.local import LocalReplicas
+from slipstream.testing.expand import expand, parse_count
+
+ROOM: dict[str, Any] = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 8, "num_threads": 1}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the replicas run."""
+    parser.add_argument("--expand", help="parameters of the enlarged target, as in 300M")
+    parser.add_argument("--quantization", help="of the target")
+
+
+def model_settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was asked for by `add_model_arguments`, and the engine's options for it."""
+    settings = {"expand": options.expand, "quantization": options.quantization}
+    return settings, {"quantization": options.quantization} if options.quantization else {}
+
+
+@contextmanager
+def target(size: str | None) -> Iterator[str]:
+    """The embedded target, or one that is enlarged to so many parameters (`300M`) and costs as much."""
+    if size is None:
+        yield EMBEDDED_TARGET
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        expand(EMBEDDED_TARGET, Path(folder) / "target", target_parameters=parse_count(size))
+        yield str(Path(folder) / "target")
+
+
+@asynccontextmanager
+async def pinned_replicas(num: int, model: str, options: dict[str, Any]) -> AsyncIterator[LocalReplicas]:
+    """So many replicas, one core each from the first on; this process has the others, if any are left."""
+    replicas = LocalReplicas(num, model, engine_options=ROOM | options)
+    cores = sorted(os.sched_getaffinity(0))
+    await replicas.start()
+    try:
+        for number, pid in enumerate(replicas.pids().values()):
+            pin(pid, {cores[number % len(cores)]})
+        pin(os.getpid(), set(cores[num:] or cores))
+        yield replicas
+    finally:
+        pin(os.getpid(), set(cores))
+        await replicas.close()
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Keep all threads of a process, and those that they begin, on these cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+def prompts(number: int, num_tokens: int, rng: random.Random) -> list[list[int]]:
+    """Prompts of random tokens that no cache knows."""
+    return [[rng.randrange(300, 4000) for _ in range(num_tokens)] for _ in range(number)]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Answers of one length each."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=1)
+
+
+def median(values: Seq[float]) -> dict[str, float]:
+    """The median with its 95 % interval by bootstrap."""
+    found = bootstrap(
+        [values], np.median, method="percentile", rng=np.random.default_rng(1), n_resamples=2000
+    )
+    low, high = found.confidence_interval
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "num": len(values)}

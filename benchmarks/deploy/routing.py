@@ -1,0 +1,180 @@
+"""The time that routing adds to a stream: through router and relay, and from the same replica without them, in pairs.
+
+    python -m benchmarks.deploy.routing [--pairs 200] [--streams 1 8] [--expand 300M --quantization int8]
+
+One replica, a process with a core of its own, makes both streams of a pair from the same prompt, one after the other
+and each first in turns, for a tenant that it has not seen: nothing of one helps the other. Directly, a connection sends
+the request in the replica's protocol and reads updates; the routed stream has prefix hashes, queue, placement, what is
+kept for a move, and the whole output on top. Writes docs/benchmarks/deploy_routing.json and the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deploy.fleet import (
+    add_model_arguments,
+    greedy,
+    median,
+    model_settings,
+    pinned_replicas,
+    prompts,
+    target,
+)
+from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.kept import Kept, say
+from slipstream import RequestOptions
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.deploy import protocol
+from slipstream.deploy.connection import ReplicaConnection
+from slipstream.deploy.relay import Relay
+from slipstream.deploy.routed import RoutedEngine
+from slipstream.deploy.router import Router
+from slipstream.deploy.wire import request_to_json
+from slipstream.models.tokenizer import load_tokenizer
+from slipstream.provenance import provenance
+
+NUM_TOKENS = 32
+PROMPT_TOKENS = 96
+WARM_PAIRS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One stream."""
+
+    token_ids: list[int]
+    first_s: float
+    """From the request to the first token."""
+    total_s: float
+
+
+class DirectClient:
+    """Requests over a connection, without a router."""
+
+    def __init__(self, connection: ReplicaConnection) -> None:
+        self._connection = connection
+        self._numbers = itertools.count()
+        self._streams: dict[str, asyncio.Queue[protocol.Message]] = {}
+        connection.follow(self._heard, lambda: None)
+
+    def _heard(self, message: protocol.Message) -> None:
+        if message["type"] == "update":
+            self._streams[message["id"]].put_nowait(message["update"])
+
+    async def stream(self, prompt: Seq[int], tenant: str) -> Timed:
+        """One answer, timed."""
+        name = f"direct-{next(self._numbers)}"
+        updates = self._streams[name] = asyncio.Queue()
+        started_s, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
+        payload = request_to_json(prompt, greedy(NUM_TOKENS), RequestOptions(tenant=tenant))
+        self._connection.send(protocol.start(name, 1, payload, []))
+        while True:
+            update = await updates.get()
+            first_s = first_s or time.perf_counter() - started_s
+            token_ids += update["tokens"]
+            if update["output"] is not None:
+                del self._streams[name]
+                return Timed(token_ids, first_s, time.perf_counter() - started_s)
+
+
+async def routed_stream(routed: RoutedEngine, prompt: Seq[int], tenant: str) -> Timed:
+    """One answer through router and relay, timed."""
+    started_s, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
+    async for update in routed.stream(prompt, greedy(NUM_TOKENS), options=RequestOptions(tenant=tenant)):
+        first_s = first_s or time.perf_counter() - started_s
+        token_ids += update.token_ids
+    return Timed(token_ids, first_s, time.perf_counter() - started_s)
+
+
+async def measure(num_streams: int, num_pairs: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """So many pairs, so many streams at once."""
+    rng = random.Random(num_streams)
+    async with pinned_replicas(1, model, options) as replicas:
+        relay = Relay(Router(), replicas.secret)
+        routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
+        keeping = asyncio.create_task(relay.run(replicas.discover))
+        [address] = await replicas.discover()
+        connection = await ReplicaConnection.open(*address, "direct", replicas.secret)
+        direct = DirectClient(connection)
+        while not relay.router.fleet.num_ready:
+            await asyncio.sleep(0.01)
+        pairs: list[tuple[Timed, Timed]] = []
+        num_rounds = max(num_pairs // num_streams, 2)
+        for number in range(-WARM_PAIRS, num_rounds):
+            asked = prompts(num_streams, PROMPT_TOKENS, rng)
+
+            async def run(is_routed: bool, round_: int = number, asked: Seq[Seq[int]] = asked) -> list[Timed]:
+                tenants = [f"{is_routed} {round_} {index}" for index in range(num_streams)]
+                if is_routed:
+                    streams = [routed_stream(routed, *each) for each in zip(asked, tenants, strict=True)]
+                else:
+                    streams = [direct.stream(*each) for each in zip(asked, tenants, strict=True)]
+                return await asyncio.gather(*streams)
+
+            order = (True, False) if number % 2 else (False, True)
+            found = {is_routed: await run(is_routed) for is_routed in order}
+            if number >= 0:
+                pairs += zip(found[False], found[True], strict=True)
+            if number >= 0 and number % 20 == 19:
+                say(f"  {number + 1} of {num_rounds} rounds")
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await connection.close()
+    return compared(pairs)
+
+
+def compared(pairs: Seq[tuple[Timed, Timed]]) -> dict[str, Any]:
+    """What the routed stream of each pair took more, in milliseconds."""
+    gaps = [[(one.total_s - one.first_s) / (len(one.token_ids) - 1) for one in pair] for pair in pairs]
+    return {
+        "pairs": len(pairs),
+        "equal": sum(direct.token_ids == routed.token_ids for direct, routed in pairs),
+        "direct_first_token_ms": median([1000 * direct.first_s for direct, _ in pairs]),
+        "direct_token_ms": median([1000 * direct for direct, _ in gaps]),
+        "first_token_added_ms": median(
+            [1000 * (routed.first_s - direct.first_s) for direct, routed in pairs]
+        ),
+        "token_added_ms": median([1000 * (routed - direct) for direct, routed in gaps]),
+        "stream_added_ms": median([1000 * (routed.total_s - direct.total_s) for direct, routed in pairs]),
+    }
+
+
+def main() -> None:
+    """One cell for each number of streams."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    add_model_arguments(parser)
+    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_routing.json")
+    options = parser.parse_args()
+    asked, engine = model_settings(options)
+    settings = {"pairs": options.pairs, **asked}
+    kept = Kept(options.out, settings)
+    with target(options.expand) as model:
+        cells = {}
+        for num in options.streams:
+
+            def one(num: int = num) -> dict[str, Any]:
+                return asyncio.run(measure(num, options.pairs, model, engine))
+
+            cells[str(num)] = kept.cell(f"{num} streams", one)
+    kept.finish({"provenance": provenance(), **settings, "cells": cells})
+    for name, cell in cells.items():
+        say(f"{name} streams: {cell}")
+    if options.out.parent == FOLDER:
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Two replicas against one: tokens a second of the same requests, in turns.
+
+    python -m benchmarks.deploy.scaling [--rounds 10] [--expand 300M --quantization int8]
+
+Two replicas, processes with a core each, are there all the time; one front knows one of them, another knows both. A
+round sends the same number of requests through the one and then through the other, or the other way round, enough of
+them at once to fill both. Prompts are new in each round, so nothing is cached. The front has a core of its own where
+the machine has a third one. Writes docs/benchmarks/deploy_scaling.json and the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections.abc import Sequence as Seq
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deploy.fleet import (
+    ROOM,
+    add_model_arguments,
+    greedy,
+    median,
+    model_settings,
+    pinned_replicas,
+    prompts,
+    target,
+)
+from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.kept import Kept, say
+from slipstream import RequestOptions
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.deploy.local import LocalReplicas
+from slipstream.deploy.relay import Address, Relay
+from slipstream.deploy.routed import RoutedEngine
+from slipstream.deploy.router import Router
+from slipstream.models.tokenizer import load_tokenizer
+from slipstream.provenance import provenance
+
+NUM_TOKENS = 64
+PROMPT_TOKENS = 64
+NUM_REQUESTS = 6 * ROOM["max_num_seqs"]
+
+
+async def tokens_per_s(routed: RoutedEngine, asked: Seq[Seq[int]], tenant: str) -> float:
+    """Serve all requests, as many at once as two replicas step, and so on until the last one has ended."""
+    waiting = iter(asked)
+    num_tokens = 0
+
+    async def serve_some() -> None:
+        nonlocal num_tokens
+        for prompt in waiting:
+            async for update in routed.stream(
+                prompt, greedy(NUM_TOKENS), options=RequestOptions(tenant=tenant)
+            ):
+                num_tokens += len(update.token_ids)
+
+    started_s = time.perf_counter()
+    await asyncio.gather(*(serve_some() for _ in range(2 * ROOM["max_num_seqs"])))
+    return num_tokens / (time.perf_counter() - started_s)
+
+
+async def first_of(replicas: LocalReplicas, num: int) -> list[Address]:
+    """The addresses of the first `num` replicas."""
+    return (await replicas.discover())[:num]
+
+
+async def measure(num_rounds: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """All rounds; what came out."""
+    rng, tokenizer = random.Random(1), load_tokenizer(EMBEDDED_TARGET)
+    async with pinned_replicas(2, model, options) as replicas:
+        relays = {num: Relay(Router(), replicas.secret) for num in (1, 2)}
+        keeping = [
+            asyncio.create_task(relay.run(partial(first_of, replicas, num))) for num, relay in relays.items()
+        ]
+        while any(relay.router.fleet.num_ready < num for num, relay in relays.items()):
+            await asyncio.sleep(0.01)
+        speeds: dict[int, list[float]] = {1: [], 2: []}
+        for round_ in range(-1, num_rounds):
+            for num in (1, 2) if round_ % 2 else (2, 1):
+                asked = prompts(NUM_REQUESTS, PROMPT_TOKENS, rng)
+                speed = await tokens_per_s(RoutedEngine(relays[num], tokenizer), asked, f"{num} {round_}")
+                if round_ >= 0:
+                    speeds[num].append(speed)
+            if round_ >= 0:
+                say(
+                    f"  round {round_ + 1} of {num_rounds}: {speeds[1][-1]:.0f} and {speeds[2][-1]:.0f} tokens/s"
+                )
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+    return {
+        "rounds": num_rounds,
+        "requests": NUM_REQUESTS,
+        "front_has_a_core": len(os.sched_getaffinity(0)) > 2,
+        "one_tokens_per_s": median(speeds[1]),
+        "two_tokens_per_s": median(speeds[2]),
+        "two_over_one": median([two / one for one, two in zip(speeds[1], speeds[2], strict=True)]),
+    }
+
+
+def main() -> None:
+    """One cell."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    add_model_arguments(parser)
+    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_scaling.json")
+    options = parser.parse_args()
+    asked, engine = model_settings(options)
+    settings = {"rounds": options.rounds, **asked}
+    kept = Kept(options.out, settings)
+    with target(options.expand) as model:
+        cell = kept.cell("two over one", lambda: asyncio.run(measure(options.rounds, model, engine)))
+    kept.finish({"provenance": provenance(), **settings, "cell": cell})
+    say(f"two over one: {cell}")
+    if options.out.parent == FOLDER:
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Streams over replicas that are killed, stopped and drained all the while: every answer must be its lone run.
+
+    python -m benchmarks.deploy.soak [--requests 2000] [--disruptions 40] [--replicas 2 3]
+
+Replicas are processes of this machine with the embedded target, every other one with its draft. A third of the
+disruptions is SIGKILL, a third SIGSTOP (and SIGCONT after the router has taken the replica for hung, so that it goes on
+talking), a third SIGTERM, at which a replica drains. Each stream is compared with one engine's answer to the same
+request: tokens, text, log-probabilities, ends, counts. Writes docs/benchmarks/deploy_soak.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.deploy.requests import ROOM, Case, cases, differences
+from benchmarks.kept import Kept, say
+from slipstream import RequestOptions
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.deploy.config import RouterConfig
+from slipstream.deploy.local import LocalReplicas
+from slipstream.deploy.relay import Relay
+from slipstream.deploy.routed import RoutedEngine
+from slipstream.deploy.router import Router
+from slipstream.engine.outputs import Update
+from slipstream.errors import SlipstreamError
+from slipstream.models.tokenizer import load_tokenizer
+from slipstream.provenance import provenance
+
+HANG_TIMEOUT_S = 2.0
+NUM_AT_ONCE = 16
+KINDS = ("kill", "stop", "drain")
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What became of all requests."""
+
+    equal: int = 0
+    differing: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    ends: Counter[int] = field(default_factory=Counter)
+    moves: Counter[int] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+    """The longest gap of each stream."""
+
+
+async def soak(all_cases: list[Case], num_replicas: int, num_disruptions: int, seed: int) -> dict[str, Any]:
+    """Serve all cases while replicas are disrupted."""
+    replicas = LocalReplicas(
+        num_replicas,
+        speculative_config={"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
+        engine_options=ROOM,
+        beat_s=0.1,
+    )
+    router = Router(
+        RouterConfig(max_waiting=10_000, hang_timeout_s=HANG_TIMEOUT_S, max_fruitless_attempts=50)
+    )
+    relay = Relay(router, replicas.secret)
+    routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
+    ledger, started_s = Ledger(), time.monotonic()
+    await replicas.start()
+    keeping = asyncio.create_task(relay.run(replicas.discover))
+    waiting = iter(enumerate(all_cases))
+    done = 0
+
+    async def serve_some() -> None:
+        nonlocal done
+        for number, case in waiting:
+            await serve_one(routed, number, case, ledger)
+            done += 1
+            if done % 200 == 0:
+                say(f"  {done} requests, {time.monotonic() - started_s:.0f} s, {router.counts.moved} moved")
+
+    workers = [asyncio.create_task(serve_some()) for _ in range(NUM_AT_ONCE)]
+    disrupting = asyncio.create_task(
+        disrupt(replicas, router, num_disruptions, random.Random(seed), lambda: done / len(all_cases))
+    )
+    await asyncio.gather(*workers)
+    disrupting.cancel()
+    disruptions = (await asyncio.gather(disrupting, return_exceptions=True))[0]
+    faults = router.integrity()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await replicas.close()
+    gaps = np.array(ledger.gaps_s)
+    return {
+        "replicas": num_replicas,
+        "requests": len(all_cases),
+        "equal": ledger.equal,
+        "differing": ledger.differing[:20],
+        "errors": ledger.errors[:20],
+        "lost": len(all_cases) - len(ledger.ends),
+        "ended_twice": sum(number > 1 for number in ledger.ends.values()),
+        "disruptions": dict(DISRUPTED) if isinstance(disruptions, BaseException) else disruptions,
+        "moved": router.counts.moved,
+        "moves_of_a_request": {str(moves): number for moves, number in sorted(ledger.moves.items())},
+        "longest_gap_s": {"median": float(np.median(gaps)), "p99": float(np.quantile(gaps, 0.99))},
+        "router_faults": faults,
+        "wall_s": time.monotonic() - started_s,
+    }  # fmt: skip
+
+
+async def serve_one(routed: RoutedEngine, number: int, case: Case, ledger: Ledger) -> None:
+    """One stream, compared with its lone run."""
+    updates: list[Update] = []
+    last_s, gap_s, moves = time.monotonic(), 0.0, 0
+
+    def on_seam(num_moves: int, _: bool) -> None:
+        nonlocal moves
+        moves = num_moves
+
+    try:
+        async for update in routed.stream(
+            case.prompt, case.params, options=RequestOptions(tenant=case.tenant), on_seam=on_seam
+        ):
+            now_s = time.monotonic()
+            last_s, gap_s = now_s, max(gap_s, now_s - last_s)
+            updates.append(update)
+    except SlipstreamError as error:
+        ledger.errors.append(f"request {number}: {error}")
+        return
+    ledger.ends[number] += 1
+    ledger.moves[moves] += 1
+    ledger.gaps_s.append(gap_s)
+    faults = differences(case, updates)
+    if faults:
+        ledger.differing.append(f"request {number}, {moves} moves: {', '.join(faults)}")
+    else:
+        ledger.equal += 1
+
+
+DISRUPTED: Counter[str] = Counter()
+
+
+async def disrupt(
+    replicas: LocalReplicas, router: Router, number: int, rng: random.Random, progress: Any
+) -> dict[str, int]:
+    """Disrupt a replica that has streams under way whenever another share of the requests is done."""
+    DISRUPTED.clear()
+    for which in range(number):
+        while progress() < 0.95 * which / number:
+            await asyncio.sleep(0.02)
+        kind = KINDS[which % len(KINDS)]
+        busy: list[str] = []
+        while not busy:
+            await asyncio.sleep(0.02)
+            pids = replicas.pids()
+            busy = [name for name in pids if (state := router.fleet.get(name)) is not None and state.requests]
+        name = rng.choice(busy)
+        pid = replicas.pids()[name]
+        say(f"  {kind} {name} with {len(router.fleet[name].requests)} streams")
+        DISRUPTED[kind] += 1
+        if kind == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif kind == "drain":
+            os.kill(pid, signal.SIGTERM)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(HANG_TIMEOUT_S + 1.0)
+            os.kill(pid, signal.SIGCONT)
+    return dict(DISRUPTED)
+
+
+def main() -> None:
+    """One cell for each number of replicas."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--disruptions", type=int, default=40)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_soak.json")
+    options = parser.parse_args()
+    kept = Kept(options.out, {"requests": options.requests, "disruptions": options.disruptions})
+    all_cases: list[Case] = []
+    cells = {}
+    for num in options.replicas:
+
+        def measure(num: int = num) -> dict[str, Any]:
+            if not all_cases:
+                say("  lone runs …")
+                all_cases.extend(cases(options.requests))
+            return asyncio.run(soak(all_cases, num, options.disruptions, seed=num))
+
+        cells[f"{num} replicas"] = kept.cell(f"{num} replicas", measure)
+    kept.finish({"provenance": provenance(), "cells": cells})
+    if options.out.parent == FOLDER:
+        write_page()
+    for name, cell in cells.items():
+        say(f"{name}: {cell}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""`slipstream learn`: what a server that learns has learned, and an operator's hand on it."""
+
+from __future__ import annotations
+
+import json as json_
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli import learn_replay
+from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.options import Json, print_json
+from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.writing import Overwrite, check_file, check_folder
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.bench.report.grid import Grid
+    from slipstream.learn.folder import LearnFolder
+    from slipstream.learn.state import LearnLane, LearnState
+    from slipstream.learn.versions import Version
+
+app = typer.Typer(help="See and steer what a server that learns (slipstream serve --learn) has learned.")
+app.command(cls=PlainHelp)(learn_replay.replay)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that serve --learn was given.")]
+Tenant = Annotated[
+    str | None, typer.Option(help="The lane of this tenant alone: an API key's account, or ACCOUNT/USER.")
+]
+Task = Annotated[str | None, typer.Option(help="The lane of this task alone.")]
+
+
+@app.command(cls=PlainHelp)
+def status(folder: Folder, json: Json = False) -> None:
+    """Show what was captured, which versions serve, and what happened last. No server is asked."""
+    from slipstream.learn.status import LearnStatus
+
+    found = LearnStatus.of(_folder(folder))
+    if json:
+        print_json(found.as_json())
+        return
+    ring, state = found.ring, found.state
+    rows = [
+        ("records", f"{ring.num_records:,} answers, {found.num_tokens:,} tokens, {ring.num_bytes:,} bytes"),
+        ("purposes", _counts(found.by_purpose)),
+        ("tenants", _counts(found.by_tenant)),
+        ("tasks", _counts(found.by_task)),
+        ("model", "none yet" if found.identity is None else found.identity.model_hash),
+        ("learning", "frozen" if state.frozen else "may change what serves"),
+        *((f"serves {_whose(lane)}", _lane(lane)) for lane in state.lanes),
+        *(
+            (f"tokens a pass, {name or 'floor'}", f"{value:.2f} on the answers in the ring")
+            for name, value in sorted(found.by_version.items())
+        ),
+        ("versions", f"{len(found.versions)} kept"),
+        *(("damaged", name) for name in found.unreadable),
+        *(
+            (_time(event.get("time_s", 0.0)), " ".join(f"{key}={value}" for key, value in _facts(event)))
+            for event in found.events
+        ),
+    ]
+    print_rows(results(), rows)
+
+
+@app.command(cls=PlainHelp)
+def versions(
+    folder: Folder,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read all weights and compare their sha256; exit with 1 on damage."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the versions on disk with their parents, data, figures and hash."""
+    from slipstream.learn.state import StateFile
+    from slipstream.learn.versions import VersionStore
+
+    where = _folder(folder)
+    where.check()
+    store, state = VersionStore(where), StateFile(where).read()
+    found = store.all()
+    faults = store.faults() if verify else dict.fromkeys(store.unreadable(), "its description is damaged")
+    if json:
+        print_json({"versions": [one.as_json() for one in found], "faults": faults})
+    else:
+        wide_results().print(_table(found, state).rich())
+        for name, fault in faults.items():
+            print(f"damaged: {name}: {fault}")
+    if verify and faults:
+        raise typer.Exit(1)
+
+
+@app.command(cls=PlainHelp)
+def freeze(
+    folder: Folder,
+    off: Annotated[bool, typer.Option("--off", help="Let the server learn again.")] = False,
+    json: Json = False,
+) -> None:
+    """Let nothing be trained, tried or promoted any more; what serves goes on serving."""
+    from slipstream.learn.by_hand import freeze as freeze_
+
+    _told(freeze_(_existing(folder), not off), "learning goes on" if off else "frozen", json)
+
+
+@app.command(cls=PlainHelp)
+def promote(
+    folder: Folder,
+    version: Annotated[str, typer.Argument(help="A version's id, or floor for the drafter itself.")],
+    tenant: Tenant = None,
+    task: Task = None,
+    json: Json = False,
+) -> None:
+    """Have a version serve from the next step on, without a test but that it is whole."""
+    from slipstream.learn.by_hand import promote as promote_
+
+    lane = promote_(_existing(folder), version, tenant, task)
+    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", json)
+
+
+@app.command(cls=PlainHelp)
+def rollback(folder: Folder, tenant: Tenant = None, task: Task = None, json: Json = False) -> None:
+    """Withdraw the canary; without one, have what served before serve again."""
+    from slipstream.learn.by_hand import roll_back
+
+    lane = roll_back(_existing(folder), tenant, task)
+    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", json)
+
+
+@app.command(cls=PlainHelp)
+def forget(
+    folder: Folder,
+    tenant: Annotated[
+        str, typer.Option(help="Whose data is deleted: an account with all its users, or ACCOUNT/USER.")
+    ],
+    json: Json = False,
+) -> None:
+    """Delete a tenant's records, and all versions that learned from them; the server builds new ones from the rest."""
+    from slipstream.learn.forgetting import forget as forget_
+
+    gone = forget_(_existing(folder), tenant)
+    names = ", ".join(gone.versions) or "none"
+    _told(gone, f"{gone.num_records:,} records deleted; versions retired, to be rebuilt: {names}", json)
+
+
+@app.command(cls=PlainHelp)
+def export(
+    folder: Folder,
+    output: Annotated[Path, typer.Argument(help="A folder for a version; a file of JSON lines for records.")],
+    version: Annotated[
+        str | None, typer.Option(help="Export this version's tensors and description.")
+    ] = None,
+    records: Annotated[
+        bool, typer.Option("--records", help="Export the served answers, as slipstream train reads them.")
+    ] = False,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="With --records: those on which versions are judged, too.")
+    ] = False,
+    tenant: Tenant = None,
+    task: Task = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a version's tensors, or the records as training data, to where others can use them."""
+    from slipstream.learn.exporting import export_version, exported_rows
+    from slipstream.learn.records import Purpose
+    from slipstream.learn.versions import ABOUT, WEIGHTS
+
+    if (version is None) != records:
+        raise ConfigError("choose what to export: --version ID, or --records")
+    where = _existing(folder)
+    if version is not None:
+        check_folder(output)
+        for name in (WEIGHTS, ABOUT):
+            if output.is_dir():
+                check_file(output / name, overwrite)
+        made = export_version(where, version, output)
+        notes().print(f"written: {output} ({made.num_bytes:,} bytes, sha256 {made.sha256})", markup=False)
+        return
+    check_file(output, overwrite)
+    num = 0
+    with output.open("w", encoding="utf-8") as stream:
+        for row in exported_rows(where, None if held_out else Purpose.TRAIN, tenant, task):
+            stream.write(json_.dumps(row, ensure_ascii=False) + "\n")
+            num += 1
+    notes().print(f"written: {output} ({num:,} answers)", markup=False)
+
+
+def _folder(path: Path) -> LearnFolder:
+    from slipstream.learn.folder import LearnFolder
+
+    return LearnFolder(path)
+
+
+def _existing(path: Path) -> LearnFolder:
+    folder = _folder(path)
+    folder.check()
+    return folder
+
+
+def _told(what: Any, text: str, json: bool) -> None:
+    from dataclasses import asdict
+
+    if json:
+        print_json(asdict(what))
+    else:
+        print(text)
+
+
+def _table(found: list[Version], state: LearnState) -> Grid:
+    from slipstream.bench.report.grid import Grid
+
+    grid = Grid(
+        "versions, the oldest first",
+        ["version", "made", "learner", "parent", "for", "records", "tokens", "bytes", "serves", "figures"],
+    )
+    for one in found:
+        whose = ", ".join(name for name in (one.tenant, one.task) if name is not None) or "all"
+        serving = [_whose(lane) for lane in state.lanes if lane.serving == one.id]
+        serving += [f"canary {lane.canary_share:.0%}" for lane in state.lanes if lane.canary == one.id]
+        grid.add(
+            one.id,
+            _time(one.created_s),
+            one.learner,
+            one.parent or "floor",
+            whose,
+            f"{one.window.num_records:,}",
+            f"{one.window.num_tokens:,}",
+            f"{one.num_bytes:,}",
+            ", ".join(serving) or state.retired.get(one.id, ""),
+            " ".join(f"{name}={_figure(value)}" for name, value in one.figures.items()),
+        )
+    return grid
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _counts(counts: Any) -> str:
+    return ", ".join(f"{name or '(none)'} {count:,}" for name, count in counts.items()) or "none yet"
+
+
+def _whose(lane: LearnLane) -> str:
+    names = [f"tenant {lane.tenant}"] if lane.tenant is not None else []
+    names += [f"task {lane.task}"] if lane.task is not None else []
+    return " and ".join(names) or "everyone"
+
+
+def _lane(lane: LearnLane) -> str:
+    text = lane.serving or "floor"
+    return (
+        text if lane.canary is None else f"{text}, and to {lane.canary_share:.0%} of requests {lane.canary}"
+    )
+
+
+def _time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _facts(event: Any) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in event.items() if key != "time_s"]

@@ -1,0 +1,128 @@
+"""`slipstream learn replay`: the loop offline on a trace."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.flags.options import Json, Model, print_json
+from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.writing import Overwrite, check_file, write_text
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.learn.records import ServedRecord
+    from slipstream.learn.replay import ReplayedRound, ReplayReport
+
+
+def replay(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="The folder of slipstream serve --learn, or prompts as in slipstream bench (FILE.jsonl, sample), "
+            "which the target answers first.",
+        ),
+    ],
+    model: Model = None,
+    draft: Annotated[
+        str,
+        typer.Option(help="Folder of the draft model that would have learned; the embedded one by default."),
+    ] = "embedded",
+    learner: Annotated[str, typer.Option(help="What learns: whole, low_rank or corrective.")] = "whole",
+    every: Annotated[int, typer.Option(min=1, help="Requests between two candidates.")] = 100,
+    window: Annotated[
+        int, typer.Option(min=1, help="The latest requests, which a candidate learns from.")
+    ] = 400,
+    anchors: Annotated[int, typer.Option(min=0, help="Older answers that must not be forgotten.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps for a candidate.")] = 120,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = 1e-3,
+    depth: Annotated[int, typer.Option(min=1, help="Draft tokens of the chains that are served.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of answers that are made now.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of answers that are made now.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of answers that are made now, and of the learner.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Learn, judge and promote offline on a trace, and say what that would have gained.
+
+    The answers are the same with any draft, so each version's drafts on them are known, not estimated.
+    """
+    from slipstream.assets import EMBEDDED_DRAFT
+    from slipstream.learn.judge import JudgeOptions
+    from slipstream.learn.learners.registry import make_learner
+    from slipstream.learn.options import LearnerOptions
+    from slipstream.learn.replay import ReplayOptions
+    from slipstream.learn.replay import replay as run
+
+    if output is not None:
+        check_file(output, overwrite, "--output")
+    floor = Path(EMBEDDED_DRAFT if draft == "embedded" else draft)
+    if not floor.is_dir():
+        raise ConfigError(f"--draft needs the folder of a draft model, got {draft!r}")
+    options = LearnerOptions(num_steps=steps, learning_rate=learning_rate, depth=depth, seed=seed)
+    made = make_learner(learner, floor, options)
+    records = _records(trace, model, temperature, max_tokens, seed)
+    notes().print(f"{len(records):,} answers", markup=False)
+    report = run(
+        records,
+        made,
+        ReplayOptions(every=every, window=window, num_anchors=anchors),
+        JudgeOptions(depth=depth),
+        on_round=lambda one: notes().print(_line(one), markup=False),
+    )
+    if output is not None:
+        write_text(output, json_.dumps(report.as_json(), indent=1) + "\n")
+    if json:
+        print_json(report.as_json())
+    else:
+        _show(report)
+
+
+def _records(
+    trace: str, model: str | None, temperature: float, max_tokens: int, seed: int
+) -> list[ServedRecord]:
+    from slipstream.learn.tracing import asked_trace, questions_of, served_trace
+
+    if Path(trace).is_dir():
+        return served_trace(Path(trace))
+    from slipstream.engine.factory import make_engine
+    from slipstream.sampling.params import SamplingParams
+
+    questions = questions_of(trace)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    engine = make_engine(model, None, {"max_num_seqs": 32})
+
+    def told(done: int, total: int) -> None:
+        if done % 50 == 0 or done == total:
+            notes().print(f"answered {done} of {total}", markup=False)
+
+    return asked_trace(engine, questions, params, told)
+
+
+def _line(one: ReplayedRound) -> str:
+    serves = f"version {one.serving}" if one.serving else "the floor"
+    what = "promoted" if one.promoted else "kept"
+    return (
+        f"after {one.after}: {what} ({one.why}); {serves}: {one.served['all']:.2f} tokens a pass, "
+        f"floor {one.floor['all']:.2f}"
+    )
+
+
+def _show(report: ReplayReport) -> None:
+    from slipstream.bench.report.grid import Grid
+
+    grid = Grid("tokens a pass over the whole trace", ["task", "floor", "learning", "gain"])
+    for task, floor in sorted(report.floor.items()):
+        served = report.served[task]
+        grid.add(task, f"{floor:.3f}", f"{served:.3f}", f"{served / floor - 1:+.1%}")
+    wide_results().print(grid.rich())
+    promoted = sum(one.promoted for one in report.rounds)
+    print(
+        f"{report.num_requests:,} requests, {promoted} of {len(report.rounds) - 1} candidates promoted, "
+        f"{report.learn_s:.0f} s of learning, tokens a pass {report.gain:+.1%}"
+    )

@@ -1,0 +1,255 @@
+"""`slipstream reasoning calibrate`: which threshold of drafted steps keeps the accuracy on the user's own problems."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.options import (
+    ENGINE,
+    SAMPLING,
+    SPECULATION,
+    Json,
+    Model,
+    announce,
+    chosen_speculation,
+    load,
+    model_name,
+    print_json,
+    recommended,
+)
+from slipstream.cli.flags.prompts import prepare, read_jobs
+from slipstream.cli.output.console import print_rows, results
+from slipstream.errors import ConfigError, RequestError
+from slipstream.jsonl import read_rows
+from slipstream.reasoning.calibration import DEFAULT_GRID, CalibrationCell, choose_threshold, is_expected
+from slipstream.reasoning.config import ReasoningConfig
+from slipstream.reasoning.options import StepOptions
+from slipstream.reasoning.paired import PairedAccuracy
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+app = typer.Typer(help="Step-level speculation, which is lossy.", rich_markup_mode=None)
+
+
+class StepJudgeName(StrEnum):
+    """The judges."""
+
+    SCORE = "score"
+    LOGPROB = "logprob"
+
+
+@app.callback()
+def reasoning() -> None:
+    """Step-level speculation, which is lossy."""
+
+
+@app.command(cls=PlainHelp)
+@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
+def calibrate(
+    problems: Annotated[
+        Path, typer.Argument(help='A .jsonl file: one {"prompt" or "messages": …, "expected": "…"} a line.')
+    ],
+    model: Model = None,
+    judge: Annotated[StepJudgeName, typer.Option(help="score or logprob.")] = StepJudgeName.SCORE,
+    thresholds: Annotated[
+        str | None, typer.Option(help="Thresholds to try, with commas between them; a usual grid by default.")
+    ] = None,
+    max_loss: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="The accuracy that may be lost, as a share: 0.02 is two points."),
+    ] = 0.02,
+    protect_first_steps: Annotated[int, typer.Option(min=0, help="As in requests.")] = 2,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="The answer is `expected` and nothing else; by default it has it as a word."
+        ),
+    ] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template; by default where there is one."),
+    ] = None,
+    json: Json = False,
+    *,
+    speculation: Values,
+    sampling: Values,
+    engine: Values,
+) -> None:
+    """Answer problems with drafted steps at several thresholds, and choose the fastest that keeps the accuracy.
+
+    Accuracy is compared problem by problem with the target's own answers. A threshold qualifies if it loses at most
+    --max-loss with 95 % confidence, so few problems never qualify one. Needs --reasoning-draft and --allow-lossy.
+    """
+    grid = _grid(thresholds, judge)
+    jobs = read_jobs(None, problems)
+    expected = _expected(problems)
+    params = SamplingParams.from_mapping(sampling)
+    speculative = chosen_speculation(speculation, model)
+    if speculative.reasoning is None:
+        raise ConfigError("calibrate needs a draft that writes steps; name one with --reasoning-draft")
+    think_end = ReasoningConfig.from_mapping(speculative.reasoning).think_end
+    asked = [
+        StepOptions(judge=judge.value, threshold=one, protect_first_steps=protect_first_steps) for one in grid
+    ]
+    llm = load(model, speculative, engine)
+    params = recommended(llm, params, sampling)
+    task = _CalibrationTask(
+        llm, [prepare(llm.engine, job, chat) for job in jobs], params, expected, think_end, exact
+    )
+    announce(llm)
+    reference = task.run(None)
+    cells = [task.run(options) for options in asked]
+    chosen = choose_threshold(reference.right, cells, max_loss)
+    found = _found(reference, cells, chosen, asked[0], max_loss)
+    if json:
+        print_json({"model": model_name(model), "lossy": True, **found})
+        return
+    _print(found, judge.value)
+
+
+def _grid(text: str | None, judge: StepJudgeName) -> list[float]:
+    if text is None:
+        return list(DEFAULT_GRID[judge.value])
+    try:
+        return sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise RequestError(f"--thresholds takes numbers with commas between them, got {text!r}") from None
+
+
+def _expected(file: Path) -> list[str]:
+    """The right answers; raises `RequestError` for a line without one."""
+    found: list[str] = []
+    for where, row in read_rows(file):
+        answer = row.get("expected")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+            raise RequestError(f'{where} needs "expected", the right answer as a text or a number')
+        found.append(str(answer))
+    return found
+
+
+@dataclass
+class _CalibrationTask:
+    """The problems, and how their answers are looked at."""
+
+    llm: LLM
+    prompts: list[list[int]]
+    params: SamplingParams
+    expected: Seq[str]
+    think_end: str
+    exact: bool
+
+    def run(self, options: StepOptions | None) -> CalibrationCell:
+        """Answer them all; None asks for no drafted steps."""
+        name = "the target alone" if options is None else f"threshold {options.least:g}"
+        print(f"{name}: {len(self.prompts)} problems …", file=sys.stderr, flush=True)
+        seeds = [
+            self.params.seed if self.params.seed is not None else number
+            for number in range(len(self.prompts))
+        ]
+        each = [replace(self.params, seed=seed) for seed in seeds]  # the same both ways
+        outputs = self.llm.generate(self.prompts, each, use_tqdm=False, reasoning=options)
+        metrics = [output.metrics for output in outputs]
+        right = [
+            is_expected(output.outputs[0].text, wanted, self.think_end, self.exact)
+            for output, wanted in zip(outputs, self.expected, strict=True)
+        ]
+        return CalibrationCell(
+            0.0 if options is None else options.least,
+            right,
+            sum(len(one.reasoning_log) for one in metrics),
+            sum(one.num_kept_steps for one in metrics),
+            sum(one.num_steps for one in metrics),
+            sum(one.num_output_tokens for one in metrics),
+        )
+
+
+def _found(
+    reference: CalibrationCell,
+    cells: Seq[CalibrationCell],
+    chosen: CalibrationCell | None,
+    asked: StepOptions,
+    max_loss: float,
+) -> dict[str, Any]:
+    num = len(reference.right)
+    rows = []
+    for cell in cells:
+        pair = PairedAccuracy.of(reference.right, cell.right)
+        rows.append(
+            {
+                "threshold": cell.threshold,
+                "accuracy": pair.accuracy,
+                "lost": pair.num_lost,
+                "won": pair.num_won,
+                "least_difference": pair.least_difference,
+                "kept_share": cell.kept_share,
+                "passes": cell.num_passes / num,
+                "tokens": cell.num_tokens / num,
+                "qualifies": pair.least_difference >= -max_loss,
+            }
+        )
+    request = None
+    if chosen is not None:
+        request = {
+            "judge": asked.judge,
+            "threshold": chosen.threshold,
+            "protect_first_steps": asked.protect_first_steps,
+        }
+    return {
+        "num_problems": num,
+        "max_loss": max_loss,
+        "target": {
+            "accuracy": sum(reference.right) / num,
+            "passes": reference.num_passes / num,
+            "tokens": reference.num_tokens / num,
+        },
+        "thresholds": rows,
+        "reasoning": request,
+    }
+
+
+def _print(found: dict[str, Any], judge: str) -> None:
+    console, target = results(), found["target"]
+    print_rows(
+        console,
+        [
+            (
+                "target",
+                f"{target['accuracy']:.1%} of {found['num_problems']} right, {target['passes']:.0f} passes and "
+                f"{target['tokens']:.0f} tokens an answer",
+            ),
+            *(
+                (
+                    f"{judge} {row['threshold']:g}",
+                    f"{row['accuracy']:.1%} right ({row['lost']} lost, {row['won']} won; at least "
+                    f"{100 * row['least_difference']:+.1f} points), {row['kept_share']:.0%} of the steps kept, "
+                    f"{row['passes']:.0f} passes{'' if row['qualifies'] else ', does not qualify'}",
+                )
+                for row in found["thresholds"]
+            ),
+        ],
+    )
+    if found["reasoning"] is None:
+        console.print(
+            f"no threshold keeps the accuracy within {100 * found['max_loss']:g} points with 95 % confidence: give "
+            "more problems, stricter thresholds, or a larger --max-loss",
+            markup=False,
+        )
+    else:
+        console.print(f'"reasoning": {_as_text(found["reasoning"])}', markup=False)
+
+
+def _as_text(value: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(value)

@@ -1,0 +1,1 @@
+"""Replicas of one engine behind a router: who answers a request, and who goes on with it."""

@@ -1,0 +1,40 @@
+"""What decides a replica's bits: equal fingerprints give equal answers to equal requests."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.errors import DeployError
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests of what a replica computes with."""
+
+    model: str
+    """Of checkpoint, configuration and tokenizer. Replicas of another model are never behind the same router."""
+    arithmetic: str
+    """Of kernels, formats and number types. Our kernels give the same bits on AVX2, AVX-512 and NEON, so the processor
+    is no part of it; where PyTorch computes, its version and the processor are."""
+    about: str = ""
+    """The arithmetic in words."""
+
+    def same_model(self, other: Fingerprint) -> bool:
+        return self.model == other.model
+
+    def same_bits(self, other: Fingerprint) -> bool:
+        """True where an answer of one may be continued by the other without a seam."""
+        return (self.model, self.arithmetic) == (other.model, other.arithmetic)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Fingerprint:
+        """From a message; raises `DeployError`."""
+        try:
+            return cls(str(value["model"]), str(value["arithmetic"]), str(value.get("about", "")))
+        except (TypeError, KeyError, AttributeError):
+            raise DeployError(f"a fingerprint has model and arithmetic, got {str(value)[:80]!r}") from None

@@ -1,0 +1,75 @@
+"""Metrics of the router and of each replica, and their sums, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from slipstream.deploy.fleet import Health
+from slipstream.deploy.router import Router, RouterCounts
+
+PREFIX = "slipstream_fleet_"
+_COUNTERS = {
+    "submitted": "Requests that came.",
+    "finished": "Requests that were answered whole.",
+    "abandoned": "Requests whose client left, or that no replica could serve.",
+    "refused": "Requests that were refused because too many wait.",
+    "late": "Requests that could not meet, or did not meet, their deadline.",
+    "failed": "Requests that no replica could go on with.",
+    "moved": "Times a request went on at another replica.",
+    "lost_replicas": "Replicas that went without a drain, or with requests under way.",
+    "silent_replicas": "Times a replica was not heard of for too long.",
+    "drained_replicas": "Replicas that asked their requests to be taken elsewhere.",
+    "crossed_unlike": "Requests that went on with other arithmetic than they were begun with.",
+    "prompt_blocks": "Blocks of prompts that were routed.",
+    "known_blocks": "Blocks of prompts that the chosen replica held.",
+}
+_GAUGES = {
+    "load": "Answers that the router has given to the replica.",
+    "running": "Answers that take part in the replica's steps.",
+    "waiting": "Answers that wait at the replica.",
+    "cache_usage": "Share of the replica's cache that running answers hold.",
+    "tokens_per_second": "Tokens that the replica emits.",
+    "acceptance_length": "Mean tokens a target pass at the replica.",
+    "up": "1 while the replica is ready, else 0.",
+}
+
+
+class FleetCollector(Collector):
+    """Reads the router when it is scraped. A sum over `replica` is the fleet's."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of this moment."""
+        router = self._router
+        for each in fields(RouterCounts):
+            about = _COUNTERS[each.name]
+            yield CounterMetricFamily(
+                PREFIX + each.name, about, value=float(getattr(router.counts, each.name))
+            )
+        yield GaugeMetricFamily(
+            PREFIX + "queued", "Answers that wait in front of the replicas.", value=router.queue.num_answers
+        )
+        yield GaugeMetricFamily(PREFIX + "replicas", "Replicas that are ready.", value=router.fleet.num_ready)
+        families = {
+            name: GaugeMetricFamily(PREFIX + "replica_" + name, about, labels=["replica"])
+            for name, about in _GAUGES.items()
+        }
+        for state in router.fleet:
+            values = {
+                "load": state.load,
+                "running": state.report.num_running,
+                "waiting": state.report.num_waiting,
+                "cache_usage": state.report.cache_usage,
+                "tokens_per_second": state.report.tokens_per_s,
+                "acceptance_length": state.report.acceptance_length,
+                "up": state.health is Health.READY,
+            }
+            for name, value in values.items():
+                families[name].add_metric([state.id], float(value))
+        yield from families.values()

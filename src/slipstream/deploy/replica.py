@@ -1,0 +1,261 @@
+"""A replica: one engine that serves fronts over the replica protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
+from slipstream.deploy.served import engine_facts
+from slipstream.deploy.wire import emitted_from_json, request_from_json, update_to_json
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import Update
+from slipstream.errors import DeployError, EngineStoppedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+HELLO_TIMEOUT_S = 5.0
+MAX_UNREAD_BYTES = 64 * 2**20
+"""A front that leaves so much unread is dropped: it hangs, and its memory is not ours to be."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request of one front: what aborts it, once the engine has it."""
+
+    leave: Callable[[], None] | None = None
+    cancelled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Front:
+    name: str
+    writer: asyncio.StreamWriter
+    attempts: dict[tuple[str, int], _Attempt] = field(default_factory=dict)
+
+    def send(self, message: Message) -> None:
+        if self.writer.is_closing():
+            return
+        if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.writer.transport.abort()
+            return
+        self.writer.write(frame(message))
+
+
+class ReplicaServer:
+    """Listens for fronts; belongs to one event loop. The engine steps in its own thread."""
+
+    def __init__(self, engine: AsyncEngine, facts: ReplicaFacts, secret: str, beat_s: float = BEAT_S) -> None:
+        """`secret` is what fronts must know; `facts` is what they are told."""
+        self.engine = engine
+        self.facts = facts
+        self.report = ReplicaReport()
+        self.is_draining = False
+        self._queued: dict[str, float] = {}
+        self._secret = secret
+        self._beat_s = beat_s
+        self._fronts: set[_Front] = set()
+        self._server: asyncio.Server | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
+        """Listen; returns the address."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        self._beats = asyncio.create_task(self._beat())
+        found = self._server.sockets[0].getsockname()
+        return str(found[0]), int(found[1])
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests of all fronts."""
+        return sum(len(front.attempts) for front in self._fronts)
+
+    @property
+    def queue_share(self) -> float:
+        """This replica's part of what waits at the fronts."""
+        return sum(self._queued.values())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Ask the fronts to take their requests elsewhere; True once none is left, False after `timeout_s`."""
+        self.is_draining = True
+        for front in self._fronts:
+            front.send({"type": "draining"})
+        deadline_s = time.monotonic() + timeout_s
+        while self.num_under_way and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        return not self.num_under_way
+
+    async def close(self) -> None:
+        """Close all connections; the engine is the caller's."""
+        if self._beats is not None:
+            self._beats.cancel()
+        if self._server is not None:
+            self._server.close()
+        for front in list(self._fronts):
+            front.writer.close()
+
+    # --- one front --------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        front = None
+        try:
+            front = await self._admit(reader, writer)
+            if front is not None:
+                self._fronts.add(front)
+                while (message := await read_frame(reader)) is not None:
+                    self._hear(front, message)
+        except (DeployError, KeyError, TypeError, ValueError) as error:
+            logger.warning("a connection is closed: %s: %s", type(error).__name__, error)
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            if front is not None:
+                self._fronts.discard(front)
+                self._queued.pop(front.name, None)
+                for key in list(front.attempts):
+                    self._cancel(front, key)
+            writer.close()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Front | None:
+        """The front that says hello; None where it is none of ours."""
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            message = await read_frame(reader)
+        if message is None or message["type"] != "hello":
+            return None
+        try:
+            check_protocol(message, "the front")
+            if not hmac.compare_digest(str(message.get("secret", "")).encode(), self._secret.encode()):
+                raise DeployError("the front does not know this deployment's secret")
+        except DeployError as error:
+            writer.write(frame({"type": "refused", "message": str(error)}))
+            await writer.drain()
+            raise
+        front = _Front(str(message.get("front")), writer)
+        front.send(welcome(self.facts, engine_facts(self.engine.engine)))
+        if self.is_draining:
+            front.send({"type": "draining"})
+        return front
+
+    def _hear(self, front: _Front, message: Message) -> None:
+        if message["type"] == "start":
+            key = (str(message["id"]), int(message["attempt"]))
+            front.attempts[key] = _Attempt()
+            task = asyncio.create_task(self._begin(front, key, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif message["type"] == "cancel":
+            self._cancel(front, (message["id"], message["attempt"]))
+        elif message["type"] == "queue":
+            self._queued[front.name] = float(message["share"])
+
+    def _cancel(self, front: _Front, key: tuple[str, int]) -> None:
+        attempt = front.attempts.pop(key, None)
+        if attempt is not None:
+            attempt.cancelled = True
+            if attempt.leave is not None:
+                attempt.leave()
+
+    async def _begin(self, front: _Front, key: tuple[str, int], message: Message) -> None:
+        request, number = key
+        attempt = front.attempts[key]
+
+        def put(item: Update | Exception) -> None:
+            if attempt.cancelled:
+                return
+            if isinstance(item, Exception):
+                self._fail(front, key, item)
+                return
+            try:
+                front.send(
+                    {"type": "update", "id": request, "attempt": number, "update": update_to_json(item)}
+                )
+            except DeployError as error:
+                self._cancel(front, key)
+                self._fail(front, key, RequestError(f"the answer cannot be sent: {error}"))
+                return
+            if item.output is not None:
+                front.attempts.pop(key, None)
+
+        try:
+            prompt, params, options = request_from_json(message["request"])
+            attempt.leave = await self.engine.begin(
+                prompt,
+                params,
+                put,
+                request_id=f"{front.name}/{request}/{number}",
+                options=options,
+                emitted=emitted_from_json(message["emitted"]),
+            )
+            if attempt.cancelled:
+                attempt.leave()
+        except Exception as error:
+            self._fail(front, key, error)
+
+    def _fail(self, front: _Front, key: tuple[str, int], error: Exception) -> None:
+        """A request that no replica can serve is refused; another failure is this replica's own."""
+        front.attempts.pop(key, None)
+        kind = "refused" if isinstance(error, RequestError) else "failed"
+        if kind == "failed" and not isinstance(error, EngineStoppedError):
+            logger.error("a request failed", exc_info=error)
+        request, number = key
+        front.send({"type": kind, "id": request, "attempt": number, "message": str(error)})
+
+    # --- reports ----------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Report from the engine's thread, so that a replica with a hung engine is silent."""
+        counter = StepCounter()
+        with contextlib.suppress(EngineStoppedError):
+            await self.engine.ask(counter.attach)
+            while True:
+                self.report = await self.engine.ask(counter.report)
+                for front in list(self._fronts):
+                    front.send({"type": "beat", "report": asdict(self.report)})
+                await asyncio.sleep(self._beat_s)
+        logger.error("the engine has stopped; the replica goes")
+        await self.close()
+
+
+class StepCounter:
+    """Counts an engine's tokens and passes between two reports."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_passes = 0
+        self._since_s = time.monotonic()
+
+    def attach(self, engine: Engine) -> None:
+        """Count from now on, beside other listeners; called between two steps."""
+        other = engine.on_observe
+
+        def count(items: list) -> None:  # type: ignore[type-arg]
+            self._num_tokens += sum(item.num_emitted for item in items)
+            self._num_passes += len(items)
+            if other is not None:
+                other(items)
+
+        engine.on_observe = count
+
+    def report(self, engine: Engine) -> ReplicaReport:
+        """What happened since the last report."""
+        stats, now_s = engine.stats(), time.monotonic()
+        elapsed_s = max(now_s - self._since_s, 1e-9)
+        report = ReplicaReport(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            cache_usage=stats.cache_usage,
+            tokens_per_s=self._num_tokens / elapsed_s,
+            acceptance_length=self._num_tokens / self._num_passes if self._num_passes else 0.0,
+        )
+        self._num_tokens = self._num_passes = 0
+        self._since_s = now_s
+        return report

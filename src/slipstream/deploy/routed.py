@@ -1,0 +1,124 @@
+"""An engine of many replicas: it takes what `AsyncEngine` takes and gives what that gives."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from slipstream.core import DEFAULT_OPTIONS, RequestOptions
+from slipstream.deploy.assembly import Assembly
+from slipstream.deploy.prefixes import blocks_of
+from slipstream.deploy.protocol import Message
+from slipstream.deploy.relay import Relay
+from slipstream.deploy.wire import output_from_json, request_to_json, update_from_json
+from slipstream.deploy.work import Work
+from slipstream.engine.logprobs import TokenTexts
+from slipstream.engine.outputs import Update
+from slipstream.errors import SlipstreamError
+from slipstream.sampling.noise import draw_seed
+from slipstream.sampling.params import SamplingParams
+
+Item = Update | SlipstreamError
+
+
+class RoutedEngine:
+    """Requests over a relay. An answer that goes on elsewhere under way has no seam: its updates follow one another."""
+
+    def __init__(self, relay: Relay, tokenizer: Any) -> None:
+        self.relay = relay
+        self._texts = TokenTexts(tokenizer)
+        self._ids = itertools.count()
+        self._aborts: dict[str, Callable[[], None]] = {}
+        """By the id of a request under way."""
+
+    def begin(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        put: Callable[[Item], None],
+        *,
+        request_id: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        timeout_s: float | None = None,
+        on_seam: Callable[[int, bool], None] | None = None,
+    ) -> Callable[[], None]:
+        """`put` is called in this event loop with each update, or with the error that ends the request; returns what
+        aborts it.
+
+        `timeout_s` is the request's deadline; `on_seam` is told at the end how often it was moved and whether to
+        unlike arithmetic. Raises `OverloadedError` where the request is not taken.
+        """
+        if params.seed is None:  # a replica that goes on with it must use the same
+            params = params.clone()
+            params.seed = draw_seed()
+        name = request_id or f"routed-{uuid.uuid4().hex}-{next(self._ids)}"
+        assembly = Assembly.of(prompt, params, params.seed)
+
+        def receive(item: Message | SlipstreamError) -> None:
+            if isinstance(item, SlipstreamError):
+                self._aborts.pop(name, None)
+                put(item)
+                return
+            update = update_from_json(item, name, None)
+            assembly.add(update)
+            if item["output"] is not None:
+                if on_seam is not None:
+                    on_seam(item["num_moves"], item["crossed_unlike"])
+                self._aborts.pop(name, None)
+                output = output_from_json(item["output"], name, prompt, assembly.answers(), self._texts)
+                update = update_from_json(item, name, output)
+            put(update)
+
+        router = self.relay.router
+        work = Work(
+            id=name,
+            blocks=blocks_of(prompt, options.tenant, router.config.block_tokens),
+            tenant=options.tenant,
+            task=options.task,
+            num_answers=params.n,
+            num_prompt_tokens=len(prompt),
+            min_tokens=max(params.min_tokens, 1),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+        abandon = self.relay.begin(work, request_to_json(prompt, params, options), receive)
+
+        def leave() -> None:
+            self._aborts.pop(name, None)
+            abandon()
+
+        def abort() -> None:
+            leave()
+            for update in assembly.aborted(name, self._texts):
+                put(update)
+
+        if router.ticket(name) is not None:  # else it has ended already
+            self._aborts[name] = abort
+        return leave
+
+    def abort(self, request_id: str) -> None:
+        """End a request: it gets a last update with `finish_reason` abort. Unknown ids are ignored."""
+        abort = self._aborts.get(request_id)
+        if abort is not None:
+            abort()
+
+    async def stream(
+        self, prompt: Seq[int], params: SamplingParams, **keywords: Any
+    ) -> AsyncIterator[Update]:
+        """The request's updates as they come; keywords and errors as for `begin`. Leaving it early aborts it."""
+        updates: asyncio.Queue[Item] = asyncio.Queue()
+        leave = self.begin(prompt, params, updates.put_nowait, **keywords)
+        try:
+            while True:
+                item = await updates.get()
+                if isinstance(item, SlipstreamError):
+                    raise item
+                yield item
+                if item.output is not None:
+                    return
+        finally:
+            leave()

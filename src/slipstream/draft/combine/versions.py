@@ -1,0 +1,378 @@
+"""Versions of one drafter side by side: each request is drafted for by one of them, its lane.
+
+The floor is there from the start and never replaced. Other lanes come and go between two steps while requests run: they
+are loaded in another thread (`prepare`) and then only entered (`change`). A request keeps the lane that it began with,
+even when new requests get another one, so that no draft entry of old weights is ever read by new ones. Where a lane is
+revoked its requests move to the floor, which computes their texts as it does any text that it meets late: at most
+`max_num_batched_tokens` rows a step. Nothing here can change the text: which lane drafts is a function of the request,
+and every verifier judges a proposal by what it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config import SpeculativeConfig, check_at_least, check_types
+from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.guard import Guard
+from slipstream.draft.outline import DraftOutline
+from slipstream.draft.registry import create_drafter, validate
+from slipstream.errors import ConfigError
+from slipstream.kv.cache import KVCache
+from slipstream.models.causal_lm import CausalLM
+
+FLOOR = ""
+"""The name of the lane that is always there."""
+
+Choose = Callable[[Sequence], str]
+"""A request's lane, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionsOptions:
+    """Keys of `speculative_config` for `versions`."""
+
+    drafter: Mapping[str, Any]
+    """The floor, as a `speculative_config` of its own; the verifier is set beside it."""
+    lanes: Mapping[str, Any] | None = None
+    """Other drafters of the same kind by name, each a `speculative_config`: a request is given to one of them, or to
+    the floor, by a hash of its id. Versions that are learned come and go while the server runs instead."""
+    num_lanes: int = 3
+    """The most lanes beside the floor at a time; keys and values are planned for that many."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "versions")
+        check_at_least("versions", 1, num_lanes=self.num_lanes)
+        if len(self.lanes or ()) > self.num_lanes:
+            raise ConfigError(
+                f"versions has {len(self.lanes or ())} lanes and num_lanes {self.num_lanes}; raise num_lanes"
+            )
+        if FLOOR in (self.lanes or ()):
+            raise ConfigError("versions lanes has an empty name, which is the floor's; name the lane")
+        for config in (self.floor(), *self.configs().values()):
+            if config.method in ("off", "auto", "versions", "remote"):
+                raise ConfigError(
+                    f"versions cannot hold {config.method!r}; name a drafter such as draft_model"
+                )
+            validate(config)
+
+    def floor(self) -> SpeculativeConfig:
+        """The floor's configuration; raises `ConfigError` where it is none."""
+        return _config(self.drafter)
+
+    def configs(self) -> dict[str, SpeculativeConfig]:
+        """The configurations of `lanes`, by name."""
+        return {name: _config(one) for name, one in (self.lanes or {}).items()}
+
+
+@dataclass(eq=False, slots=True)
+class DraftLane:
+    """One version, and whom it drafts for."""
+
+    name: str
+    guard: Guard
+    tenant: str | None = None
+    """Whose requests it may draft for, and nobody else's; None for everyone's."""
+    is_open: bool = True
+    """Whether requests that begin may be given to it."""
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """Those that it drafts for."""
+
+    def may_serve(self, sequence: Sequence) -> bool:
+        """Whether the sequence is its tenant's, or everyone's."""
+        owner = self.tenant
+        return (
+            owner is None
+            or sequence.tenant == owner
+            or (bool(owner) and sequence.tenant.startswith(owner + "/"))
+        )
+
+
+class VersionsDrafter(Drafter):
+    """A floor and lanes beside it, each guarded; every sequence has one of them."""
+
+    summary = "versions of one drafter side by side, a request each its own; what serve --learn swaps"
+
+    Options = VersionsOptions
+    kinds = frozenset(ProposalKind)
+    guards_itself = True
+
+    @classmethod
+    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+        """The floor's as often as there may be lanes."""
+        made, floor_options = validate(options.floor())
+        part = made.outline(floor_options, context)
+        return DraftOutline.joined([part] * (1 + options.num_lanes), part.max_nodes)
+
+    @classmethod
+    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """The floor's as often as there may be lanes."""
+        made, floor_options = validate(options.floor())
+        each = made.table_bytes(floor_options, vocab_size, num_seqs, num_tokens)
+        return each * (1 + int(options.num_lanes))
+
+    @classmethod
+    def configured_depth(cls, options: Any) -> int | None:
+        """The floor's."""
+        made, floor_options = validate(options.floor())
+        return made.configured_depth(floor_options)
+
+    def __init__(self, options: VersionsOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self._num_slots: int | None = None
+        self._cache: KVCache | None = None
+        self._num_failures = 0
+        """Of lanes that are gone."""
+        self.floor = self._lane(FLOOR, options.floor(), None)
+        self._lanes: dict[str, DraftLane] = {FLOOR: self.floor}
+        self._of: dict[int, DraftLane] = {}
+        """Sequence id to lane."""
+        self._choose: Choose = self._spread
+        for name, config in options.configs().items():
+            self._enter(self.prepare(name, config))
+
+    # --- lanes ------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The lanes that are there, the floor's empty name first."""
+        return list(self._lanes)
+
+    def prepare(self, name: str, config: SpeculativeConfig, tenant: str | None = None) -> DraftLane:
+        """Load a lane, which drafts for nobody yet; may be called from any thread, and takes as long as loading does.
+
+        Raises `ConfigError` where it cannot stand beside the floor, and what loading raises.
+        """
+        lane = self._lane(name, config, tenant)
+        floor, drafter = self.floor.guard.drafter, lane.guard.drafter
+        if drafter.kinds_made() != floor.kinds_made() or drafter.max_nodes() > floor.max_nodes():
+            raise ConfigError(
+                f"version {name!r} drafts in another way than the floor; give it the floor's options"
+            )
+        if tuple(drafter.feature_layers()) != tuple(floor.feature_layers()):
+            raise ConfigError(f"version {name!r} reads other hidden states than the floor")
+        if drafter.kv_bytes_per_token() > floor.kv_bytes_per_token():
+            raise ConfigError(
+                f"version {name!r} keeps more for a token than the floor, for which memory was planned"
+            )
+        if self._num_slots is not None:
+            drafter.allocate(self._num_slots)
+        return lane
+
+    def change(
+        self,
+        enter: Collection[DraftLane],
+        keep: Collection[str],
+        choose: Choose,
+        revoke: Collection[str] = (),
+    ) -> list[str]:
+        """Between two steps: add `enter`, give requests that begin to those of `keep` by `choose`, and take `revoke`
+        from those that run too. Returns the lanes that are gone.
+
+        A lane that is neither kept nor revoked goes with the last of its requests, or when room is needed: then the
+        one with the fewest is revoked.
+        """
+        wanted = {*keep, *(lane.name for lane in enter)} - set(revoke)
+        gone = [name for name in revoke if self._revoke(name)]
+        for name, lane in self._lanes.items():
+            lane.is_open = name in wanted or lane is self.floor
+        gone += self._drop_empty()
+        for lane in enter:
+            if lane.name not in wanted or lane.name in self._lanes:
+                continue
+            while len(self._lanes) > self.options.num_lanes:
+                closed = [each for each in self._lanes.values() if not each.is_open]
+                if not closed:
+                    raise ConfigError(f"there is no room for another version beside {self.options.num_lanes}")
+                gone.append(min(closed, key=lambda each: len(each.sequences)).name)
+                self._revoke(gone[-1])
+            self._enter(lane)
+        self._choose = choose
+        return gone
+
+    def version_of(self, sequence: Sequence) -> str:
+        """The lane of a sequence; the floor's empty name where it has none yet."""
+        lane = self._of.get(sequence.id)
+        return FLOOR if lane is None else lane.name
+
+    def _lane(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftLane:
+        context = self.context
+        guard = Guard(
+            create_drafter(config, context),
+            context.vocab_size,
+            context.verifier.kinds,
+            context.draft_timeout_s,
+        )
+        return DraftLane(name, guard, tenant)
+
+    def _enter(self, lane: DraftLane) -> None:
+        if self._cache is not None:
+            lane.guard.attach(self._cache)
+        self._lanes[lane.name] = lane
+
+    def _revoke(self, name: str) -> bool:
+        """Take a lane away; its requests go on with the floor. False where there is none such."""
+        lane = self._lanes.get(name)
+        if lane is None or lane is self.floor:
+            return False
+        for sequence in list(lane.sequences.values()):
+            self._leave(sequence)
+            self._join(sequence, self.floor)
+        self._remove(lane)
+        return True
+
+    def _drop_empty(self) -> list[str]:
+        empty = [lane for lane in self._lanes.values() if not lane.is_open and not lane.sequences]
+        for lane in empty:
+            self._remove(lane)
+        return [lane.name for lane in empty]
+
+    def _remove(self, lane: DraftLane) -> None:
+        del self._lanes[lane.name]
+        self._num_failures += lane.guard.num_failures
+
+    def _join(self, sequence: Sequence, lane: DraftLane) -> None:
+        self._of[sequence.id] = lane
+        lane.sequences[sequence.id] = sequence
+
+    def _leave(self, sequence: Sequence) -> DraftLane | None:
+        lane = self._of.pop(sequence.id, None)
+        if lane is not None:
+            del lane.sequences[sequence.id]
+            lane.guard.release(sequence)
+        return lane
+
+    def _lane_of(self, sequence: Sequence) -> DraftLane:
+        """The sequence's lane; one is chosen for a sequence that is new."""
+        lane = self._of.get(sequence.id)
+        if lane is None:
+            lane = self._lanes.get(self._choose(sequence), self.floor)
+            if not lane.is_open or not lane.may_serve(sequence):
+                lane = self.floor
+            self._join(sequence, lane)
+        return lane
+
+    def _spread(self, sequence: Sequence) -> str:
+        """Requests over the floor and all lanes alike, by a hash of their id."""
+        names = list(self._lanes)
+        return names[zlib.crc32(sequence.request_id.encode("utf-8", "surrogatepass")) % len(names)]
+
+    # --- the contract -----------------------------------------------------------------------------------------
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """Each sequence's own lane's proposal."""
+        if len(self._lanes) == 1:
+            lanes = [self._lane_of(sequence) for sequence in sequences]
+            if all(lane is self.floor for lane in lanes) and not self.floor.guard.num_failures:
+                return self.floor.guard.ask(sequences, budgets)
+        asked: dict[str, tuple[list[Sequence], list[int]]] = {}
+        found: dict[int, Proposal] = {}
+        for sequence, budget in zip(sequences, budgets, strict=True):
+            lane = self._lane_of(sequence)
+            if lane.guard.serves(sequence):
+                theirs, limits = asked.setdefault(lane.name, ([], []))
+                theirs.append(sequence)
+                limits.append(min(budget, lane.guard.drafter.max_nodes()))
+        for name, (theirs, limits) in asked.items():
+            proposals = self._lanes[name].guard.ask(theirs, limits)
+            found |= {sequence.id: made for sequence, made in zip(theirs, proposals, strict=True)}
+        return [found.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Pass to each lane the verdicts on its own requests, and on nobody else's."""
+        seen: dict[str, list[Observation]] = {}
+        for each in observations:
+            lane = self._of.get(each.sequence.id)
+            if lane is not None:
+                seen.setdefault(lane.name, []).append(each)
+        for name, theirs in seen.items():
+            self._lanes[name].guard.observe(theirs)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget it; a lane that takes no new requests goes with its last one."""
+        lane = self._leave(sequence)
+        if lane is not None and not lane.is_open and not lane.sequences and lane.name in self._lanes:
+            self._remove(lane)
+
+    def rewind(self, sequence: Sequence) -> None:
+        lane = self._of.get(sequence.id)
+        if lane is not None:
+            lane.guard.rewind(sequence)
+
+    def reset(self) -> None:
+        for lane in self._lanes.values():
+            lane.guard.drafter.reset()
+
+    @property
+    def num_failures(self) -> int:
+        """How often lanes have been retired for a sequence that they failed, those that are gone included."""
+        return self._num_failures + sum(lane.guard.num_failures for lane in self._lanes.values())
+
+    def remembers(self) -> bool:
+        """As the floor, or a version that was learned from other requests, which is as much as remembering them."""
+        return True
+
+    def kinds_made(self) -> frozenset[ProposalKind]:
+        return self.floor.guard.drafter.kinds_made()
+
+    def max_nodes(self) -> int:
+        return self.floor.guard.drafter.max_nodes()
+
+    def chain_length(self) -> int | None:
+        return self.floor.guard.drafter.chain_length()
+
+    def ends_early(self) -> bool:
+        return self.floor.guard.drafter.ends_early()
+
+    def drafting_model(self) -> CausalLM | None:
+        """The floor's; those of lanes are of the same shape."""
+        return self.floor.guard.drafter.drafting_model()
+
+    def drafting_models(self) -> Seq[CausalLM]:
+        return [model for lane in self._lanes.values() for model in lane.guard.drafter.drafting_models()]
+
+    def kv_bytes_per_token(self) -> int:
+        """The floor's as often as there may be lanes."""
+        return self.floor.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_lanes))
+
+    def feature_layers(self) -> Seq[int]:
+        return self.floor.guard.drafter.feature_layers()
+
+    def attach(self, cache: KVCache) -> None:
+        self._cache = cache
+        for lane in self._lanes.values():
+            lane.guard.attach(cache)
+
+    def allocate(self, num_tokens: int) -> None:
+        self._num_slots = num_tokens
+        for lane in self._lanes.values():
+            lane.guard.drafter.allocate(num_tokens)
+
+    def memory_bytes(self) -> int:
+        return sum(lane.guard.drafter.memory_bytes() for lane in self._lanes.values())
+
+    def num_held(self) -> int:
+        return max(len(self._of), *(lane.guard.num_held() for lane in self._lanes.values()))
+
+    def integrity(self) -> list[str]:
+        faults = [
+            f"{name or 'floor'}: {fault}"
+            for name, lane in self._lanes.items()
+            if not lane.guard.retired
+            for fault in lane.guard.drafter.integrity()
+        ]
+        held = sum(len(lane.sequences) for lane in self._lanes.values())
+        if held != len(self._of):
+            faults.append(f"{len(self._of)} sequences have a lane and lanes have {held}")
+        return faults
+
+
+def _config(value: Any) -> SpeculativeConfig:
+    if isinstance(value, Mapping) and "verifier" in value:
+        raise ConfigError("the drafters of versions share its verifier; set it beside drafter")
+    return SpeculativeConfig.from_mapping(value)

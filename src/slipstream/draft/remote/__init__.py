@@ -1,0 +1,1 @@
+"""Drafters in another process or on another machine: the protocol, the engine's side and the worker's."""

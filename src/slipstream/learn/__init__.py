@@ -1,0 +1,1 @@
+"""The drafter keeps learning from what is served: records of answers, versions of weights, and what decides on them."""

@@ -1,0 +1,35 @@
+"""The anchor: older records, spread over tasks, that half of each batch is made of and that the judge looks at too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from slipstream.learn.records import Purpose, ServedRecord
+
+
+def anchor_of(
+    records: Iterable[ServedRecord], purpose: Purpose, num_records: int, seed: int = 0
+) -> list[ServedRecord]:
+    """At most `num_records` of a purpose, as evenly from each task as there are records. Deterministic for the seed.
+
+    A task that is not served any more keeps its share: that is what an anchor is for.
+    """
+    by_task: dict[str, list[ServedRecord]] = defaultdict(list)
+    for record in records:
+        if record.purpose is purpose:
+            by_task[record.task].append(record)
+    rng = np.random.default_rng(seed)
+    orders = [[by_task[task][at] for at in rng.permutation(len(by_task[task]))] for task in sorted(by_task)]
+    found: list[ServedRecord] = []
+    for place in range(max(map(len, orders), default=0)):
+        found += [order[place] for order in orders if place < len(order)]
+    return found[:num_records]
+
+
+def split(records: Seq[ServedRecord], purpose: Purpose) -> list[ServedRecord]:
+    """Those of a purpose, in order."""
+    return [one for one in records if one.purpose is purpose]

@@ -1,0 +1,170 @@
+"""What a learner is: from records to tensors, and from tensors to a drafter that can be scored and served."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import LearnError
+from slipstream.learn.batches import LearnBatch, batches
+from slipstream.learn.objective import learn_loss
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.records import ServedRecord
+from slipstream.learn.scoring import Scorer
+from slipstream.train.target import load_model
+
+BeforeStep = Callable[[int, int], None]
+"""(steps done, all steps): called before each step; it may wait, and what it raises ends the learning."""
+Tensors = Mapping[str, Tensor]
+
+_WARMUP = 0.1
+_MAX_GRAD_NORM = 1.0
+_WINDOW = 10
+"""Steps whose mean is told."""
+
+
+@dataclass(frozen=True)
+class LearnedWeights:
+    """What a learner made."""
+
+    tensors: dict[str, Tensor]
+    """What a version holds. With the floor they are all that is needed."""
+    figures: dict[str, Any]
+    """What it saw while it learned, and what that cost; plain values."""
+    settings: dict[str, Any]
+    """The options it had."""
+
+
+def no_rest(done: int, total: int) -> None:
+    """A learner that need not wait for anything."""
+
+
+class Learner(ABC):
+    """Learns on top of a draft model, the floor: a checkpoint folder with the target's vocabulary."""
+
+    name: str
+
+    def __init__(self, floor: Path, options: LearnerOptions) -> None:
+        self.floor, self.options = floor, options
+
+    @abstractmethod
+    def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
+        """A model to train, the floor's or that of the tensors `start`, and what of it learns."""
+
+    @abstractmethod
+    def logits(self, model: Any, batch: LearnBatch) -> Tensor:
+        """float32 [n, vocab]: the draft's logits at the batch's places."""
+
+    @abstractmethod
+    def tensors(self, model: Any) -> dict[str, Tensor]:
+        """What a version holds of a model."""
+
+    @abstractmethod
+    def scorer(self, tensors: Tensors | None) -> Scorer:
+        """What scores a version's tensors on records; None is the floor."""
+
+    @abstractmethod
+    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
+        """Write the draft model of `tensors` as a checkpoint, which `method: draft_model` loads."""
+
+    def learn(
+        self,
+        records: Seq[ServedRecord],
+        anchor: Seq[ServedRecord] = (),
+        *,
+        start: Tensors | None = None,
+        before_step: BeforeStep = no_rest,
+    ) -> LearnedWeights:
+        """Learn from `records`; half of each batch is from `anchor`, so that what is in it is not forgotten.
+
+        It begins with the floor, or with the tensors `start`. Deterministic for its options and threads. Raises
+        `LearnError` where the records have nothing to learn, or the loss is no number.
+        """
+        options, started_s = self.options, time.monotonic()
+        torch.manual_seed(options.seed)
+        model, parameters = self.begin(start)
+        optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        source = batches(
+            records, anchor, rows=options.batch_rows, length=options.row_length, seed=options.seed
+        )
+        seen: list[tuple[float, float, float]] = []
+        num_tokens, busy_s = 0, 0.0
+        for step in range(options.num_steps):
+            before_step(step, options.num_steps)
+            step_started_s = time.monotonic()
+            batch = next(source)
+            found = learn_loss(self.logits(model, batch), batch.target, options.depth, options.overlap_weight)
+            if not math.isfinite(float(found.loss.detach())):
+                raise LearnError(f"the loss of {self.name} is no number at step {step + 1}; nothing is kept")
+            optimizer.zero_grad(set_to_none=True)
+            found.loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)
+            optimizer.step()
+            schedule.step()
+            seen.append((float(found.loss.detach()), found.overlap, found.divergence))
+            num_tokens += batch.token_ids.numel()
+            busy_s += time.monotonic() - step_started_s
+        figures = {
+            "overlap_first": _mean(seen[:_WINDOW], 1),
+            "overlap_last": _mean(seen[-_WINDOW:], 1),
+            "divergence_first": _mean(seen[:_WINDOW], 2),
+            "divergence_last": _mean(seen[-_WINDOW:], 2),
+            "num_records": len(records),
+            "num_anchors": len(anchor),
+            "num_tokens": num_tokens,
+            "num_parameters": sum(one.numel() for one in parameters),
+            "busy_s": busy_s,
+            "elapsed_s": time.monotonic() - started_s,
+        }
+        return LearnedWeights(self.tensors(model), figures, asdict(options))
+
+    def _rate(self, step: int) -> float:
+        """Rises over the first tenth, then falls linearly towards zero."""
+        total = self.options.num_steps
+        rise = max(1, round(total * _WARMUP))
+        return min((step + 1) / rise, (total - step) / max(1, total - rise), 1.0)
+
+    def _floor_model(self) -> Any:
+        return load_model(str(self.floor), torch.device("cpu"))
+
+
+def hidden_logits(model: Any, batch: LearnBatch) -> Tensor:
+    """float32 [n, vocab]: a causal language model's logits at the batch's places."""
+    hidden = model.base_model(
+        input_ids=batch.token_ids,
+        position_ids=batch.positions,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    ).last_hidden_state
+    logits: Tensor = model.get_output_embeddings()(hidden[batch.places]).float()
+    return logits
+
+
+def write_checkpoint(model: Any, floor: Path, folder: Path) -> None:
+    """A float16 checkpoint with the floor's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.half()
+    model.config._attn_implementation = None
+    model.save_pretrained(folder)
+    for file in floor.iterdir():
+        if (
+            file.is_file()
+            and not (folder / file.name).exists()
+            and file.suffix in (".json", ".jinja", ".model", ".txt")
+        ):
+            shutil.copy(file, folder / file.name)
+
+
+def _mean(seen: Seq[tuple[float, float, float]], which: int) -> float:
+    return sum(one[which] for one in seen) / max(1, len(seen))

@@ -1,0 +1,75 @@
+"""A light layer on any draft with logits: a low-rank bias by the token before, and a temperature.
+
+It is small enough for one a tenant: 2 * vocabulary * rank numbers. The floor computes as before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import LearnError
+from slipstream.learn.batches import LearnBatch
+from slipstream.learn.learners.base import Learner, Tensors, hidden_logits
+from slipstream.learn.scoring import ModelScorer, Scorer
+
+
+class Corrective(nn.Module):
+    """Logits over a temperature, plus `left[previous] @ right`.
+
+    The bigram term is DSpark's Markov head without its states; see docs/guides/learning.md.
+    """
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        """At first it changes nothing."""
+        super().__init__()
+        self.left = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.right = nn.Parameter(torch.randn(rank, vocab_size) * rank**-0.5)
+        self.log_temperature = nn.Parameter(torch.zeros(1))
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Corrective:
+        """From a version's tensors; raises `LearnError` for others."""
+        try:
+            made = cls(*tensors["left"].shape)
+            made.load_state_dict({name: one.float() for name, one in tensors.items()})
+        except (KeyError, RuntimeError, TypeError):
+            raise LearnError(
+                "a version of corrective needs left, right and log_temperature that fit each other"
+            ) from None
+        return made
+
+    def forward(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """`logits` [n, vocab] behind the tokens `previous`, int64 [n]."""
+        return logits * torch.exp(-self.log_temperature) + self.left[previous] @ self.right
+
+
+class CorrectiveLearner(Learner):
+    """Learns the layer; the draft below stays as it is."""
+
+    name = "corrective"
+
+    def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
+        model = self._floor_model().requires_grad_(False)
+        vocab_size = model.get_output_embeddings().weight.shape[0]
+        layer = Corrective(vocab_size, self.options.rank) if start is None else Corrective.of(start)
+        return (model, layer), list(layer.parameters())
+
+    def logits(self, model: Any, batch: LearnBatch) -> Tensor:
+        floor, layer = model
+        with torch.no_grad():
+            logits = hidden_logits(floor, batch)
+        corrected: Tensor = layer(logits, batch.previous)
+        return corrected
+
+    def tensors(self, model: Any) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in model[1].named_parameters()}
+
+    def scorer(self, tensors: Tensors | None) -> Scorer:
+        return ModelScorer(self._floor_model(), None if tensors is None else Corrective.of(tensors))
+
+    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
+        raise LearnError("a corrective layer is no draft model of its own; it works on its floor's logits")

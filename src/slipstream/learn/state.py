@@ -1,0 +1,150 @@
+"""Which version serves whom, which one is tried on whom, what is retired, and whether anything may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from slipstream.errors import LearnError
+from slipstream.learn.folder import LearnFolder, write_whole
+
+FORMAT = 1
+NUM_PREVIOUS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LearnLane:
+    """The versions of everyone's requests, or of one tenant's or task's. An empty id is the floor."""
+
+    tenant: str | None = None
+    task: str | None = None
+    """None for all."""
+    serving: str = ""
+    previous: tuple[str, ...] = ()
+    """What served before, the latest last; what a rollback goes back to."""
+    canary: str | None = None
+    """The candidate that serves a share of the requests; None without one."""
+    canary_share: float = 0.0
+
+    @property
+    def key(self) -> tuple[str | None, str | None]:
+        return self.tenant, self.task
+
+    @property
+    def in_use(self) -> set[str]:
+        """The versions that it names."""
+        return {one for one in (self.serving, self.canary, *self.previous) if one}
+
+    def promoted(self, version_id: str) -> LearnLane:
+        """With `version_id` serving everyone, and no canary."""
+        if version_id == self.serving:
+            return replace(self, canary=None, canary_share=0.0)
+        previous = (*self.previous, self.serving)[-NUM_PREVIOUS:]
+        return replace(self, serving=version_id, previous=previous, canary=None, canary_share=0.0)
+
+    def rolled_back(self) -> LearnLane:
+        """With what served before, in the end the floor, and no canary."""
+        serving = self.previous[-1] if self.previous else ""
+        return replace(self, serving=serving, previous=self.previous[:-1], canary=None, canary_share=0.0)
+
+    def without(self, version_ids: set[str]) -> LearnLane:
+        """With none of `version_ids`: what served before takes their place."""
+        previous = tuple(one for one in self.previous if one not in version_ids)
+        lane = replace(self, previous=previous)
+        if self.canary in version_ids:
+            lane = replace(lane, canary=None, canary_share=0.0)
+        if self.serving in version_ids:
+            lane = replace(
+                lane,
+                serving=previous[-1] if previous else "",
+                previous=previous[:-1],
+            )
+        return lane
+
+
+@dataclass(frozen=True, slots=True)
+class LearnState:
+    """All of `state.json`."""
+
+    number: int = 0
+    """Counts the changes, so that a reader sees that there was one."""
+    lanes: tuple[LearnLane, ...] = (LearnLane(),)
+    """One for everyone, and those of tenants and tasks that have one."""
+    frozen: bool = False
+    """While it is, nothing is trained, tried, promoted or rolled back but by hand."""
+    retired: Mapping[str, str] = field(default_factory=dict)
+    """Versions that must not serve any more, and why."""
+    rebuild_since_s: float = 0.0
+    """When versions were last retired because of forgotten records: the learner builds new ones from what remains."""
+
+    def lane(self, tenant: str | None = None, task: str | None = None) -> LearnLane:
+        """The lane of exactly this tenant and task; one that is not there serves the floor."""
+        return next((one for one in self.lanes if one.key == (tenant, task)), LearnLane(tenant, task))
+
+    def with_lane(self, lane: LearnLane) -> LearnState:
+        """With `lane` in place of the one of its tenant and task."""
+        others = tuple(one for one in self.lanes if one.key != lane.key)
+        return replace(self, lanes=(*others, lane))
+
+    def retire(self, reasons: Mapping[str, str]) -> LearnState:
+        """Without the versions of `reasons` in any lane."""
+        lanes = tuple(lane.without(set(reasons)) for lane in self.lanes)
+        return replace(self, lanes=lanes, retired={**self.retired, **reasons})
+
+    @property
+    def in_use(self) -> set[str]:
+        """The versions that a lane names: those that must stay on disk."""
+        return set().union(*(lane.in_use for lane in self.lanes))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> LearnState:
+        """From a file; raises `LearnError`."""
+        try:
+            found = dict(value)
+            if found.pop("format") != FORMAT:
+                raise LearnError("it was written by another release of slipstream")
+            lanes = tuple(
+                LearnLane(**{**lane, "previous": tuple(lane["previous"])}) for lane in found.pop("lanes")
+            )
+            return cls(lanes=lanes, **found)
+        except (TypeError, KeyError, ValueError) as error:
+            raise LearnError(f"it is damaged: {error}") from None
+
+
+class StateFile:
+    """`state.json`, replaced as a whole. Server, learner and `slipstream learn` change it, one after another."""
+
+    def __init__(self, folder: LearnFolder) -> None:
+        self._folder = folder
+
+    def read(self) -> LearnState:
+        """The state; that of a new server where there is no file. Raises `LearnError` for one that cannot be read."""
+        file = self._folder.state
+        try:
+            return LearnState.from_json(json.loads(file.read_bytes()))
+        except FileNotFoundError:
+            return LearnState()
+        except OSError as error:
+            raise LearnError(f"cannot read {str(file)!r}: {error.strerror}") from None
+        except (ValueError, LearnError) as error:
+            raise LearnError(f"{str(file)!r} cannot be used: {error}; remove it to serve the floor") from None
+
+    def change(self, change: Callable[[LearnState], LearnState]) -> LearnState:
+        """Replace the state by what `change` makes of it; returns that. Raises `LearnError`, and what `change` does."""
+        try:
+            with self._folder.lock("state"):
+                before = self.read()
+                after = change(before)
+                if after == before:
+                    return before
+                after = replace(after, number=before.number + 1)
+                text = json.dumps(after.as_json(), indent=1, ensure_ascii=False)
+                write_whole(self._folder.state, text.encode("utf-8") + b"\n")
+        except OSError as error:
+            raise self._folder.unwritable(error) from None
+        return after

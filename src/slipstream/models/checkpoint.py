@@ -1,0 +1,225 @@
+"""A checkpoint that can be loaded, and its weights in a Transformers model: all of them, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from slipstream.errors import ModelError
+from slipstream.models.configuration import load_config, meta_model
+from slipstream.models.files.folder import check_weight_files, without_adapter
+from slipstream.models.files.gguf import Gguf, open_gguf
+from slipstream.models.files.gguf_architectures import read_config
+from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
+from slipstream.models.files.lora import apply_adapter, chosen_adapter
+from slipstream.models.files.quantised_folder import read_quantised
+from slipstream.models.files.quantized import Quantised, settle_quantized
+from slipstream.models.files.stored import StoredModel
+from slipstream.models.linear.low_rank import LowRankChange
+from slipstream.models.quiet import one_line, silenced
+from slipstream.models.support import check_config, unsupported
+from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose configuration can be loaded."""
+
+    path: str
+    revision: str | None
+    trust_remote_code: bool
+    config: Any
+    """Of the language model."""
+    tower: TextTower | None
+    adapter: str | None
+    gguf: Gguf | None = None
+    """The file that the weights are in, where it is a GGUF file."""
+    quantised: Quantised | None = None
+    """How a folder's weights are quantised, where they are kept so."""
+
+    def stored(self) -> StoredModel | None:
+        """The weights, where they are not for Transformers to read."""
+        if self.gguf is not None:
+            return read_gguf_model(self.gguf, self.config)
+        if self.quantised is None:
+            return None
+        if self.tower is not None:
+            raise ModelError(
+                f"{self.path!r} reads images and has {self.quantised.method} weights, which is not supported together"
+            )
+        return read_quantised(self.path, self.revision, self.quantised.method, self.quantised.settings)
+
+    @property
+    def stores_its_numbers(self) -> bool:
+        """Whether the model's weights are those in the files: nothing is dequantised, and no adapter merged."""
+        return self.adapter is None and getattr(self.config, "quantization_config", None) is None
+
+
+def open_checkpoint(
+    path: str, revision: str | None, trust_remote_code: bool, lora: str | None, widens: bool = True
+) -> Checkpoint:
+    """What a name leads to; `widens` says whether weights that nothing can keep packed may be widened."""
+    file = find_gguf(path, revision)
+    if file is not None:
+        return _open_gguf(file, trust_remote_code, lora)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    with one_line(f"cannot look for an adapter beside {path!r}"), silenced():
+        adapter = chosen_adapter(path, revision, lora)
+    tower = text_tower(config)
+    config = config if tower is None else tower.config
+    check_config(config)
+    quantised = settle_quantized(path, config, read_by_transformers(config, tower), widens)
+    check_weight_files(path)
+    return Checkpoint(path, revision, trust_remote_code, config, tower, adapter, quantised=quantised)
+
+
+def read_by_transformers(config: Any, tower: TextTower | None) -> bool:
+    """Whether only Transformers knows which tensors of a checkpoint are the weights of a model."""
+    return tower is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _open_gguf(file: str, trust_remote_code: bool, lora: str | None) -> Checkpoint:
+    gguf = open_gguf(file)
+    config = read_config(gguf)
+    check_config(config)
+    return Checkpoint(file, None, trust_remote_code, config, None, chosen_adapter(file, None, lora), gguf)
+
+
+def load_weights(
+    source: Checkpoint,
+    dtype: torch.dtype,
+    attention: str,
+    keeps: bool = False,
+    where: torch.device = _CPU,
+    narrow: torch.dtype | None = None,
+) -> tuple[Any, str]:
+    """The Transformers model, with all of its weights from the checkpoint, and an adapter's changes in them or, of
+    quantised layers, beside them.
+
+    Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, which only a CPU can;
+    then the second result says how. Those that nothing can keep are converted to `narrow`, if that is given.
+    """
+    with one_line(f"cannot read the weights of {source.path!r}"), silenced():
+        stored = source.stored()
+    kept = stored.kind if stored is not None and stored.matrices and keeps else ""
+    if kept and where.type != "cpu":
+        raise ModelError(
+            f"{source.path!r} holds {kept} weights, which are kept as they are on a CPU only; --dtype bfloat16 widens "
+            "them"
+        )
+    if stored is None:
+        model, loaded = _read_folder(source, dtype, attention)
+    else:
+        model, loaded = _read_stored(source, stored, dtype, attention, bool(kept), narrow or dtype)
+    _check_complete(source.path, loaded)
+    changes: Mapping[str, LowRankChange] = {}
+    if source.adapter is not None:
+        with one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {source.path!r}"), silenced():
+            names = stored.matrices if stored is not None and kept else ()
+            model, changes = apply_adapter(model, source.adapter, names)
+    if stored is not None and kept:
+        with one_line(f"cannot load the weights of {source.path!r}"):
+            stored.install(model, changes)
+    return model, kept
+
+
+def _read_stored(
+    source: Checkpoint,
+    stored: StoredModel,
+    dtype: torch.dtype,
+    attention: str,
+    keeps: bool,
+    narrow: torch.dtype,
+) -> tuple[Any, Mapping[str, Any]]:
+    """The Transformers model of weights that we read, and what Transformers says of them."""
+    try:
+        make: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+    except KeyError:
+        raise ModelError(
+            f"{source.path!r} holds {stored.kind} weights of a {source.config.model_type} model, which Transformers "
+            "does not have"
+        ) from None
+    if keeps:
+        try:
+            stored = stored.fit(meta_model(source.config, "eager", source.trust_remote_code))
+        except ModelError as error:
+            raise ModelError(f"{source.path!r}: {error}") from None
+    elif stored.matrices:
+        log.warning("%r holds %s weights, which are widened to %s", source.path, stored.kind, dtype)
+    if stored.converted:
+        log.warning(
+            "%r holds FP8 weights, which are converted to %s while they are read; --quantization int8 keeps 8 bits on "
+            "a CPU",
+            source.path,
+            str(narrow).removeprefix("torch."),
+        )
+    with one_line(f"cannot load the weights of {source.path!r}"), silenced():
+        model, loaded = make.from_pretrained(
+            None,
+            config=source.config,
+            state_dict=(stored.state(dtype) if keeps else stored.widened(dtype))
+            | stored.converted_to(narrow),
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_complete` reports them
+        )
+        if source.gguf is None:
+            with contextlib.suppress(OSError):  # most have one: how to sample, and where answers end
+                model.generation_config = GenerationConfig.from_pretrained(
+                    source.path, revision=source.revision or "main"
+                )
+    return model, loaded
+
+
+def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tuple[Any, Mapping[str, Any]]:
+    """The Transformers model of a folder or a hub id, and what Transformers says of its weights."""
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    path, tower = source.path, source.tower
+    options = {} if tower is None else {"key_mapping": KEY_MAPPING}
+    with one_line(f"cannot load the weights of {path!r}"), silenced(), without_adapter(path) as folder:
+        try:
+            model, loaded = from_pretrained(
+                folder,
+                config=source.config,
+                dtype=dtype,
+                revision=source.revision,
+                trust_remote_code=source.trust_remote_code,
+                attn_implementation=attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_check_complete` reports them
+                **options,
+            )
+        except KeyError as error:
+            if error.args != (attention,):
+                raise
+            # Older models look their attention class up by name.
+            reason = "its attention does not go through the attention interface"
+            raise unsupported(source.config, reason) from None
+    if tower is not None:
+        loaded = {**loaded, "unexpected_keys": tower.without_image_weights(loaded["unexpected_keys"])}
+        log.info("%s reads images; its language model alone was loaded", tower.family)
+    return model, loaded
+
+
+def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for missing or unknown weights. Transformers would initialise or ignore them."""
+    mismatched = {key for key, *_ in loaded["mismatched_keys"]}
+    for what, keys in [
+        ("lacks", loaded["missing_keys"]),
+        ("has unknown", loaded["unexpected_keys"]),
+        ("has misshapen", mismatched),
+    ]:
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ModelError(f"the checkpoint {path!r} {what} weights: {min(keys)}{more}")

@@ -1,0 +1,58 @@
+"""The Transformers configuration of a checkpoint, and the model without numbers that it describes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.errors import ModelError
+from slipstream.models.files.folder import check_folder
+from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_architectures import read_config
+from slipstream.models.files.gguf_model import find_gguf
+from slipstream.models.quiet import one_line, silenced
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's Transformers configuration: of a folder, a hub id, or a GGUF file."""
+    file = find_gguf(path, revision)
+    if file is not None:
+        return read_config(open_gguf(file))
+    check_folder(path)
+    with one_line(f"cannot read the configuration of {named(path)}"), silenced():
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def read_config_file(file: str, *, trust_remote_code: bool = False) -> Any:
+    """The Transformers configuration in a file of its own: a `config.json` without a checkpoint."""
+    with one_line(f"cannot read the configuration {file!r}"), silenced():
+        return AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
+
+
+def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
+    """The Transformers model without numbers. Its type is none that counts, and `config` stays as it is."""
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        with silenced(), torch.device("meta"):
+            model = make(
+                copy.deepcopy(config),
+                dtype=torch.bfloat16,  # experts' products have no other type on this device
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+            )
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelError(
+            f"no {config.model_type} model can be made of this configuration: {reason}"
+        ) from None
+    return model.eval()
+
+
+def named(path: str) -> str:
+    """The path as a message names it; what is no folder is said to be a hub id."""
+    return repr(path) if Path(path).is_dir() else f"{path!r} (no folder of that name, so taken as a hub id)"

@@ -1,0 +1,235 @@
+"""Mixtures of experts as a Transformers model has them, and as the kernels read them.
+
+Since version 5 of Transformers the weights of a layer's experts are two parameters of three dimensions. Each expert is
+packed by itself, in memory that all of a layer have together, so that the kernels read one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.native import library
+from slipstream.models.cpu.packed_weight import PackedWeight, packed_bytes
+from slipstream.models.cpu.pages import huge_buffer, release
+from slipstream.models.cpu.structs import TABLE_KINDS, LinearStruct, MixtureStruct
+
+_LINE_BYTES = 64
+
+_ROUTER_KERNEL = Kernel(TABLE_KINDS[torch.float32], "slipstream_pack_float32", torch.float32.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """GPT-OSS's gate: (up + 1) * gate * sigmoid(slope * gate), the gate at most `limit`, up on both sides."""
+
+    limit: float
+    slope: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The experts of one layer, and what chooses among them."""
+
+    router: Tensor
+    """[experts, hidden]"""
+    router_bias: Tensor | None
+    gate_up: nn.Parameter
+    """[experts, 2 * intermediate, hidden], or its last two dimensions the other way round."""
+    down: nn.Parameter
+    """[experts, hidden, intermediate], likewise."""
+    gate_up_bias: Tensor | None
+    """[experts, 2 * intermediate]"""
+    down_bias: Tensor | None
+    """[experts, hidden]"""
+    is_transposed: bool
+    """Whether the weights have their inputs first."""
+    alternates: bool
+    """Whether outputs of gate and up take turns; else the gate's come first."""
+    num_chosen: int
+    """Experts that a row is sent to."""
+    has_whole_shares: bool
+    """Whether a row's shares add up to 1: a softmax over the chosen alone."""
+    clamp: Clamp | None = None
+    """How gate and up are made one where it is not by an activation alone."""
+
+    @classmethod
+    def of(
+        cls, router: Any, experts: Any, num_chosen: int, has_whole_shares: bool, clamp: Clamp | None
+    ) -> ExpertParts:
+        """Of a layer's modules; raises `AttributeError` for one without their weights, or with others."""
+        shapes = ((router, "weight", 2), (experts, "gate_up_proj", 3), (experts, "down_proj", 3))
+        for module, name, dimensions in shapes:
+            if getattr(getattr(module, name), "ndim", 0) != dimensions:
+                raise AttributeError(
+                    f"{type(module).__name__}.{name} is no tensor of {dimensions} dimensions"
+                )
+        return cls(
+            router=router.weight,
+            router_bias=getattr(router, "bias", None),
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
+            down_bias=getattr(experts, "down_proj_bias", None),
+            is_transposed=bool(experts.is_transposed),
+            alternates=not experts.is_concatenated,
+            num_chosen=num_chosen,
+            has_whole_shares=has_whole_shares,
+            clamp=clamp,
+        )
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Every parameter of the two modules."""
+        found = (self.router, self.router_bias, *self.stacks, self.gate_up_bias, self.down_bias)
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def stacks(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The weights of all experts."""
+        return self.gate_up, self.down
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.router)
+
+    @property
+    def intermediate(self) -> int:
+        """Inputs of an expert's last linear layer."""
+        return int(self.down.shape[1 if self.is_transposed else 2])
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What the kernels have one of for all layers."""
+        return self.num_experts, self.intermediate, self.num_chosen, self.has_whole_shares, self.clamp
+
+    def misfits(self, hidden: int) -> str | None:
+        """Why the kernels cannot read these experts beside states of `hidden` numbers; None where they can."""
+        number, inner = self.num_experts, self.intermediate
+        widths = {
+            "router": (self.router, (number, hidden)),
+            "router's bias": (self.router_bias, (number,)),
+            "gate and up": (self.gate_up, (number, *self._turned(2 * inner, hidden))),
+            "bias of gate and up": (self.gate_up_bias, (number, 2 * inner)),
+            "last linear layer": (self.down, (number, *self._turned(hidden, inner))),
+            "bias of the last linear layer": (self.down_bias, (number, hidden)),
+        }
+        for name, (tensor, expected) in widths.items():
+            if tensor is not None and tuple(tensor.shape) != expected:
+                return f"its experts' {name} has the shape {tuple(tensor.shape)}, and not {expected}"
+        if not 1 <= self.num_chosen <= number:
+            return f"its rows choose {self.num_chosen} of {number} experts"
+        return None
+
+    def _turned(self, outputs: int, inputs: int) -> tuple[int, int]:
+        return (inputs, outputs) if self.is_transposed else (outputs, inputs)
+
+    def gate_and_up(self, expert: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights [intermediate, hidden] of one expert, in its own memory, and their biases."""
+        weight = self._weight(self.gate_up, expert)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.detach()[expert]
+        return self._halves(weight), [None, None] if bias is None else list(self._halves(bias))
+
+    def last(self, expert: int) -> tuple[Tensor, Tensor | None]:
+        """As `gate_and_up`, [hidden, intermediate]."""
+        bias = None if self.down_bias is None else self.down_bias.detach()[expert]
+        return self._weight(self.down, expert), bias
+
+    def _weight(self, stack: Tensor, expert: int) -> Tensor:
+        weight = stack.detach()[expert]
+        return weight.T if self.is_transposed else weight
+
+    def _halves(self, both: Tensor) -> list[Tensor]:
+        if self.alternates:
+            return [both[::2], both[1::2]]
+        return [both[: self.intermediate], both[self.intermediate :]]
+
+
+class PackedExperts:
+    """The experts of one layer in the kernels' layout. `struct` is passed to the kernels."""
+
+    def __init__(self, parts: ExpertParts, kernel: Kernel, give_back: bool) -> None:
+        """With `give_back` the pages of the model's own weights are returned to the system as they are packed.
+
+        The router keeps its own numbers, in 32 bits, whatever the kernel: it is small, and chooses.
+        """
+        self.num_experts, self.num_chosen = parts.num_experts, parts.num_chosen
+        bias = None if parts.router_bias is None else parts.router_bias.detach()
+        self.router = PackedWeight([parts.router], [bias], _ROUTER_KERNEL)
+        hidden, inner, experts = parts.router.shape[1], parts.intermediate, range(parts.num_experts)
+        panel = library().slipstream_panel()
+        room = _Room(kernel, hidden, 2 * -(-inner // panel) * panel, len(experts))
+        self.gate_up = []
+        for expert in experts:
+            weights, biases = parts.gate_and_up(expert)
+            self.gate_up.append(PackedWeight(weights, biases, kernel, True, give_back, room.of(expert)))
+        room = _Room(kernel, inner, hidden, len(experts))
+        self.down = []
+        for expert in experts:
+            weight, of_weight = parts.last(expert)
+            self.down.append(PackedWeight([weight], [of_weight], kernel, False, give_back, room.of(expert)))
+        for stack in parts.stacks if give_back else ():
+            release(stack)
+        self._gate_up, self._down = _structs(self.gate_up), _structs(self.down)
+        self.struct = MixtureStruct(self.router.struct, self._gate_up, self._down)
+
+    @property
+    def linears(self) -> list[PackedWeight]:
+        """The weights of all experts, and the router's."""
+        return [self.router, *self.gate_up, *self.down]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        return sum(linear.nbytes for linear in self.linears)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that a row must read: the router, and the experts that it is sent to."""
+        return self._visited(self.router.least_bytes, [linear.least_bytes for linear in self.linears[1:]])
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights a row is multiplied with."""
+        return self._visited(self.router.num_weights, [linear.num_weights for linear in self.linears[1:]])
+
+    def _visited(self, of_router: int, of_experts: Sequence[int]) -> int:
+        return of_router + sum(of_experts) * self.num_chosen // self.num_experts
+
+
+def packed_expert_bytes(parts: ExpertParts, kernel: Kernel) -> tuple[int, int, int]:
+    """What `PackedExperts` holds, padding included: (panels, scales and sums, biases)."""
+    number, hidden = parts.num_experts, parts.router.shape[1]
+    of_all = (
+        (1, packed_bytes(_ROUTER_KERNEL, hidden, number), parts.router_bias),
+        (number, packed_bytes(kernel, hidden, 2 * parts.intermediate), parts.gate_up_bias),
+        (number, packed_bytes(kernel, parts.intermediate, hidden), parts.down_bias),
+    )
+    return (
+        sum(count * panels for count, (panels, _, _), _ in of_all),
+        sum(count * scales for count, (_, scales, _), _ in of_all),
+        sum(count * biases for count, (_, _, biases), bias in of_all if bias is not None),
+    )
+
+
+class _Room:
+    """Memory for the panels of weights of one shape, side by side."""
+
+    def __init__(self, kernel: Kernel, in_features: int, out_features: int, number: int) -> None:
+        self._each = packed_bytes(kernel, in_features, out_features)[0]
+        self._stride = -(-self._each // _LINE_BYTES) * _LINE_BYTES
+        self._memory = huge_buffer(self._stride * number)
+
+    def of(self, place: int) -> Tensor:
+        """uint8: the one at this place."""
+        return self._memory[place * self._stride :][: self._each]
+
+
+def _structs(weights: Sequence[PackedWeight]) -> ctypes.Array[LinearStruct]:
+    return (LinearStruct * len(weights))(*(weight.struct for weight in weights))

@@ -1,0 +1,152 @@
+// Room for the rows of a pass, and the threads that compute its operations.
+//
+// All matrices are row-major float32.
+#pragma once
+
+#include "attention.h"
+#include "bfloat16.h"
+#include "mixture.h"
+#include "team.h"
+
+// Rows that lie a multiple of 4 KiB apart would all fall into the same few places of the nearest cache: keep them an odd
+// number of cache lines apart.
+inline size_t row_stride(int width) { return ((width + 15) / 16 | 1) * size_t(16); }
+
+// Whether a pass rounds its rows to 8 bits.
+inline bool quantises(const Model& m) {
+  return quantises(m.head.kind) || std::any_of(m.layers, m.layers + m.num_layers, [&](const Layer& layer) {
+           if (quantises(layer.qkv.kind) || quantises(layer.output.kind)) return true;
+           const Linear& gate_up = m.num_experts ? layer.mixture.gate_up[0] : layer.gate_up;
+           const Linear& down = m.num_experts ? layer.mixture.down[0] : layer.down;
+           return quantises(gate_up.kind) || quantises(down.kind);
+         });
+}
+
+// The most numbers that a row is lowered to.
+inline int largest_rank(const Model& m) {
+  auto of = [](const Linear& linear) { return linear.change ? linear.change->rank : 0; };
+  int largest = of(m.head);
+  for (int i = 0; i < m.num_layers; ++i)
+    for (const Linear* each : {&m.layers[i].qkv, &m.layers[i].output, &m.layers[i].gate_up, &m.layers[i].down})
+      largest = std::max(largest, of(*each));
+  return largest;
+}
+
+// Room for the rows of a pass between its operations; grows to the largest pass. All of it is had before the threads
+// start, none of which may fail.
+struct Scratch {
+  std::vector<float> states, normed, qkv, attended, gated, cosines, sines, row_scales;
+  std::vector<float> visiting;  // rows at the experts: what they read, then what they give
+  std::vector<float> lowered;   // by the changes of low rank of the layer that is computed
+  std::vector<uint8_t> quantised;
+  std::vector<TileLine> rounded;                // of the fast rows
+  std::vector<std::vector<TileLine>> arranged;  // of each thread
+  std::vector<int> fast_of;                     // [rows]: which of the fast rows it is, or -1
+  std::vector<std::pair<int, int>> exact_runs;  // first row and number of neighbouring rows that are not fast
+  Sight sight;
+  AttentionPlan attention;
+  Routing routing;
+
+  // `rounds`: whether rows are rounded to 8 bits. `input` is the width of the widest rows that `normed` must hold, where
+  // that is more than the hidden states'.
+  void reserve(const Model& m, size_t rows, bool rounds, int input = 0) {
+    size_t qkv_width = size_t(m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
+    size_t widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim, input});
+    make_room(states, rows * m.hidden);
+    make_room(normed, rows * row_stride(std::max(m.hidden, input)));
+    make_room(qkv, rows * qkv_width);
+    make_room(attended, rows * row_stride(m.num_heads * m.head_dim));
+    const size_t visits = m.num_experts ? rows * m.num_chosen : rows;
+    make_room(gated, visits * row_stride(m.intermediate));
+    make_room(visiting, m.num_experts ? visits * row_stride(m.hidden) : 0);
+    routing.reserve(m, rows);
+    make_room(cosines, rows * m.num_rotaries * m.rotary_dim / 2);
+    make_room(sines, rows * m.num_rotaries * m.rotary_dim / 2);
+    make_room(quantised, rounds ? visits * most_quantised_bytes(widest) : 0);
+    make_room(row_scales, rounds ? visits : 0);
+    make_room(lowered, rows * largest_rank(m));
+  }
+
+  // Divide the rows by the arithmetic that computes them.
+  void divide(const Model& m, const Batch& b, int threads) {
+    make_room(fast_of, b.num_rows);
+    std::fill_n(fast_of.begin(), b.num_rows, -1);
+    for (int i = 0; i < b.num_fast; ++i) fast_of[b.fast_rows[i]] = i;
+    exact_runs.clear();
+    exact_runs.reserve(b.num_rows);
+    for (int row = 0; row < b.num_rows; ++row) {
+      if (fast_of[row] >= 0) continue;
+      if (row == 0 || fast_of[row - 1] >= 0) exact_runs.push_back({row, 0});
+      ++exact_runs.back().second;
+    }
+    if (!b.num_fast) return;
+    const int widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim});
+    make_room(rounded, b.num_fast * line_stride(widest));
+    if (arranged.size() < size_t(threads)) arranged.resize(threads);
+    for (auto& room : arranged) make_room(room, arranged_lines(widest));
+  }
+
+  void plan_attention(const Model& m, const Batch& b, int threads) {
+    sight = {b.positions, b.run_begin, b.run_length, b.tail_begin, b.tail_slots, b.tail_positions};
+    attention.make(sight, b.num_rows, m.num_heads, m.num_kv_heads, m.head_dim, threads);
+  }
+
+  size_t num_bytes() const {
+    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + attention.num_bytes() +
+                   routing.num_bytes();
+    for (const auto& room : arranged) total += bytes_of(room);
+    for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered}) total += bytes_of(*rows);
+    return total;
+  }
+};
+
+// What every pass is made of: operations whose parts the threads share out.
+class Worker {
+ protected:
+  Scratch& s;
+  Team& team;
+  const int rank;
+  int operation = 0;
+
+  Worker(Scratch& scratch, Team& team, int rank) : s(scratch), team(team), rank(rank) {}
+
+  template <typename Part>
+  void share(int num_parts, Part part) {
+    team.share(operation++, num_parts, part);
+  }
+
+  template <typename Each>
+  void each_unit(const Linear& linear, Each each) {
+    int units = num_units(linear.out), parts = std::min(units, 8 * team.size());
+    share(parts, [&](int part) {
+      for (int unit = units * part / parts; unit < units * (part + 1) / parts; ++unit) each(unit);
+    });
+  }
+
+  // out [n, width] = rows times the layer's weight, each row of a unit handed to `take(row, unit, outputs)`.
+  template <typename Take>
+  void multiply(const Linear& linear, const float* values, int n, Take take) {
+    each_unit(linear, [&](int unit) { multiply_run(linear, values, 0, n, unit, take); });
+  }
+
+  template <typename Take>
+  void multiply_run(const Linear& linear, const float* values, int begin, int n, int unit, Take take) {
+    const size_t stride = row_stride(linear.in);
+    const bool rounds = quantises(linear.kind);  // else there is no room for such rows
+    Rows rows{values + begin * stride, stride, rounds ? s.quantised.data() + begin * quantised_bytes(linear) : nullptr,
+              rounds ? s.row_scales.data() + begin : nullptr,
+              linear.change ? s.lowered.data() + size_t(begin) * linear.change->rank : nullptr};
+    multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
+      for (int r = 0; r < count; ++r) take(begin + first + r, unit, tile + r * UNIT);
+    });
+  }
+
+  // Make one row ready for `next`: where the weights are integers, the row must be quantised first, and lowered where
+  // something is added to their products.
+  void ready(const Linear& next, const float* values, int row) {
+    if (!quantises(next.kind)) return;
+    const float* from = values + row * row_stride(next.in);
+    quantise(next, from, s.quantised.data() + row * quantised_bytes(next), s.row_scales[row]);
+    if (next.change) lower(*next.change, from, &s.lowered[size_t(row) * next.change->rank]);
+  }
+};

@@ -1,0 +1,119 @@
+"""The families that come with Slipstream: by what names their Transformers classes have what the kernels read."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from slipstream.models.cpu.families import Family
+
+
+class Llama(Family):
+    """Llama, Mistral and Qwen 2, whose modules have the same names."""
+
+
+class NormedHeads(Family):
+    """Norms of queries and keys, under the names that most families have for them."""
+
+    query_norm = "self_attn.q_norm"
+    key_norm = "self_attn.k_norm"
+
+
+class Qwen3(NormedHeads):
+    """Llama with norms of queries and keys."""
+
+
+class Mixtral(Family):
+    """Llama with experts in the MLP's place."""
+
+    experts = "mlp.experts"
+    activation_module: ClassVar[str | None] = "mlp.experts.act_fn"
+
+
+class Qwen3Moe(Mixtral, NormedHeads):
+    """Mixtral with norms of queries and keys."""
+
+    has_whole_shares = "mlp.gate.norm_topk_prob"
+
+
+class GptOss(Mixtral):
+    """Experts with a gate of their own and biases everywhere, and attention with sinks."""
+
+    sinks = "self_attn.sinks"
+    router, num_chosen = "mlp.router", "mlp.router.top_k"
+    gate_limit, gate_slope = "mlp.experts.limit", "mlp.experts.alpha"
+    activation_module = None
+
+
+class Gemma(Family):
+    """Norms that add 1 to their weights, and scaled embeddings."""
+
+    norm_epsilon, norm_offset = "eps", 1.0
+    embedding_scale = "model.embed_tokens.scalar_embed_scale"
+
+
+class Gemma2(Gemma):
+    """Gemma with norms behind attention and MLP too, and caps."""
+
+    activation = "hidden_activation"
+    attended_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_out_norm = "post_feedforward_layernorm"
+    logit_cap = "config.final_logit_softcapping"
+
+
+class Gemma3(Gemma2, NormedHeads):
+    """Gemma 2 with norms of queries and keys, and rotary embeddings by the kind of layer."""
+
+    rotary_kind = "self_attn.layer_type"
+
+
+class Phi3(Family):
+    """Phi 3 and 4: Llama with fewer, wider linear layers."""
+
+    qkv = "self_attn.qkv_proj"
+    gate_up = "mlp.gate_up_proj"
+    activation_module = "mlp.activation_fn"
+
+
+class Granite(Family):
+    """Llama with multipliers; attention's is among the scales of attention."""
+
+    input_scale = "config.embedding_multiplier"
+    residual_scale = "config.residual_multiplier"
+    logit_divisor = "config.logits_scaling"
+
+
+class Olmo2(NormedHeads):
+    """Norms behind attention and MLP alone, and of all heads' queries and keys at once."""
+
+    attention_norm = None
+    attended_norm = "post_attention_layernorm"
+    mlp_norm = None
+    mlp_out_norm = "post_feedforward_layernorm"
+
+
+class SmolLM3(Family):
+    """Llama, some of whose layers do not count positions."""
+
+    rotates = "self_attn.use_rope"
+
+
+class Starcoder2(Family):
+    """Layer norms, and an MLP without a gate."""
+
+    norm_epsilon = "eps"
+    gate, up, down = None, "mlp.c_fc", "mlp.c_proj"
+    activation_module = "mlp.act"
+
+
+class GptNeoX(Family):
+    """Attention and MLP side by side, layer norms, no gate, and one linear layer for all that attention reads."""
+
+    embedding, layers = "gpt_neox.embed_in", "gpt_neox.layers"
+    rotary, final_norm = "gpt_neox.rotary_emb", "gpt_neox.final_layer_norm"
+    parallel = "config.use_parallel_residual"
+    norm_epsilon = "eps"
+    qkv, has_interleaved_heads = "attention.query_key_value", True
+    output = "attention.dense"
+    gate, up, down = None, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+    activation_module = "mlp.act"

@@ -1,0 +1,223 @@
+"""GGUF files: the keys and the places of the tensors, read without touching the tensors themselves.
+
+llama.cpp's own Python package takes what a header says at its word: one that is damaged keeps it busy for ever, or
+fills the memory. Here every length is held against what is left of the file before anything is made of it, and against
+bounds that no real file comes near.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.files.block_formats import FORMATS, QUANTISED, BlockFormat, format_name
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_HEADER = 2**28
+"""Bytes: ten times what the largest vocabularies take."""
+_MAX_STRING = 2**24
+_MAX_ITEMS = 2**22
+"""Of an array; the longest are lists of merges, some hundred thousand."""
+_MAX_DIMENSIONS = 4
+
+_NUMBERS = {
+    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"},
+}
+"""A value's type to how `struct` reads it. The others are strings and arrays."""
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+
+class _Damaged(Exception):
+    """What is wrong with a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor in a file, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As PyTorch has it: the last dimension is contiguous."""
+    format: BlockFormat
+    raw: Tensor
+    """uint8 [rows, bytes of a row], mapped from the file: rows are those of the last dimension."""
+
+    def numbers(self) -> Tensor:
+        """A tensor of plain numbers in its own type, mapped from the file."""
+        assert self.format.dtype is not None
+        return self.raw.view(-1).view(self.format.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """What is in a GGUF file."""
+
+    path: str
+    fields: Mapping[str, Any]
+    """Keys to numbers, strings, or lists of these."""
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the model's family."""
+        return str(self.fields.get("general.architecture", ""))
+
+
+def open_gguf(path: str) -> Gguf:
+    """Map a GGUF file and read its header; its tensors are read where they are used.
+
+    Raises `ModelError`, in one line, for a file that is none, is damaged or cut short, or holds a type of tensor that
+    is not read here.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ModelError(f"there is no file {path!r}")
+    try:
+        with file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise ModelError(f"{path!r} is no GGUF file: {error}") from None
+    try:
+        return _read(mapped, path)
+    except _Damaged as error:
+        raise ModelError(f"{path!r} {error}") from None
+
+
+class _Header:
+    """Reads one value after the other. Raises `_Damaged` beyond the end of the header."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._bytes = memoryview(mapped)[:_MAX_HEADER]
+        self.place = 0
+        self.is_whole = len(mapped) <= _MAX_HEADER
+
+    def take(self, num_bytes: int) -> memoryview:
+        end = self.place + num_bytes
+        if end > len(self._bytes):
+            raise _Damaged(
+                "is cut short: its header ends in the middle" if self.is_whole else "has a damaged header"
+            )
+        taken = self._bytes[self.place : end]
+        self.place = end
+        return taken
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+
+    def string(self) -> str:
+        length = self.number("Q")
+        if length > _MAX_STRING:
+            raise _Damaged(f"has a damaged header: a text of {length} bytes")
+        try:
+            return str(self.take(length), "utf-8", "strict")
+        except UnicodeDecodeError:
+            raise _Damaged("has a damaged header: a text that is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _NUMBERS:
+            raise _Damaged(f"has a damaged header: a value of type {kind}")
+        found = self.number(_NUMBERS[kind])
+        return bool(found) if kind == _BOOL else found
+
+    def _array(self) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if count > _MAX_ITEMS:
+            raise _Damaged(f"has a damaged header: a list of {count} values")
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise _Damaged(f"has a damaged header: a list of values of type {kind}")
+        letter = _NUMBERS[kind]
+        found = struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize("<" + letter)))
+        return [bool(each) for each in found] if kind == _BOOL else list(found)
+
+
+def _read(mapped: mmap.mmap, path: str) -> Gguf:
+    header = _Header(mapped)
+    if mapped[:4] != _MAGIC:
+        raise _Damaged("is no GGUF file: it begins otherwise")
+    header.take(4)
+    version = header.number("I")
+    if version not in _VERSIONS:
+        swapped = version & 0xFFFF == 0
+        what = "in big-endian order" if swapped else f"of GGUF version {version}"
+        raise _Damaged(f"is a file {what}; read are little-endian files of versions 2 and 3")
+    num_tensors, num_fields = header.number("Q"), header.number("Q")
+    fields: dict[str, Any] = {}
+    for _ in range(num_fields):  # a wrong number ends with the header, at an entry's some bytes each
+        name = header.string()
+        if name in fields:
+            raise _Damaged(f"has a damaged header: two keys {name!r}")
+        fields[name] = header.value(header.number("I"))
+    places = [_place(header) for _ in range(min(num_tensors, _MAX_ITEMS + 1))]
+    if len(places) > _MAX_ITEMS:
+        raise _Damaged(f"has a damaged header: {num_tensors} tensors")
+    if fields.get("split.count", 1) not in (0, 1):
+        raise _Damaged(
+            f"is one of {fields['split.count']} parts of a model; merge them first: llama-gguf-split --merge"
+        )
+    alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & alignment - 1:
+        raise _Damaged(f"has a damaged header: an alignment of {alignment!r}")
+    begin = -(-header.place // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for place in places:
+        if place.name in tensors:
+            raise _Damaged(f"has a damaged header: two tensors {place.name!r}")
+        tensors[place.name] = place.tensor(mapped, begin, alignment)
+    return Gguf(path, fields, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is, as the header says."""
+
+    name: str
+    shape: tuple[int, ...]
+    number: int
+    """Of its type."""
+    offset: int
+
+    def tensor(self, mapped: mmap.mmap, begin: int, alignment: int) -> GgufTensor:
+        fmt = FORMATS.get(self.number)
+        if fmt is None:
+            raise _Damaged(
+                f"holds {format_name(self.number)} weights ({self.name}), which Slipstream cannot read; read are F32, "
+                f"F16, BF16, {', '.join(QUANTISED)}"
+            )
+        width = self.shape[-1]
+        if width % fmt.block_size:
+            raise _Damaged(
+                f"has a damaged header: {self.name} has rows of {width}, in {fmt.name} blocks of {fmt.block_size}"
+            )
+        if self.offset % alignment:
+            raise _Damaged(f"has a damaged header: {self.name} begins at {self.offset}, between two places")
+        num_bytes = fmt.num_bytes(math.prod(self.shape))
+        if begin + self.offset + num_bytes > len(mapped):
+            raise _Damaged(f"is cut short: its tensor {self.name} lies beyond its end")
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=begin + self.offset)
+        return GgufTensor(self.name, self.shape, fmt, raw.view(-1, fmt.num_bytes(width)))
+
+
+def _place(header: _Header) -> _Place:
+    name, dimensions = header.string(), header.number("I")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise _Damaged(f"has a damaged header: a tensor of {dimensions} dimensions")
+    sizes = struct.unpack(f"<{dimensions}Q", header.take(8 * dimensions))
+    if not all(sizes):
+        raise _Damaged(f"has a damaged header: {name} is empty")
+    return _Place(name, tuple(reversed(sizes)), header.number("I"), header.number("Q"))

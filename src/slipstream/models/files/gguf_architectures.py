@@ -1,0 +1,311 @@
+"""llama.cpp's families in Transformers' terms: the names of tensors, and the configuration that a file's keys say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from slipstream.errors import ModelError
+from slipstream.models.files.gguf import Gguf
+from slipstream.models.files.gguf_rope import rope_parameters
+
+_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_AROUND = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_AFTER}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_OUTPUT = {"attn_output": "self_attn.o_proj"}
+_ATTENTION = {
+    **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
+    **_OUTPUT,
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
+"""Tensors that say how positions are rotated; a Transformers model has no weights of these names."""
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+"""GGUF's key after the family's name to Transformers' key. Every file has these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a file's family."""
+
+    file: Gguf
+
+    def __contains__(self, key: str) -> bool:
+        return f"{self.file.architecture}.{key}" in self.file.fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; a float32 as it is usually written."""
+        value = self.file.fields.get(f"{self.file.architecture}.{key}", default)
+        return float(f"{value:.7g}") if isinstance(value, float) else value
+
+    def size(self, key: str) -> int:
+        """A positive number that is the same in all layers; raises `ModelError` for any other value."""
+        value = self.get(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(f"{self.file.path!r}: the layers differ in {key}, which is not supported")
+            value = value[0]
+        if type(value) is not int or value < 1:
+            raise ModelError(
+                f"{self.file.path!r} does not say the model's sizes: {self.file.architecture}.{key} is {value!r}"
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """A family of llama.cpp's."""
+
+    model_type: str
+    """Of Transformers' configuration."""
+    layer: Mapping[str, str]
+    """Names of a layer's parts: llama.cpp's to Transformers'."""
+    rotates_neighbours: bool = False
+    """Rows of queries and keys are permuted: llama.cpp rotates neighbours, Transformers the halves of a head."""
+    norms_hold_one_more: bool = False
+    """Norms are stored as the factor itself, where Transformers adds 1 to what it has."""
+    norm_epsilon: str = "rms_norm_eps"
+    more: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(default=lambda keys, sizes: {})
+    """What a configuration needs beyond the sizes."""
+
+    def name(self, theirs: str) -> str | None:
+        """Transformers' name of a tensor; None for one that models of this family have not."""
+        stem, _, ending = theirs.rpartition(".")
+        if stem in _ENDS:
+            return f"{_ENDS[stem]}.{ending}"
+        parts = stem.split(".")
+        if len(parts) == 3 and parts[0] == "blk" and parts[2] in self.layer:
+            return f"model.layers.{parts[1]}.{self.layer[parts[2]]}.{ending}"
+        return None
+
+
+def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": keys.get("attention.scale", 1.0),
+        "embedding_multiplier": keys.get("embedding_scale", 1.0),
+        "residual_multiplier": keys.get("residual_scale", 1.0),
+        "logits_scaling": keys.get("logit_scale", 1.0),
+    }
+
+
+def _gemma(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.size("attention.sliding_window"),
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _attention_scalar(sizes, largest=46),
+    }
+
+
+def _gemma3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Five layers with a window, then one without; only the latter has scaled positions."""
+    theta = float(keys.get("rope.freq_base_swa", 10000.0))
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.size("attention.sliding_window"),
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": _attention_scalar(sizes, largest=62),
+        "rope_parameters": {
+            "full_attention": sizes["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _attention_scalar(sizes: Mapping[str, Any], largest: int) -> int:
+    """Which of Gemma's models has another scale than its head's width is in no key: it is known by its layers."""
+    if sizes["num_hidden_layers"] == largest:
+        return int(sizes["hidden_size"] // sizes["num_attention_heads"])
+    return int(sizes["head_dim"])
+
+
+def _phi3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    original = keys.get("rope.scaling.original_context_length", sizes["max_position_embeddings"])
+    rotated = keys.get("rope.dimension_count", sizes["head_dim"])
+    return {
+        "sliding_window": keys.get("attention.sliding_window"),
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            **sizes["rope_parameters"],
+            "partial_rotary_factor": rotated / sizes["head_dim"],
+        },
+    }
+
+
+def _starcoder2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": True, "sliding_window": None}  # llama.cpp computes it without its window
+
+
+_LLAMA = _NORMS | _ATTENTION | _MLP
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", _LLAMA, rotates_neighbours=True),
+    "qwen2": GgufArchitecture("qwen2", _LLAMA),
+    "qwen3": GgufArchitecture("qwen3", _LLAMA | _HEAD_NORMS),
+    "gemma": GgufArchitecture("gemma", _LLAMA, norms_hold_one_more=True, more=_gemma),
+    "gemma2": GgufArchitecture("gemma2", _AROUND | _ATTENTION | _MLP, norms_hold_one_more=True, more=_gemma2),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        _AROUND | _ATTENTION | _MLP | _HEAD_NORMS,
+        norms_hold_one_more=True,
+        more=_gemma3,
+    ),
+    "phi3": GgufArchitecture(
+        "phi3",
+        _NORMS
+        | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+        | _OUTPUT,
+        more=_phi3,
+    ),
+    "granite": GgufArchitecture("granite", _LLAMA, rotates_neighbours=True, more=_granite),
+    "olmo2": GgufArchitecture("olmo2", _AFTER | _ATTENTION | _MLP | _HEAD_NORMS),
+    "smollm3": GgufArchitecture("smollm3", _LLAMA, rotates_neighbours=True),
+    "starcoder2": GgufArchitecture(
+        "starcoder2",
+        _NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        norm_epsilon="norm_epsilon",
+        more=_starcoder2,
+    ),
+}
+"""By `general.architecture`. Mistral's models are llama's."""
+
+
+def architecture_of(file: Gguf) -> GgufArchitecture:
+    """The family of a file; raises `ModelError` for one that is not read."""
+    found = ARCHITECTURES.get(file.architecture)
+    if found is None:
+        raise ModelError(
+            f"{file.path!r} holds a {file.architecture or 'nameless'} model; of GGUF files these are read: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if Keys(file).get("expert_count"):
+        raise ModelError(f"{file.path!r} holds a model with experts, which GGUF files are not read for")
+    return found
+
+
+def read_config(file: Gguf) -> Any:
+    """The Transformers configuration of a file's model.
+
+    Raises `ModelError` where its keys and tensors disagree, so that nothing is made of sizes that are not there.
+    """
+    architecture, keys = architecture_of(file), Keys(file)
+    sizes: dict[str, Any] = {name: keys.size(key) for key, name in _SIZES.items()}
+    sizes["num_key_value_heads"] = (
+        keys.size("attention.head_count_kv")
+        if "attention.head_count_kv" in keys
+        else sizes["num_attention_heads"]
+    )
+    if "attention.key_length" in keys:
+        sizes["head_dim"] = keys.size("attention.key_length")
+    elif sizes["hidden_size"] % sizes["num_attention_heads"]:
+        raise ModelError(f"{file.path!r} does not say how wide its heads are")
+    else:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if keys.get("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
+        raise ModelError(f"{file.path!r}: its values are narrower or wider than its keys")
+    _check_shapes(file, sizes)
+    sizes["rope_parameters"] = rope_parameters(file, sizes["head_dim"])
+    epsilon = keys.get("attention.layer_norm_rms_epsilon", keys.get("attention.layer_norm_epsilon"))
+    if not isinstance(epsilon, float):
+        raise ModelError(f"{file.path!r} does not say the epsilon of its norms")
+    biases = {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+    if architecture.model_type not in ("llama", "granite", "smollm3", "olmo2"):
+        biases = {}
+    config: Any = AutoConfig.for_model(
+        architecture.model_type,
+        **sizes,
+        **{architecture.norm_epsilon: epsilon},
+        **biases,
+        **_tokens(file),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        tie_word_embeddings="output.weight" not in file.tensors,
+        dtype=stored_dtype(file),
+    )
+    for name, value in architecture.more(keys, sizes).items():
+        setattr(config, name, value)
+    return config
+
+
+def stored_dtype(file: Gguf) -> torch.dtype | None:
+    """The type of a file's matrices; None where they are quantised or differ."""
+    found = {tensor.format.dtype for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return found.pop() if len(found) == 1 else None
+
+
+def halves_order(num_rows: int, num_heads: int) -> Tensor:
+    """int64 [rows]: where llama.cpp keeps each row of queries or keys, for families that rotate neighbours."""
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
+    """Raise `ModelError` where a tensor of the first layer or an end has another shape than the keys say."""
+    hidden, heads, kv = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    numbers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if numbers != {str(layer) for layer in range(min(sizes["num_hidden_layers"], len(numbers) + 1))}:
+        raise ModelError(
+            f"{file.path!r} has tensors of {len(numbers)} layers, and its keys say {sizes['num_hidden_layers']}"
+        )
+    if heads % kv:
+        raise ModelError(f"{file.path!r}: {heads} heads cannot share {kv} heads of keys and values")
+    expected = {
+        "token_embd": (None, hidden),
+        "blk.0.attn_q": (heads * sizes["head_dim"], hidden),
+        "blk.0.attn_k": (kv * sizes["head_dim"], hidden),
+        "blk.0.attn_qkv": ((heads + 2 * kv) * sizes["head_dim"], hidden),
+        "blk.0.ffn_down": (hidden, sizes["intermediate_size"]),
+    }
+    for stem, shape in expected.items():
+        tensor = file.tensors.get(f"{stem}.weight")
+        if tensor is None and stem == "token_embd":
+            raise ModelError(f"{file.path!r} has no weights of a model: token_embd.weight is missing")
+        if tensor is None:
+            continue
+        fits = len(tensor.shape) == 2 and all(
+            want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            wanted = " x ".join("any" if want is None else str(want) for want in shape)
+            raise ModelError(
+                f"{file.path!r}: {tensor.name} is {' x '.join(map(str, tensor.shape))}, and the keys say {wanted}"
+            )
+
+
+def _tokens(file: Gguf) -> dict[str, Any]:
+    """The numbers of tokens with a role; an answer ends at each of the end tokens that a file names."""
+
+    def number(role: str) -> int | None:
+        found = file.fields.get(f"tokenizer.ggml.{role}_token_id")
+        return found if type(found) is int else None
+
+    ends = [number(role) for role in ("eos", "eot", "eom")]
+    named = list(dict.fromkeys(end for end in ends if end is not None))
+    return {
+        "bos_token_id": number("bos"),
+        "eos_token_id": named[0] if len(named) == 1 else named or None,
+        "pad_token_id": number("padding"),
+    }

@@ -1,0 +1,140 @@
+"""A model in a GGUF file: where its name leads, and its tensors under Transformers' names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.cpu.pages import release
+from slipstream.models.files.gguf import Gguf, GgufTensor
+from slipstream.models.files.gguf_architectures import (
+    NO_WEIGHTS,
+    GgufArchitecture,
+    architecture_of,
+    halves_order,
+)
+from slipstream.models.files.grouped import Grouped, GroupedMatrix
+from slipstream.models.files.stored import StoredModel
+from slipstream.models.linear.grouped import BlockedWeight
+
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
+
+
+def find_gguf(path: str, revision: str | None = None) -> str | None:
+    """The GGUF file that a model's name means: a file, or `REPO:FILE.gguf` of the hub, which is downloaded.
+
+    None for the name of anything else. Raises `ModelError` where there is no such file.
+    """
+    if not path.lower().endswith(".gguf"):
+        return None
+    if Path(path).is_file():
+        return path
+    named = _HUB_NAME.fullmatch(path)
+    if named is None:
+        raise ModelError(f"there is no file {path!r}; a file of the hub is REPO:FILE.gguf")
+    try:
+        return str(hf_hub_download(named[1], named[2], revision=revision))
+    except Exception as error:  # of the network, the hub or the disk
+        lines = str(error).strip().splitlines()
+        raise ModelError(
+            f"cannot download {named[2]!r} of {named[1]!r}: {lines[0] if lines else type(error).__name__}"
+        ) from None
+
+
+def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
+    """The weights of a file under Transformers' names, mapped from it where nothing changes in them.
+
+    Raises `ModelError` for a tensor that models of the family have not.
+    """
+    architecture = architecture_of(file)
+    tensors: dict[str, Tensor] = {}
+    matrices: dict[str, GroupedMatrix] = {}
+    for entry in file.tensors.values():
+        name = transformers_name(file, architecture, entry)
+        if name is None:
+            continue
+        order = row_order(architecture, entry, config)
+        if entry.format.dtype is None:
+            stem, _, part = name.rpartition(".")
+            if part != "weight" or len(entry.shape) != 2:
+                raise ModelError(
+                    f"{file.path!r} holds {entry.format.name} blocks in {entry.name}, which is no matrix"
+                )
+            matrices[stem] = GgufMatrix(entry, stem, order)
+            continue
+        tensor = entry.numbers()
+        if order is not None:
+            tensor = tensor[order]
+        if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
+            tensor = tensor.float() - 1
+        tensors[name] = tensor
+    return StoredModel(tensors, matrices, quantised_kinds(file))
+
+
+class GgufMatrix(GroupedMatrix):
+    """A quantised tensor of a GGUF file as a layer's weight."""
+
+    def __init__(self, entry: GgufTensor, name: str, rows: Tensor | None) -> None:
+        """`rows` says which row of the file each output is, None that they are the same."""
+        self.name, self._entry, self._rows = name, entry, rows
+        self.out_features, self.in_features = entry.shape
+        fmt = entry.format
+        self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
+
+    def part(self, begin: int, end: int) -> Grouped:
+        """See `GroupedMatrix.part`."""
+        found = self._entry.format.read(self._raw(begin, end))
+        release(self._entry.raw)  # the file's pages are read again where they are needed
+        return found
+
+    def blocks(self, begin: int, end: int) -> BlockedWeight | None:
+        """See `GroupedMatrix.blocks`."""
+        found = self._entry.format.read_blocks(self._raw(begin, end))
+        release(self._entry.raw)
+        return found
+
+    def _raw(self, begin: int, end: int) -> Tensor:
+        """uint8 [end - begin, bytes of an output]"""
+        raw = self._entry.raw
+        return raw[begin:end] if self._rows is None else raw[self._rows[begin:end]]
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `GroupedMatrix.rows`."""
+        raw = self._entry.raw
+        return self._entry.format.read(raw[indices if self._rows is None else self._rows[indices]]).widened()
+
+
+def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTensor) -> str | None:
+    """Transformers' name of a tensor; None for one that says how positions are rotated."""
+    if entry.name.split(".")[-2] in NO_WEIGHTS:
+        return None
+    name = architecture.name(entry.name)
+    if name is None:
+        raise ModelError(
+            f"{file.path!r} has a tensor that {architecture.model_type} models have not: {entry.name}"
+        )
+    return name
+
+
+def row_order(architecture: GgufArchitecture, entry: GgufTensor, config: Any) -> Tensor | None:
+    """int64 [rows]: which row of the file each row of the model is; None where they are the same."""
+    part = entry.name.split(".")[-2]
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+    if heads is None or not architecture.rotates_neighbours:
+        return None
+    rows = entry.shape[0]
+    if rows % (2 * heads):
+        raise ModelError(f"{entry.name} has {rows} rows, which {heads} heads cannot share")
+    return halves_order(rows, heads)
+
+
+def quantised_kinds(file: Gguf) -> str:
+    """The quantised types of a file's tensors: 'Q4_K, Q6_K'; empty where it has none."""
+    return ", ".join(
+        dict.fromkeys(each.format.name for each in file.tensors.values() if each.format.dtype is None)
+    )

@@ -1,0 +1,191 @@
+"""Tokenizers in GGUF files.
+
+A file holds the tokens, their kinds and merges, and of the way that text is cut into words only a name, which llama.cpp
+knows the rule of. A rule that is not known here is refused: the prompt would be read as other tokens than the model was
+trained with. SentencePiece vocabularies are rebuilt by Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.errors import ModelError
+
+_LETTERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, {**BYTE_LEVEL, "use_regex": False}]
+
+
+WORDS: Mapping[str, list[dict[str, Any]]] = {
+    "gpt-2": [{**BYTE_LEVEL, "use_regex": True}],
+    "smollm": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True}],
+    "llama-bpe": _split(_LETTERS % "{1,3}"),
+    "qwen2": _split(_LETTERS % ""),
+    "tekken": _split(_CASED % ("", "", "")),
+    "gpt-4o": _split(_CASED % (_SHORT, _SHORT, "{1,3}")),
+}
+"""llama.cpp's name of a rule to the pre-tokenizers that follow it."""
+
+_SAME = {
+    **dict.fromkeys(("phi-2", "olmo"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact"), "smollm"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen",), "qwen2"),
+}
+"""Other names of the same rules."""
+_TAKES_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
+"""Rules under which a word that is a token is taken as it is, whatever the merges."""
+_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"})
+"""Rules under which a prompt begins with the begin token where the file does not say."""
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+
+def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
+    """The tokenizer of a GGUF file's keys, its chat template included.
+
+    Raises `ModelError` where the file does not say how it cuts text, and names what to do.
+    """
+    kind, words = fields.get("tokenizer.ggml.model"), str(fields.get("tokenizer.ggml.pre", "default"))
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ModelError(f"{path!r} holds no tokenizer; pass --tokenizer with the model's folder or hub id")
+    if kind == "gpt2" and _SAME.get(words, words) in WORDS:
+        backend = _byte_level(fields, path, tokens, words)
+    elif kind == "llama":
+        backend = _sentence_piece(fields, path, tokens)
+    else:
+        raise ModelError(
+            f"{path!r} has a tokenizer of kind {kind!r}, {words!r}, which cannot be restored here; known are llama, "
+            f"and gpt2 with {', '.join([*WORDS, *_SAME])}. Pass --tokenizer with the model's folder or hub id"
+        )
+    roles = _roles(fields, tokens)
+    begins = bool(fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or words in _BEGINS))
+    ends = bool(fields.get("tokenizer.ggml.add_eos_token", False))
+    around = [roles.get("bos_token") if begins else None, "$A", roles.get("eos_token") if ends else None]
+    if around != [None, "$A", None]:
+        named = [name for name in around if name is not None]
+        backend.post_processor = processors.TemplateProcessing(
+            single=named,
+            pair=[*named, *(f"{name}:1" if name != "$A" else "$B:1" for name in named)],
+            special_tokens=[(name, tokens.index(name)) for name in dict.fromkeys(named) if name != "$A"],
+        )
+    made: Any = PreTrainedTokenizerFast
+    tokenizer = made(tokenizer_object=backend, **roles)
+    tokenizer.chat_template = fields.get("tokenizer.chat_template")
+    return tokenizer
+
+
+def has_the_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer is that of a GGUF file's model: nearly all tokens have the same numbers."""
+    tokens, theirs = fields.get("tokenizer.ggml.tokens") or [], tokenizer.get_vocab()
+    same = sum(1 for index, token in enumerate(tokens) if theirs.get(token) == index)
+    return same > 0 and same >= 0.9 * min(len(tokens), len(theirs))
+
+
+def _byte_level(fields: Mapping[str, Any], path: str, tokens: list[str], words: str) -> Tokenizer:
+    """Byte-level BPE."""
+    types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    merges = fields.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not isinstance(types, list) or len(types) != len(tokens):
+        raise ModelError(
+            f"{path!r} holds a tokenizer without its merges, or with {types!r:.40} as kinds of tokens"
+        )
+    kept = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+    described: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": WORDS[_SAME.get(words, words)]},
+        "post_processor": None,
+        "decoder": {**BYTE_LEVEL, "add_prefix_space": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": kept,
+            "merges": [str(merge).split(" ", 1) for merge in merges],
+            "ignore_merges": words in _TAKES_WHOLE_WORDS,
+        },
+    }
+    try:
+        backend = Tokenizer.from_str(json.dumps(described))
+    except Exception as error:  # the library has one class for all: a merge of unknown tokens, say
+        raise ModelError(f"{path!r} holds a damaged tokenizer: {str(error).splitlines()[0]}") from None
+    _add_whole(backend, kept, types)
+    return backend
+
+
+def _sentence_piece(fields: Mapping[str, Any], path: str, tokens: list[str]) -> Tokenizer:
+    """A SentencePiece vocabulary, by Transformers."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+    except ImportError:
+        raise ModelError(
+            f"{path!r} has a SentencePiece tokenizer, which Transformers 5.23 and later restore; pass --tokenizer with "
+            "the model's folder or hub id"
+        ) from None
+    names = {
+        **{"model": "tokenizer_type", "tokens": "tokens", "scores": "scores", "token_type": "token_type"},
+        **{"merges": "merges", "add_space_prefix": "add_prefix_space"},
+        **{f"{role}_token_id": f"{role}_token_id" for role in ("bos", "eos")},
+    }
+    described = {
+        ours: fields[f"tokenizer.ggml.{theirs}"]
+        for theirs, ours in names.items()
+        if f"tokenizer.ggml.{theirs}" in fields
+    }
+    convert: Any = convert_gguf_tokenizer
+    try:
+        backend: Tokenizer = convert(str(fields.get("general.architecture")), described)[0]
+    except Exception as error:
+        what = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f"{path!r} has a tokenizer that cannot be restored ({what[0]}); pass --tokenizer with the model's folder "
+            "or hub id"
+        ) from None
+    if any(backend.token_to_id(token) not in (None, index) for index, token in enumerate(tokens)):
+        raise ModelError(
+            f"{path!r} has a tokenizer that is not restored with its own numbers; pass --tokenizer"
+        )
+    return backend
+
+
+def _add_whole(backend: Tokenizer, kept: Mapping[str, int], types: list[int]) -> None:
+    """Make the tokens whole that are never cut; those that control are special."""
+    special = {_CONTROL: True, _USER_DEFINED: False}
+    backend.add_tokens(
+        [
+            AddedToken(token, special=special[types[index]], normalized=False)
+            for token, index in kept.items()
+            if types[index] in special
+        ]
+    )
+
+
+def _roles(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    roles = {}
+    for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        index = fields.get(f"tokenizer.ggml.{role}_token_id")
+        if type(index) is int and 0 <= index < len(tokens):
+            roles[f"{name}_token"] = tokens[index]
+    if roles.get("bos_token") == roles.get("eos_token") and not fields.get("tokenizer.ggml.add_bos_token"):
+        roles.pop("bos_token", None)  # files must name one, also where there is none
+    return roles

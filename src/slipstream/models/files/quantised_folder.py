@@ -1,0 +1,146 @@
+"""Checkpoint folders whose matrices were saved quantised: GPTQ, AWQ, compressed-tensors, and FP8."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.files import awq, compressed, fp8, gptq
+from slipstream.models.files.fp8 import Fp8Matrix
+from slipstream.models.files.grouped import GroupedMatrix
+from slipstream.models.files.stored import StoredModel
+
+READ = ("gptq", "awq", "compressed-tensors", "fp8")
+"""Methods, as configurations name them, whose weights are read here."""
+
+NAMES = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "fp8": "FP8"}
+
+_IGNORED = (
+    *("input_scale", "activation_scale", "input_zero_point", "weight_global_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale", "prob_scale"),
+)
+"""Of activations and caches that other engines round by them. Ours are rounded as they come, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """How the layers of a method are read."""
+
+    parts: tuple[str, ...]
+    """Names of a layer's tensors."""
+    is_quantised: Callable[[Mapping[str, Tensor]], bool]
+    """Whether a layer that has such tensors is quantised: a plain one beside it has a weight too."""
+    read: Callable[[str, Mapping[str, Tensor]], GroupedMatrix | Fp8Matrix]
+
+
+def check_settings(method: str, settings: Mapping[str, Any]) -> None:
+    """Raise `ModelError` where a `quantization_config` of one of the methods in `READ` says what cannot be read."""
+    _reader(method, settings)
+
+
+def is_kept(method: str, settings: Mapping[str, Any]) -> bool:
+    """Whether weights of a method in `READ` stay as they are stored; others are converted while they are read."""
+    return _reader(method, settings).is_quantised is not fp8.is_fp8
+
+
+def read_quantised(path: str, revision: str | None, method: str, settings: Mapping[str, Any]) -> StoredModel:
+    """The weights of a folder or hub id, mapped from its files. Raises `ModelError` where they do not fit together."""
+    reader = _reader(method, settings)
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for file in _files(path, revision):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    stem, _, part = name.rpartition(".")
+                    if part in _IGNORED:
+                        continue
+                    where, key = (layers[stem], part) if part in reader.parts else (tensors, name)
+                    where[key] = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {file.name!r} of {path!r}: {str(error).splitlines()[0]}") from None
+    kept: dict[str, GroupedMatrix] = {}
+    converted: dict[str, Fp8Matrix] = {}
+    for stem, found in layers.items():
+        if not reader.is_quantised(found):
+            tensors |= {f"{stem}.{part}": tensor for part, tensor in found.items()}
+            continue
+        matrix = reader.read(stem, found)
+        if isinstance(matrix, Fp8Matrix):
+            converted[stem] = matrix
+        else:
+            kept[stem] = matrix
+    if not kept and not converted:
+        raise ModelError(f"{path!r} says that its weights are {NAMES[method]}, and has none such")
+    kind = "FP8"
+    if kept:
+        bits = "/".join(sorted({str(matrix.bits) for matrix in kept.values()}))
+        kind = f"{NAMES[method]}, {bits} bits"
+    return StoredModel(tensors, kept, kind, converted)
+
+
+def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:
+    """Raises `ModelError` for settings of a method in `READ` that cannot be read."""
+    if method == "fp8":
+        block = fp8.block_size(settings)
+        return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, block))
+    if method == "gptq":
+        of_gptq = gptq.GptqSettings.read(settings)
+        return _Reader(gptq.PARTS, _has("qweight"), lambda name, found: gptq.GptqMatrix(name, found, of_gptq))
+    if method == "awq":
+        group = awq.awq_group_size(settings)
+        return _Reader(awq.PARTS, _has("qweight"), lambda name, found: awq.AwqMatrix(name, found, group))
+    if compressed.is_fp8(settings):
+        of_floats = compressed.fp8_block(settings)
+        return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, of_floats))
+    of_integers = compressed.CompressedSettings.read(settings)
+    return _Reader(
+        compressed.PARTS,
+        _has("weight_scale"),
+        lambda name, found: compressed.CompressedMatrix(name, found, of_integers),
+    )
+
+
+def _has(part: str) -> Callable[[Mapping[str, Tensor]], bool]:
+    return lambda found: part in found
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it names a file, and no folder: an index must not lead out of its own."""
+    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
+
+
+def _files(path: str, revision: str | None) -> list[Path]:
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = list(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ModelError(
+                f"cannot read {str(index)!r}: it must be a JSON object with weight_map"
+            ) from None
+        odd = [name for name in named if not _is_file_name(name)]
+        if odd:
+            raise ModelError(
+                f"cannot read {str(index)!r}: its weight_map names {odd[0]!r}, which is no file beside it"
+            )
+        names = sorted(set(named))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_"))
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        raise ModelError(f"{path!r} has no {missing[0].name if missing else '*.safetensors'}")
+    return files

@@ -1,0 +1,25 @@
+"""Changes of low rank that are kept apart from a layer's weight, as LoRA learns them (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankChange:
+    """What is added to the outputs of a layer: `up (down x)` for an input x."""
+
+    down: Tensor
+    """float32 [rank, in]"""
+    up: Tensor
+    """float32 [out, rank], times the adapter's scale."""
+
+    def of(self, rows: Tensor) -> Tensor:
+        """float32 [..., in] -> [..., out]"""
+        return rows.float() @ self.down.T @ self.up.T
+
+    def outputs(self, begin: int, end: int) -> LowRankChange:
+        """The same for some neighbouring outputs."""
+        return LowRankChange(self.down, self.up[begin:end])

@@ -1,0 +1,97 @@
+"""What a model runs on and in: device, types, kernels, as asked for and as the machine and the checkpoint permit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.models.cpu.native import unavailable
+from slipstream.models.linear.formats import OF_DTYPE
+
+log = logging.getLogger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is `cuda` where there is one, else `cpu`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for but PyTorch sees no GPU; use cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    """The type of a model in PyTorch: `auto` is float32 on a CPU and the checkpoint's own type on a GPU."""
+    if name != "auto":
+        dtype = getattr(torch, name)
+    elif device.type == "cpu":
+        dtype = torch.float32
+    else:
+        dtype = getattr(config, "dtype", None) or torch.float32
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def resolve_cache_dtype(
+    name: str, dtype: str, stored: torch.dtype | None, computed: torch.dtype, fused: bool
+) -> torch.dtype:
+    """How keys and values are held.
+
+    `name` and `dtype` are what was asked for, `stored` is the checkpoint's type and `computed` what the model computes
+    in. `auto` is the checkpoint's own type where our kernels run whole passes (`fused`): they widen what they read.
+    PyTorch's attention would copy the whole cache in every pass.
+    """
+    asked = name if name != "auto" or not fused else dtype
+    if asked != "auto":
+        chosen = getattr(torch, asked)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    return stored if fused and stored in (torch.bfloat16, torch.float16) else computed
+
+
+def settle_dtype(
+    name: str,
+    device: torch.device,
+    config: Any,
+    native: bool,
+    is_plain: Callable[[], bool],
+) -> tuple[torch.dtype, str | None]:
+    """The type that a model computes in, and the weight format that `name` asks for; None where it asks for none.
+
+    In the native kernels all arithmetic is float32, and 16 bits say how weights are kept. They can be where `is_plain`,
+    see `has_only_plain_matrices`; other models are PyTorch's in that type.
+    """
+    dtype = resolve_dtype(name, device, config)
+    if native and dtype in (torch.bfloat16, torch.float16) and is_plain():
+        return torch.float32, OF_DTYPE[dtype]
+    return dtype, None
+
+
+def resolve_kernels(name: str) -> str:
+    """`auto` is `native` where the kernels can be compiled, else `torch`, with a warning."""
+    if name == "torch":
+        return name
+    reason = unavailable()
+    if reason is None:
+        return "native"
+    if name == "native":
+        raise ConfigError(f"cpu_kernels is native, but {reason}")
+    warn_once(reason)
+    return "torch"
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    log.warning(
+        "%s. PyTorch's own operators are used instead, several times slower (--cpu-kernels torch asks for them)",
+        reason,
+    )

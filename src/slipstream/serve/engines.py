@@ -1,0 +1,106 @@
+"""What the server asks of the engine that it serves, in this process or in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol, TypeVar
+
+from slipstream.control.types import ControlReport
+from slipstream.core import StepItem
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.client import EngineClient
+from slipstream.engine.engine import Engine
+from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.engine import EngineStats
+from slipstream.metrics.step import StepReport
+from slipstream.serve.accounts import Accounts
+from slipstream.serve.facts import EngineFacts, decoded_rows
+
+T = TypeVar("T")
+
+OnStep = Callable[[StepReport | None, Seq[DecodedRow]], None]
+"""Called with each step's report and with the rows that it decoded, together or one after the other."""
+Take = Callable[[EngineStats, ControlReport], T]
+
+
+class ServedEngine(Protocol):
+    """An engine behind the routes. Requests go to its `EngineClient`; this is all that the server asks beside."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change while it runs."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, of Transformers."""
+        ...
+
+    @property
+    def client(self) -> EngineClient:
+        """Where requests go."""
+        ...
+
+    @property
+    def has_stopped(self) -> bool:
+        """True once it serves no request any more."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """True while it takes requests at once."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another process has taken over from one that died."""
+        ...
+
+    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+        """Have every step reported; statistics of tasks are kept apart by `accounts`."""
+        ...
+
+    def read(self, take: Take[T]) -> Awaitable[T]:
+        """What `take` makes of the engine's state; it is called where steps are reported, between two of them.
+
+        Raises `EngineStoppedError`.
+        """
+        ...
+
+
+class LocalEngine:
+    """The engine of an `AsyncEngine`, which steps in a thread of this process."""
+
+    def __init__(self, client: AsyncEngine) -> None:
+        self.client = client
+        self.facts = EngineFacts.of(client.engine)
+        self.tokenizer = client.engine.tokenizer
+        self.num_restarts = 0
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.client.has_stopped
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.client.has_stopped
+
+    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+        """As in `ServedEngine`; called in the engine's thread."""
+
+        def on_observe(items: Seq[StepItem]) -> None:
+            on_step(None, decoded_rows(items, accounts.name_of))
+
+        engine = self.client.engine
+        engine.on_step = lambda step: on_step(step, ())
+        engine.on_observe = on_observe
+        engine.group_tasks_by(accounts.name_of, accounts.task)
+
+    async def read(self, take: Take[T]) -> T:
+        """As in `ServedEngine`; `take` is called in the engine's thread."""
+
+        def ask(engine: Engine) -> T:
+            return take(engine.stats(), engine.control_report())
+
+        return await self.client.ask(ask)

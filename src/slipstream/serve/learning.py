@@ -1,0 +1,132 @@
+"""Learning as the server sees it: begun with the engine, watched, shown, ended before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.errors import ConfigError, LearnError
+from slipstream.learn.privacy import PrivacyRules
+from slipstream.learn.session import LearnFacts, LearnSession, SessionSettings
+from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
+from slipstream.serve.auth import digest
+from slipstream.serve.config import ServeConfig
+
+logger = logging.getLogger(__name__)
+
+FLOOR = "floor"
+
+
+class Learning(Collector):
+    """The session of a server with `--learn`, or why there is none: then the server serves all the same."""
+
+    def __init__(self, engine: object, config: ServeConfig) -> None:
+        """Raises `ConfigError` where the engine is in another process."""
+        if not isinstance(engine, AsyncEngine):
+            raise ConfigError("serve learn needs the engine in the server's process")
+        assert config.learn is not None
+        denied = [*config.no_learn_tenant, *map(digest, config.no_learn_key)]
+        self._session: LearnSession | None = None
+        self._fault = ""
+        self._shown: dict[AlarmKind, str] = {}
+        settings = SessionSettings(Path(config.learn), config.learn_bytes, PrivacyRules.of(denied=denied))
+        try:
+            self._session = LearnSession(engine, settings)
+        except LearnError as error:
+            self._fault = f"nothing is learned: {error}"
+            logger.warning("%s; serving goes on", self._fault)
+
+    def close(self) -> None:
+        """End the learner; what was captured is kept."""
+        if self._session is not None:
+            self._session.close()
+
+    @property
+    def facts(self) -> LearnFacts:
+        """What happened so far."""
+        if self._session is None:
+            return LearnFacts(faults={AlarmKind.LEARNING_FAILED: self._fault})
+        return self._session.facts()
+
+    def raise_alarms(self, alarms: Alarms) -> None:
+        """Raise and clear what changed since the last call, so that an alarm that was acknowledged stays so."""
+        faults = self.facts.faults
+        for kind in LEARN_KINDS:
+            message = faults.get(kind, "")
+            if message != self._shown.get(kind, ""):
+                self._shown[kind] = message
+                alarms.update(kind, None, None, message or None, 1.0, "learning goes on")
+
+    def as_json(self) -> dict[str, Any]:
+        """For the dashboard. Nothing of it is a text or a tenant's name."""
+        facts = self.facts
+        return {
+            "serving": facts.serving or FLOOR,
+            "canary": facts.canary,
+            "frozen": facts.frozen,
+            "versions": [
+                {"version": version or FLOOR, "num_requests": num, "tokens_a_pass": total / num}
+                for version, (num, total) in facts.by_version.items()
+            ],
+            "num_refused": facts.num_refused,
+            "num_promoted": facts.num_promoted,
+            "num_rolled_back": facts.num_rolled_back,
+            "num_records": 0 if facts.capture is None else facts.capture.num_records,
+            "learner_cpu_s": facts.learner_cpu_s,
+            "learner_rested_s": facts.learner_rested_s,
+            "rests": facts.rests,
+            "capture_s": 0.0 if facts.capture is None else facts.capture.capture_s,
+            "events": [
+                {key: event.get(key) for key in ("time_s", "event", "version", "why")}
+                for event in facts.events
+            ],
+            "faults": list(facts.faults.values()),
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; names have no prefix."""
+        facts = self.facts
+        by_version = ("version",)
+        requests = CounterMetricFamily(
+            "learn_requests", "Answers that ended well, by the version that drafted.", labels=by_version
+        )
+        tokens = CounterMetricFamily(
+            "learn_tokens_a_pass_sum", "Sum of these answers' tokens a target pass.", labels=by_version
+        )
+        for version, (num, total) in facts.by_version.items():
+            requests.add_metric([version or FLOOR], num)
+            tokens.add_metric([version or FLOOR], total)
+        yield requests
+        yield tokens
+        serving = GaugeMetricFamily("learn_serving", "1 for the version that serves.", labels=by_version)
+        serving.add_metric([facts.serving or FLOOR], 1)
+        yield serving
+        outcomes = CounterMetricFamily(
+            "learn_versions", "Versions by what became of them.", labels=("outcome",)
+        )
+        outcomes.add_metric(["refused"], facts.num_refused)
+        outcomes.add_metric(["promoted"], facts.num_promoted)
+        outcomes.add_metric(["rolled_back"], facts.num_rolled_back)
+        yield outcomes
+        captured = facts.capture
+        yield CounterMetricFamily(
+            "learn_records", "Answers that were kept.", 0 if captured is None else captured.num_records
+        )
+        yield CounterMetricFamily(
+            "learn_capture_seconds",
+            "Time that keeping answers took the engine.",
+            0.0 if captured is None else captured.capture_s,
+        )
+        yield GaugeMetricFamily(
+            "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
+        )
+        yield GaugeMetricFamily("learn_rests", "1 while the learner rests for requests.", float(facts.rests))
+        yield CounterMetricFamily(
+            "learn_process_deaths", "How often the learner's process died.", facts.learner_deaths
+        )

@@ -1,0 +1,53 @@
+"""A request to the engine's process while it is under way: what was asked, and what came of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from slipstream.engine.mailbox import Put
+from slipstream.sampling.params import SamplingParams
+from slipstream.serve.facts import EngineFacts
+from slipstream.serve.process.protocol import CancelRequest, Submit, frame
+from slipstream.serve.process.values import AnswerRecord
+
+MAX_DEATHS = 2
+"""A request that was under way so often when the engine's process died may be what kills it."""
+
+
+@dataclass(eq=False, slots=True)
+class RemoteCall:
+    """A request under way. `params.seed` is set, so that another process can go on with it."""
+
+    submit: Submit
+    params: SamplingParams
+    prompt: str | None
+    """Its text, where it is known."""
+    put: Put
+    answers: list[AnswerRecord]
+    aborted: bool = False
+    """Whether only its last updates are wanted. It is kept here, since the process may die before it has acted."""
+    num_deaths: int = field(default=0, init=False)
+
+    def note_death(self, facts: EngineFacts) -> bool:
+        """The engine's process has died; True where another one gives the rest, and is likely to live through it."""
+        self.num_deaths += 1
+        repeats = (
+            self.aborted
+            or not any(answer.token_ids for answer in self.answers)
+            or facts.reproduces(self.params, self.submit.options)
+        )
+        return repeats and self.num_deaths < MAX_DEATHS
+
+    def frames(self) -> bytes:
+        """The messages that have an engine do it, or the rest of it; raises `ProtocolError` where they are too long."""
+        submit = self.submit
+        if any(answer.token_ids for answer in self.answers):
+            submit = msgspec.structs.replace(submit, emitted=[answer.emitted for answer in self.answers])
+        if not self.aborted:
+            return frame(submit)
+        # Its last updates need no grammar.
+        params = {name: value for name, value in submit.params.items() if name != "structured"}
+        submit = msgspec.structs.replace(submit, params=params, tried_bytes=None)
+        return frame(submit) + frame(CancelRequest(submit.id, reports=True))

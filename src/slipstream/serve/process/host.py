@@ -1,0 +1,378 @@
+"""The engine's side: one thread that reads requests, steps, and writes what the steps made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from slipstream.core import StepItem
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import Update
+from slipstream.errors import ProtocolError, RequestError
+from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.step import StepReport
+from slipstream.sampling.grammars.grammar import Grammar
+from slipstream.sampling.params import SamplingParams
+from slipstream.serve.accounts import Accounts
+from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.facts import decoded_rows
+from slipstream.serve.process.outbox import Outbox
+from slipstream.serve.process.protocol import (
+    AnswerUpdate,
+    CancelRequest,
+    EngineMessage,
+    Frames,
+    Read,
+    Refused,
+    State,
+    Steps,
+    Stopped,
+    Submit,
+    frame,
+    read_to_engine,
+)
+from slipstream.serve.process.values import error_out, params_in, update_out
+from slipstream.text.prompts import EncodedPrompt
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES = 32 * 2**20
+"""The most that may wait for the server to read it; beyond it the engine makes no step."""
+STALLED_S = 60.0
+"""A server that reads nothing for so long is taken for dead."""
+_READ_BYTES = 2**20
+
+
+@dataclass(slots=True)
+class _Served:
+    """A request of the server's."""
+
+    asked: Submit
+    params: SamplingParams
+    compiling: Future[Grammar] | None
+    """Until the engine has it."""
+    is_known: bool = False
+    """To the server: its first update must not wait."""
+
+    @property
+    def id(self) -> int:
+        return self.asked.id
+
+
+@dataclass(slots=True)
+class _Made:
+    """What steps have made and is not written yet."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    rows: list[DecodedRow] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    updates: dict[tuple[int, int], AnswerUpdate] = field(default_factory=dict)
+    """By request and answer; of the same answer the later one is joined to the earlier."""
+    urgent: bool = False
+
+
+class _ServerLeftError(Exception):
+    """The server's process has closed the stream, or ended."""
+
+
+class EngineHost:
+    """Serves one server until it leaves; then everything that it asked for is dropped."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sock: socket.socket,
+        frames: Frames,
+        *,
+        has_keys: bool = False,
+        stream_interval_s: float = 0.0,
+    ) -> None:
+        """`frames` may hold the beginning of a message that was read with the ones before."""
+        self._engine = engine
+        self._socket = sock
+        self._frames = frames
+        self._interval_s = stream_interval_s
+        self._outbox = Outbox(sock, MAX_UNREAD_BYTES)
+        self._served: dict[str, _Served] = {}
+        self._names: dict[int, str] = {}
+        """Engine's request id by the server's number."""
+        self._compiled: queue.SimpleQueue[_Served] = queue.SimpleQueue()
+        self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(
+            False
+        )  # it may be used in the engine's thread, where nobody would read meanwhile
+        self._made = _Made()
+        self._sent_s = 0.0
+        self._step_s = 0.0
+        accounts = Accounts(has_keys, partial(TaskLabels, (), 0))  # labels are the server's
+        self._group = accounts.name_of
+        engine.on_step = self._on_step
+        engine.on_observe = self._on_observe
+        engine.group_tasks_by(accounts.name_of, accounts.task)
+        sock.setblocking(False)
+        self._wakes.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the server closes or is gone. Raises what the engine raises, after it has told the server."""
+        try:
+            while True:
+                self._receive()
+                if self._engine.has_unfinished:
+                    self._step()
+        except _ServerLeftError:
+            return
+        except OSError as error:
+            logger.warning("the server cannot be reached any more: %s", error)
+        except BaseException as error:  # such as a panic of a library written in Rust, which is no Exception
+            self._tell(error)
+            raise
+        finally:
+            self._drop()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Take what has come; wait for something while there is nothing to do."""
+        while True:
+            self._wait()
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                data = None
+            if data is not None:
+                if not data:
+                    raise _ServerLeftError
+                for body in self._frames.add(data):
+                    self._take(read_to_engine(body))
+            while not self._compiled.empty():
+                self._add_compiled(self._compiled.get())
+            if self._engine.has_unfinished and not self._outbox.is_full:
+                return
+
+    def _wait(self) -> None:
+        """Until something comes, or can be written; not at all while the engine has work and room for its results."""
+        waits = bool(self._outbox.num_bytes)
+        if self._engine.has_unfinished and not self._outbox.is_full:
+            if waits:
+                self._outbox.flush()
+            self._forget_wakes()
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
+        self._selector.modify(self._socket, events)
+        found = self._selector.select(STALLED_S if waits else None)
+        if waits:
+            before = self._outbox.num_bytes
+            self._outbox.flush()
+            if not found and self._outbox.num_bytes == before:
+                raise OSError(f"it has read nothing for {STALLED_S:g} s")
+        self._forget_wakes()
+
+    def _forget_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            self._wakes.recv(4096)
+
+    def _take(self, message: EngineMessage) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case CancelRequest():
+                self._cancel(message)
+            case Read():
+                self._write(State(message.number, self._engine.stats(), self._engine.control_report()))
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not expected here")
+
+    def _submit(self, asked: Submit) -> None:
+        try:
+            params = params_in(asked.params)
+            compiling = self._engine.compile_grammar(params, asked.tried_bytes)
+        except Exception as error:
+            self._refuse(asked.id, error)
+            return
+        if asked.request_id in self._served:
+            self._refuse(asked.id, ProtocolError(f"request id {asked.request_id!r} is in use"))
+            return
+        served = _Served(asked, params, compiling)
+        self._served[asked.request_id] = served
+        self._names[asked.id] = asked.request_id
+        if compiling is None:
+            self._add(served, None)
+        else:
+            compiling.add_done_callback(lambda _: self._on_compiled(served))
+
+    def _on_compiled(self, served: _Served) -> None:
+        """Called in the compiling thread, or in this one where the grammar was there."""
+        self._compiled.put(served)
+        with contextlib.suppress(OSError):  # closed, or full of wake-ups
+            self._waker.send(b"1")
+
+    def _add_compiled(self, served: _Served) -> None:
+        compiling, served.compiling = served.compiling, None
+        if compiling is None or served.id not in self._names:
+            return  # it was cancelled
+        try:
+            grammar = compiling.result()
+        except Exception as error:
+            self._forget(served)
+            self._refuse(served.id, error)
+        else:
+            self._add(served, grammar)
+
+    def _add(self, served: _Served, grammar: Grammar | None) -> None:
+        asked = served.asked
+        prompt = EncodedPrompt(None, asked.token_ids, asked.bad_words)
+        try:
+            if asked.options.prediction is not None:  # tokens, but for those that begin within another one
+                prompt = replace(prompt, expected=self._engine.expected(asked.options.prediction))
+            self._engine.add_request(
+                asked.request_id,
+                prompt,
+                served.params,
+                asked.options,
+                grammar=grammar,
+                emitted=asked.emitted,
+            )
+        except Exception as error:
+            self._forget(served)
+            self._refuse(served.id, error)
+
+    def _cancel(self, asked: CancelRequest) -> None:
+        name = self._names.get(asked.id)
+        if name is None:
+            return
+        served = self._served[name]
+        if served.compiling is not None:
+            served.compiling.cancel()
+            served.compiling = None
+            if asked.reports:  # the engine gives its last updates, which need no grammar
+                served.params = replace(served.params, structured=None)
+                self._add(served, None)
+                if name not in self._served:
+                    return  # it was refused
+        updates = self._engine.abort(name)
+        if asked.reports:
+            for update in updates:
+                self._hold(served, update)
+        else:
+            for key in [key for key in self._made.updates if key[0] == asked.id]:
+                del self._made.updates[key]
+        self._forget(served)
+        self._give_out()
+
+    def _refuse(self, id_: int, error: Exception) -> None:
+        self._write(Refused(id_, *error_out(error)))
+
+    def _forget(self, served: _Served) -> None:
+        self._served.pop(served.asked.request_id, None)
+        self._names.pop(served.id, None)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        started_s = time.perf_counter()
+        for update in self._engine.step():
+            served = self._served.get(update.request_id)
+            if served is not None:
+                self._hold(served, update)
+                if update.output is not None:
+                    self._forget(served)
+        now_s = time.perf_counter()
+        self._step_s = now_s - started_s
+        # What is held back now waits for another step at least.
+        if self._made.urgent or now_s + self._step_s - self._sent_s >= self._interval_s:
+            self._give_out()
+
+    def _hold(self, served: _Served, update: Update) -> None:
+        made = update_out(served.id, update, served.params.detokenize)
+        key = served.id, update.index
+        before = self._made.updates.pop(key, None)
+        self._made.updates[key] = made if before is None else _joined(before, made)
+        self._made.urgent |= not served.is_known or update.finish_reason is not None
+        served.is_known = True
+
+    def _on_observe(self, items: list[StepItem]) -> None:
+        rows = decoded_rows(items, self._group)
+        self._made.rows += rows
+        self._made.lengths.append(len(rows))
+
+    def _on_step(self, report: StepReport) -> None:
+        self._made.reports.append(report)
+
+    def _give_out(self) -> None:
+        made = self._made
+        if made.reports or made.updates:
+            self._made = _Made()
+            self._sent_s = time.perf_counter()
+            self._write_steps(Steps(made.reports, made.rows, made.lengths, list(made.updates.values())))
+
+    def _write_steps(self, steps: Steps) -> None:
+        """Write what steps have made. An update that no message holds ends its request with an error, and no other."""
+        try:
+            self._write(steps)
+        except ProtocolError as error:
+            if not steps.updates:
+                raise
+            if len(steps.updates) > 1:
+                for number, update in enumerate(steps.updates):
+                    counted = (steps.reports, steps.rows, steps.lengths) if number == 0 else ([], [], [])
+                    self._write_steps(Steps(*counted, [update]))
+                return
+            self._write(Steps(steps.reports, steps.rows, steps.lengths, []))
+            number = steps.updates[0].id
+            if number in self._names:
+                name = self._names[number]
+                self._engine.abort(name)
+                self._forget(self._served[name])
+            self._refuse(
+                number, RequestError(f"the answer cannot be sent: {error}; ask for fewer log-probabilities")
+            )
+
+    def _write(self, message: EngineMessage) -> None:
+        self._outbox.put(frame(message))
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the server why the engine ends, as far as it still listens."""
+        try:
+            self._socket.setblocking(True)
+            self._socket.settimeout(5.0)
+            self._outbox.put(frame(Stopped(f"the engine failed: {error}")))
+        except Exception:
+            logger.debug("the server does not listen any more", exc_info=True)
+
+    def _drop(self) -> None:
+        """Drop what nobody reads any more."""
+        self._engine.on_step = self._engine.on_observe = None
+        for name in list(self._served):
+            try:
+                self._engine.abort(name)
+            except Exception:  # a failed engine may not even abort
+                logger.debug("a request could not be aborted", exc_info=True)
+        self._selector.close()
+        for each in (self._waker, self._wakes, self._socket):
+            each.close()
+
+
+def _joined(first: AnswerUpdate, later: AnswerUpdate) -> AnswerUpdate:
+    """Two updates of one answer as one."""
+    return AnswerUpdate(
+        later.id,
+        later.index,
+        first.token_ids + later.token_ids,
+        first.from_draft + later.from_draft,
+        None if later.pieces is None else [*(first.pieces or ()), *later.pieces],
+        None if later.logprobs is None else [*(first.logprobs or ()), *later.logprobs],
+        later.finish_reason,
+        later.end,
+    )

@@ -1,0 +1,455 @@
+"""The server's side: an engine in a process of its own, behind the same surface as `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from slipstream.control.types import ControlReport
+from slipstream.core import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
+from slipstream.engine.client import EngineClient
+from slipstream.engine.continuation import check_emitted
+from slipstream.engine.logprobs import TokenTexts
+from slipstream.engine.mailbox import Put
+from slipstream.engine.outputs import Update
+from slipstream.engine.requests import request_seeds
+from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
+from slipstream.metrics.engine import EngineStats
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.structured import StructuredOutput
+from slipstream.serve.accounts import Accounts
+from slipstream.serve.engines import OnStep, Take
+from slipstream.serve.facts import EngineFacts
+from slipstream.serve.process.calls import RemoteCall
+from slipstream.serve.process.launch import EngineLink
+from slipstream.serve.process.outbox import Outbox
+from slipstream.serve.process.protocol import (
+    AnswerUpdate,
+    CancelRequest,
+    FromEngine,
+    Hello,
+    Read,
+    Refused,
+    State,
+    Steps,
+    Stopped,
+    Submit,
+    ToEngine,
+    frame,
+    read_from_engine,
+    steps_of,
+)
+from slipstream.serve.process.values import AnswerRecord, error_in, makes_text, output_of, params_out
+from slipstream.text.expected import PredictionEncoder
+from slipstream.text.prompts import EncodedPrompt, Prompt, encode_chat, encode_request
+from slipstream.text.stream import TextStream
+
+T = TypeVar("T")
+Restart = Callable[[], EngineLink]
+"""Starts another process with the same engine; called in a thread."""
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 64 * 2**20
+"""The most that may wait for the engine to read it, which it does between two steps."""
+SHORT_CHARACTERS = 4096
+"""Texts up to this length are tokenised in the event loop."""
+RESTART_WINDOW_S = 600.0
+"""Restarts are counted within this time."""
+_READ_BYTES = 2**20
+
+
+class RemoteEngine(EngineClient):
+    """Requests to an engine in another process. Used from one event loop; `close` may be called from any thread.
+
+    When the process dies, `restart` starts another one, at most `max_restarts` times in ten minutes: requests under way
+    go on in it behind the tokens that they have, with the same seed, so their streams pause and nothing else changes.
+    Otherwise they end with `EngineStoppedError`. Seeds of requests without one are drawn here, since another process
+    would begin its own again.
+    """
+
+    def __init__(
+        self, link: EngineLink, tokenizer: Any, restart: Restart | None = None, max_restarts: int = 0
+    ) -> None:
+        self.facts: EngineFacts = link.facts
+        self.tokenizer = tokenizer
+        self.num_restarts = 0
+        """How often another process has taken over."""
+        self._texts = TokenTexts(tokenizer)
+        self._seeds = request_seeds(self.facts.seed)
+        self._predictions = PredictionEncoder(tokenizer, self.facts.vocab_size, self.facts.max_model_len)
+        self._ends = frozenset(self.facts.end_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, self.facts.vocab_size, self._ends)
+        self._restart = restart
+        self._max_restarts = max_restarts
+        self._restarts: deque[float] = deque()
+        self._restarting: asyncio.Task[None] | None = None
+        self._stopped: EngineStoppedError | None = None
+        self._closing = False
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, RemoteCall] = {}
+        self._waiting: dict[str, list[int]] = {}
+        """Request ids whose constraint or text is being read, to what marks an abort meanwhile."""
+        self._reads: dict[int, asyncio.Future[State]] = {}
+        self._on_step: OnStep = lambda step, rows: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._use(link)
+
+    # --- as `ServedEngine` --------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> RemoteEngine:
+        """Itself."""
+        return self
+
+    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+        """As in `ServedEngine`; called in the event loop.
+
+        Whether there are `accounts` the engine's process was told when it loaded.
+        """
+        self._on_step = on_step
+
+    async def read(self, take: Take[T]) -> T:
+        """As in `ServedEngine`; `take` is called in the event loop."""
+        state = await self._state()
+        return take(state.stats, state.report)
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._stopped is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """False while another process is being started, too."""
+        return self._stopped is None and self._restarting is None
+
+    # --- as `EngineClient` --------------------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        put: Put,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+        emitted: Seq[EmittedTokens] = (),
+    ) -> Callable[[], None]:
+        """As in `EngineClient`; raises `EngineBusyError` too, where the engine does not keep up with reading."""
+        self._attach()
+        number = next(self._numbers)
+        name = request_id if request_id is not None else f"async-{number}"
+        params = self.default_sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+        if emitted:
+            check_emitted(emitted, params, self.facts.vocab_size)
+        params = params.clone()  # the caller may go on to change its own
+        options = DEFAULT_OPTIONS if options is None else options
+        aborts = self._waiting.setdefault(name, [])
+        try:
+            tried_bytes = None
+            if isinstance(params.structured, StructuredOutput):
+                tried_bytes = await asyncio.wrap_future(self._grammars.try_(params.structured))
+            encoded = await self._encode(prompt, params)
+            if options.prediction is not None:
+                expected = await asyncio.to_thread(self._predictions.tokens, options.prediction)
+                options = replace(options, prediction=expected)
+            while self._restarting is not None:
+                await asyncio.shield(self._restarting)
+        finally:
+            if self._waiting.get(name) is aborts:
+                del self._waiting[name]
+        if self._stopped is not None:
+            raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
+        if self._outbox.is_full:
+            raise EngineBusyError("the engine is busy: too much is on its way to it; try again")
+        if params.seed is None:
+            params.seed = next(self._seeds)
+        values = params_out(params)
+        if makes_text(params):
+            values["detokenize"] = False
+        submit = Submit(
+            number, name, encoded.token_ids, encoded.bad_words, values, options, tried_bytes, list(emitted)
+        )
+        answers = [self._record(params, encoded.token_ids) for _ in range(params.n)]
+        if emitted:
+            for answer, entry in zip(answers, emitted, strict=True):
+                answer.resume(entry)
+        call = RemoteCall(submit, params, encoded.text, put, answers, aborted=bool(aborts))
+        try:
+            data = call.frames()
+        except ProtocolError as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
+        self._calls[number] = call
+        self._write(data)
+
+        def leave() -> None:
+            if self._calls.pop(number, None) is not None and self._stopped is None:
+                self._send(CancelRequest(number, reports=False))
+
+        return leave
+
+    def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
+        return encode_chat(self.tokenizer, messages)
+
+    async def check_grammar(self, structured: StructuredOutput) -> None:
+        await asyncio.wrap_future(self._grammars.check(structured))
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._waiting:
+            self._waiting[request_id].append(1)
+        for number, call in self._calls.items():
+            if call.submit.request_id == request_id:
+                call.aborted = True  # the process may die before it has acted
+                self._send(CancelRequest(number, reports=True))
+
+    async def stats(self) -> EngineStats:
+        return (await self._state()).stats
+
+    async def control_report(self) -> ControlReport:
+        """What speculation gains, as `Engine.control_report`."""
+        return (await self._state()).report
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of a request without any, as a copy."""
+        return SamplingParams(**self.facts.sampling_defaults)
+
+    def close(self) -> None:
+        self._closing = True
+        self._link.end()
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self._on_close)
+                return
+        self._on_close()
+
+    def _on_close(self) -> None:
+        self._stop(EngineStoppedError("the engine was closed"))
+        self._detach()
+
+    def _detach(self) -> None:
+        """Read and write the stream no more."""
+        sock = self._link.socket
+        if sock.fileno() >= 0:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(sock)
+                self._loop.remove_writer(sock)
+            sock.close()
+
+    # --- the stream ---------------------------------------------------------------------------------------------
+
+    def _use(self, link: EngineLink) -> None:
+        self._link = link
+        link.socket.setblocking(False)
+        self._outbox = Outbox(link.socket, MAX_UNSENT_BYTES)
+
+    def _attach(self) -> None:
+        """Read the stream in the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("an engine in another process is used from one event loop")
+        self._loop = loop
+        if self._stopped is None:
+            loop.add_reader(self._link.socket, self._on_readable)
+
+    def _send(self, message: ToEngine) -> None:
+        self._write(frame(message))
+
+    def _write(self, data: bytes) -> None:
+        if self._restarting is not None:
+            return  # what is under way then is submitted again
+        try:
+            self._outbox.put(data)
+        except OSError:
+            return  # reading will tell
+        if self._outbox.num_bytes and self._loop is not None:
+            self._loop.add_writer(self._link.socket, self._on_writable)
+
+    def _on_writable(self) -> None:
+        with contextlib.suppress(OSError):
+            self._outbox.flush()
+            if self._outbox.num_bytes:
+                return
+        assert self._loop is not None
+        self._loop.remove_writer(self._link.socket)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._link.socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        try:
+            for body in self._link.frames.add(data):
+                self._take(read_from_engine(body))
+        except ProtocolError as error:
+            logger.error("the engine's process is not understood: %s", error)
+            self._lost()
+        except Exception:  # half of a message was followed: what comes behind it would not fit
+            logger.exception("a message of the engine's process could not be followed; the process is left")
+            self._lost()
+
+    def _take(self, message: Hello | FromEngine) -> None:
+        match message:
+            case Steps():
+                for step, rows in steps_of(message):
+                    self._on_step(step, rows)
+                for update in message.updates:
+                    self._pass_on(update)
+            case Refused():
+                call = self._calls.pop(message.id, None)
+                if call is not None:
+                    call.put(error_in(message.error, message.message))
+            case State():
+                waiting = self._reads.pop(message.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case Stopped():
+                logger.error("the engine's process: %s", message.message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not expected here")
+
+    def _pass_on(self, update: AnswerUpdate) -> None:
+        call = self._calls.get(update.id)
+        if call is None:
+            return  # nobody waits for it any more
+        answer = call.answers[update.index]
+        if answer.finished and update.end is None:
+            return  # another process has said so before
+        pieces = answer.add(update)
+        output = None
+        if update.end is not None:
+            del self._calls[update.id]
+            submit = call.submit
+            output = output_of(
+                submit.request_id, call.prompt, submit.token_ids, call.answers, update.end, self._texts
+            )
+        call.put(
+            Update(
+                request_id=call.submit.request_id,
+                index=update.index,
+                token_ids=update.token_ids,
+                pieces=pieces,
+                logprobs=update.logprobs,
+                finish_reason=update.finish_reason,
+                output=output,
+                from_draft=update.from_draft,
+            )
+        )
+
+    async def _state(self) -> State:
+        self._attach()
+        if self._stopped is not None:
+            raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
+        if self._restarting is not None:
+            raise EngineStoppedError("the engine is being started again")
+        number = next(self._numbers)
+        waiting: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        self._reads[number] = waiting
+        self._send(Read(number))
+        try:
+            return await waiting
+        finally:
+            self._reads.pop(number, None)
+
+    # --- the process's end --------------------------------------------------------------------------------------
+
+    def _lost(self) -> None:
+        """The stream has ended, or what comes on it cannot be read."""
+        self._link.close()
+        self._detach()
+        for waiting in self._reads.values():
+            if not waiting.done():
+                waiting.set_exception(EngineStoppedError("the engine's process has ended"))
+        if self._closing:
+            self._stop(EngineStoppedError("the engine was closed"))
+            return
+        assert self._loop is not None
+        self._restarting = self._loop.create_task(self._recover())
+
+    async def _recover(self) -> None:
+        """Have another process go on with what is under way, or end it with an error."""
+        try:
+            how = await asyncio.to_thread(self._link.end)
+            died = f"the engine's process has ended: {how}"
+            logger.error("%s, with %d requests under way", died, len(self._calls))
+            for number, call in list(self._calls.items()):
+                if not call.note_death(self.facts):
+                    del self._calls[number]
+                    call.put(EngineStoppedError(died))
+            now_s = time.monotonic()
+            while self._restarts and now_s - self._restarts[0] > RESTART_WINDOW_S:
+                self._restarts.popleft()
+            if self._restart is None or len(self._restarts) >= self._max_restarts or self._closing:
+                self._stop(EngineStoppedError(died))
+                return
+            self._restarts.append(now_s)
+            logger.warning("another process is started for the engine")
+            link = await asyncio.to_thread(self._restart)
+            if self._closing:
+                link.end()
+                return
+            differences = self.facts.differences(link.facts)
+            if differences:
+                link.end()
+                raise EngineStoppedError(f"it loaded another engine than before: {differences}")
+            self.facts = link.facts
+            self._use(link)
+            assert self._loop is not None
+            self._loop.add_reader(link.socket, self._on_readable)
+        except Exception as error:
+            logger.exception("the engine's process cannot be started again")
+            self._stop(EngineStoppedError(f"the engine's process cannot be started again: {error}"))
+            return
+        finally:
+            self._restarting = None
+        self.num_restarts += 1
+        for number, call in list(self._calls.items()):
+            try:
+                self._write(call.frames())
+            except ProtocolError as error:
+                del self._calls[number]
+                call.put(EngineStoppedError(f"another process cannot go on with it: {error}"))
+        logger.warning("the engine is back, with %d requests that go on", len(self._calls))
+
+    def _stop(self, error: EngineStoppedError) -> None:
+        self._stopped = self._stopped or error
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.put(error)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        params.check_vocabulary(self.facts.vocab_size)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        num_characters = len(text) if isinstance(text, str) else 0
+        sizes = self.facts.vocab_size, self.facts.max_model_len
+        if num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS:
+            return await asyncio.to_thread(encode_request, self.tokenizer, prompt, params.bad_words, *sizes)
+        return encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
+
+    def _record(self, params: SamplingParams, prompt_token_ids: list[int]) -> AnswerRecord:
+        text = None
+        if makes_text(params):
+            text = TextStream(
+                self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        return AnswerRecord(params, text, ends)

@@ -1,0 +1,36 @@
+"""Starts the engine's process, before anything heavy is imported here: both processes then import side by side."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+WORKER = "slipstream.serve.process.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedEngine:
+    """A process that waits to be told what to load, and the server's end of the stream to it."""
+
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def spawn_engine() -> SpawnedEngine:
+    """A new process for an engine."""
+    mine, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(other.fileno())],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    return SpawnedEngine(mine, process)

@@ -1,0 +1,127 @@
+"""The engine's process: `python -m slipstream.serve.process.worker FD`, started by `launch`.
+
+FD is an open socket whose other end is the server. What the process logs goes to standard error, in the server's form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+
+from slipstream import __version__
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.factory import make_engine
+from slipstream.errors import ProtocolError, SlipstreamError
+from slipstream.labels import engine_labels
+from slipstream.serve import logs
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.facts import EngineFacts
+from slipstream.serve.process.host import EngineHost
+from slipstream.serve.process.protocol import (
+    VERSION,
+    EngineMessage,
+    Failed,
+    Frames,
+    Hello,
+    Load,
+    Loaded,
+    check_version,
+    frame,
+    read_to_engine,
+)
+from slipstream.serve.process.values import error_out
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Load what the server asks for, and serve it until it leaves."""
+    # Signals are the server's: it drains, and closes the stream when it has. A terminal's Ctrl-C reaches both.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    frames = Frames()
+    try:
+        load = _greet(sock, frames)
+        if load is None:
+            return
+        with _Watch(sock):
+            engine = _load(load)
+    except Exception as error:
+        if not isinstance(error, SlipstreamError):
+            logger.exception("the engine cannot be loaded")
+        sock.sendall(frame(Failed(*error_out(error))))
+        sys.exit(1)
+    sock.sendall(frame(Loaded(EngineFacts.of(engine))))
+    host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
+    try:
+        host.run()
+    except BaseException:
+        logger.exception("the engine failed; every request under way ends with an error")
+        sys.exit(1)
+
+
+def _greet(sock: socket.socket, frames: Frames) -> Load | None:
+    """What to load, after both have said their versions; None where the server has left. Raises `ProtocolError`."""
+    sock.sendall(frame(Hello(VERSION, __version__)))
+    bodies: deque[bytes] = deque()
+
+    def read() -> EngineMessage | None:
+        while not bodies:
+            data = sock.recv(2**16)
+            if not data:
+                return None
+            bodies.extend(frames.add(data))
+        return read_to_engine(bodies.popleft())
+
+    hello = read()
+    if hello is None:
+        return None
+    check_version(hello, __version__)
+    load = read()
+    if load is None or isinstance(load, Load):
+        return load
+    raise ProtocolError(f"a {type(load).__name__} came where Load was due")
+
+
+def _load(load: Load) -> Engine:
+    logs.configure(ServeConfig(log_level=load.log_level, log_format=load.log_format))
+    logs.take_over_transformers()
+    engine = make_engine(load.model, SpeculativeConfig(**load.speculative), load.engine)
+    for label in engine_labels(engine):  # the engine has logged its memory plan itself
+        logger.info("note: %s", label)
+    return engine
+
+
+class _Watch:
+    """While the engine loads, which may take minutes: ends the process when the server has gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(0.5):
+            try:
+                if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    os._exit(1)
+            except BlockingIOError:
+                continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""A fault between front and replica ends one request with its reason, or the connection wholly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_relay import SECRET, House, check_same, run
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import sample_prompts
+from slipstream.deploy import protocol
+from slipstream.deploy.fingerprint import Fingerprint
+from slipstream.deploy.fleet import ReplicaFacts
+from slipstream.deploy.relay import Relay
+from slipstream.deploy.router import Router
+from slipstream.deploy.served import ServedFleet, engine_facts
+from slipstream.engine.outputs import Update
+from slipstream.errors import DeployError, RequestError
+from slipstream.text.prompts import encode_chat
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=5, n=2, logprobs=0, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def lone() -> LLM:
+    return LLM(kv_cache_bytes=64 * 2**20, max_num_seqs=16)
+
+
+@pytest.fixture(scope="module")
+def prompt(lone: LLM) -> list[int]:
+    return encode_chat(lone.engine.tokenizer, sample_prompts()[0]["messages"])
+
+
+def test_a_request_that_is_aborted_by_its_id_gets_a_last_update(lone: LLM, prompt: list[int]) -> None:
+    [wanted] = lone.generate([prompt], LONG)
+
+    async def scenario(house: House) -> None:
+        inner = house.engines[0].engine
+        fleet = ServedFleet(house.relay, inner.tokenizer, engine_facts(inner))
+        updates: list[Update] = []
+        async for update in fleet.stream(prompt, LONG, request_id="mine"):
+            updates.append(update)
+            if len(updates) == 9:
+                await fleet.abort("nobody's")
+                await fleet.abort("mine")
+        output = updates[-1].output
+        assert output is not None
+        assert [update.finish_reason for update in updates[-2:]] == ["abort", "abort"]
+        for answer, alone in zip(output.outputs, wanted.outputs, strict=True):
+            assert answer.finish_reason == "abort"
+            assert answer.seed == alone.seed
+            own = [update for update in updates if update.index == answer.index]
+            assert answer.token_ids == [token for update in own for token in update.token_ids]
+            assert answer.token_ids == alone.token_ids[: len(answer.token_ids)]
+            assert 0 < len(answer.token_ids) == len(answer.from_draft) == len(answer.token_logprobs or ())
+            assert answer.text == "".join(update.text for update in own)
+            assert answer.metrics.num_output_tokens == len(answer.token_ids)
+        while any(server.num_under_way for server in house.servers.values()):
+            await asyncio.sleep(0.01)
+        assert house.relay.router.num_under_way == 0
+
+    run(lone, scenario)
+
+
+def test_what_no_message_holds_is_refused_alone(
+    lone: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = SamplingParams(max_tokens=3, prompt_logprobs=20)
+    [wanted] = lone.generate([prompt], LONG)
+
+    async def scenario(house: House) -> None:
+        beside = asyncio.create_task(house.whole(prompt, params=LONG))
+        monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 2**14)
+        with pytest.raises(
+            RequestError, match=r"the answer cannot be sent: a message has .* 16,384 are possible"
+        ):
+            await asyncio.wait_for(house.whole((prompt * 9)[:300], params=wide), 20)
+        with pytest.raises(RequestError, match=r"cannot be sent to a replica: a message has .* are possible"):
+            await house.whole((prompt * 90)[:9000], params=LONG)
+        check_same(*await beside, wanted)
+        assert house.relay.router.counts.moved == 0
+        assert house.relay.router.fleet.num_ready == 2
+
+    run(lone, scenario)
+
+
+@pytest.mark.parametrize("message", [{"type": "update"}, {"type": "beat", "report": {"odd": 1}}])
+def test_a_replica_that_is_not_understood_is_left_wholly(message: dict[str, Any]) -> None:
+    async def main() -> None:
+        closed = asyncio.Event()
+
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            facts = ReplicaFacts("odd", Fingerprint("model", "bits"), 4, 1000)
+            writer.write(protocol.frame(protocol.welcome(facts, {})) + protocol.frame(message))
+            while await protocol.read_frame(reader) is not None:
+                pass
+            writer.close()
+            closed.set()
+
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        relay = Relay(Router(), SECRET)
+        await relay.connect(*server.sockets[0].getsockname())
+        await asyncio.wait_for(closed.wait(), 10)
+        assert len(relay.router.fleet) == 0
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_does_not_say_what_it_is_is_refused() -> None:
+    async def main() -> None:
+        left = asyncio.Event()
+
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            said = {"type": "welcome", "protocol": protocol.PROTOCOL, "capacity": "many"}
+            writer.write(protocol.frame(said))
+            while await protocol.read_frame(reader) is not None:
+                pass
+            writer.close()
+            left.set()
+
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        with pytest.raises(DeployError, match="does not say what it is"):
+            await Relay(Router(), SECRET).connect(*server.sockets[0].getsockname())
+        await asyncio.wait_for(left.wait(), 10)
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(main())
+
+
+def test_time_goes_on_after_a_tick_that_fails() -> None:
+    class Failing(Router):
+        num_ticks = 0
+
+        def tick(self, now_s: float) -> list[Any]:
+            self.num_ticks += 1
+            if self.num_ticks < 3:
+                raise KeyError("a fault")
+            return super().tick(now_s)
+
+    async def main() -> None:
+        router = Failing()
+
+        async def nobody() -> list[tuple[str, int]]:
+            return []
+
+        running = asyncio.create_task(Relay(router, SECRET).run(nobody))
+        while router.num_ticks < 4:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(main())

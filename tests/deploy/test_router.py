@@ -1,0 +1,402 @@
+"""The router alone, without sockets, clocks or tensors: where requests go, and where they go on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from slipstream.deploy.config import RouterConfig
+from slipstream.deploy.fingerprint import Fingerprint
+from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
+from slipstream.deploy.prefixes import FleetPrefixes, blocks_of
+from slipstream.deploy.router import Cancel, Fail, Order, Router, Start
+from slipstream.deploy.work import Work
+from slipstream.errors import DeployError, OverloadedError
+
+PRINT = Fingerprint("model", "bits")
+OTHER_BITS = Fingerprint("model", "other bits")
+
+
+def facts(
+    name: str, capacity: int = 4, fingerprint: Fingerprint = PRINT, num_slots: int = 4096
+) -> ReplicaFacts:
+    return ReplicaFacts(name, fingerprint, capacity, num_slots)
+
+
+def router_of(*names: str, capacity: int = 4, **config: Any) -> Router:
+    router = Router(RouterConfig(**config))
+    for name in names:
+        assert router.join(facts(name, capacity), 0.0) == []
+    return router
+
+
+def work(name: str, text: str = "", tenant: str = "", **claims: Any) -> Work:
+    return Work(name, blocks_of([ord(c) for c in text], tenant, 4), tenant=tenant, **claims)
+
+
+def start_of(orders: list[Order]) -> Start:
+    [start] = [order for order in orders if isinstance(order, Start)]
+    return start
+
+
+def submit(router: Router, each: Work, now_s: float = 0.0) -> str:
+    return start_of(router.submit(each, now_s)).replica
+
+
+# --- the choice ------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_to_the_shortest_queue() -> None:
+    router = router_of("a", "b", "c")
+    given = Counter(submit(router, work(str(n))) for n in range(12))
+    assert given == {"a": 4, "b": 4, "c": 4}
+    assert router.submit(work("one more"), 0.0) == [], "all are full, so it waits"
+
+
+def test_a_prompt_goes_where_its_beginning_is_known() -> None:
+    router = router_of("a", "b", "c", capacity=16)
+    first = submit(router, work("1", "system prompt one, question"))
+    second = submit(router, work("2", "another prompt altogether"))
+    assert first != second
+    assert submit(router, work("3", "system prompt one, and more")) == first
+    assert submit(router, work("4", "another prompt altogether, longer")) == second
+
+
+def test_the_longest_known_beginning_wins() -> None:
+    router = router_of("a", "b", capacity=16)
+    one = submit(router, work("1", "shared beginning, the first"))
+    for number in range(3):  # the other gets its own end of the same beginning once the first is too full
+        submit(router, work(f"x{number}", "shared beginning, the first"))
+    two = submit(router, work("2", "elsewhere"))
+    assert one != two
+    router.chooser.prefixes.use(two, work("", "shared beginning, the second").blocks)
+    assert submit(router, work("3", "shared beginning, the second!")) == two
+
+
+def test_affinity_gives_way_to_the_shortest_queue() -> None:
+    router = router_of("a", "b", "c", "d", capacity=8, max_imbalance=0.25)
+    given = Counter(submit(router, work(str(n), "the same prompt for everybody")) for n in range(32))
+    assert given == {"a": 8, "b": 8, "c": 8, "d": 8}
+    hot = router_of("a", "b", capacity=8, max_imbalance=1.0)
+    assert len({submit(hot, work(str(n), "the same prompt for everybody")) for n in range(8)}) == 1
+
+
+def test_another_tenants_prefix_is_nobodys_business() -> None:
+    text = [ord(c) for c in "the very same prompt"]
+    assert not set(blocks_of(text, "one", 4)) & set(blocks_of(text, "two", 4))
+    router = router_of("a", "b", capacity=16)
+    first = submit(router, work("1", "the very same prompt", tenant="one"))
+    assert submit(router, work("2", "the very same prompt", tenant="two")) != first, "it is the shorter queue"
+
+
+def test_a_tenants_task_goes_where_drafters_have_learned_it() -> None:
+    router = router_of("a", "b", "c", capacity=16)
+    first = submit(router, work("1", tenant="t", task="sql"))
+    submit(router, work("2", tenant="u", task="sql"))
+    router.finish("1", 0.0)
+    assert submit(router, work("3", tenant="t", task="sql")) == first
+    assert submit(router, work("4", tenant="v", task="sql")) not in (first,)
+
+
+def test_what_a_replica_holds_is_bounded_and_forgotten_from_the_end() -> None:
+    index = FleetPrefixes()
+    index.add_replica("a", 6)
+    long, other = blocks_of(range(20), "", 4), blocks_of(range(50, 62), "", 4)
+    index.use("a", long)
+    index.use("a", other)
+    assert index.num_blocks("a") == 6
+    assert index.num_known("a", other) == 3
+    assert index.num_known("a", long) == 3, "its last two blocks went first"
+    index.drop_replica("a")
+    assert not index.holders(long[0])
+    assert index.known_anywhere(long) == 0
+
+
+# --- the queue in front ----------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
+    router = router_of("a", capacity=1, max_waiting=3)
+    for n in range(4):
+        router.submit(work(str(n)), 0.0)
+    with pytest.raises(OverloadedError, match="too many") as refused:
+        router.submit(work("4"), 0.0)
+    assert refused.value.retry_after_s == 1
+    for n in range(3):
+        router.finish(str(n), 10.0 * (n + 1))
+        router.submit(work(f"new {n}"), 10.0 * (n + 1))
+    with pytest.raises(OverloadedError) as refused:
+        router.submit(work("5"), 30.0)
+    assert refused.value.retry_after_s == 40, "an answer in ten seconds, four of them"
+    assert router.integrity() == []
+
+
+def test_tenants_take_turns() -> None:
+    router = router_of("a", capacity=1)
+    router.submit(work("running"), 0.0)
+    for n in range(5):
+        router.submit(work(f"loud {n}", tenant="loud"), 0.0)
+    router.submit(work("quiet 0", tenant="quiet"), 0.0)
+    order = []
+    running = "running"
+    for _ in range(6):
+        start = start_of(router.finish(running, 0.0))
+        order.append(running := start.request)
+    assert order == ["loud 0", "quiet 0", "loud 1", "loud 2", "loud 3", "loud 4"]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_early_and_one_that_passes_ends_the_request() -> None:
+    router = router_of("a", capacity=1)
+    with pytest.raises(OverloadedError, match="cannot be complete"):
+        router.submit(work("gone", deadline_s=0.0), 0.0)
+    for n in range(4):
+        router.submit(work(str(n)), 0.0)
+    for n in range(3):
+        router.passed_on(str(n), 1, 1, 10.0 * n + 1)
+        router.finish(str(n), 10.0 * (n + 1))
+    router.submit(work("4"), 30.0)
+    with pytest.raises(OverloadedError, match="it would take") as refused:
+        router.submit(work("tight", deadline_s=35.0), 30.0)
+    assert refused.value.is_deadline
+    router.submit(work("fits", deadline_s=60.0), 30.0)
+    orders = router.tick(60.0)
+    assert Fail("fits", "the answer was not complete by its deadline", True) in orders
+    assert router.integrity() == []
+
+
+def test_one_slow_answer_does_not_bar_all_others() -> None:
+    router = router_of("a", capacity=2)
+    router.submit(work("slow"), 0.0)
+    router.passed_on("slow", 1, 1, 100.0)
+    router.finish("slow", 100.0)
+    assert submit(router, work("next", deadline_s=110.0), 100.0) == "a"
+
+
+# --- failover --------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_replicas_requests_go_on_elsewhere_first() -> None:
+    router = router_of("a", "b", capacity=1)
+    assert submit(router, work("1")) == "a"
+    assert submit(router, work("2")) == "b"
+    router.submit(work("waits"), 0.0)
+    assert router.passed_on("1", 1, 5, 0.0)
+    assert router.leave("a", 1.0) == [], "there is no room yet"
+    [start] = router.finish("2", 2.0)
+    assert start == Start("1", "b", 2), "before those that have not begun"
+    assert not router.passed_on("1", 1, 3, 2.0), "what the dead one still says is dropped"
+    assert router.passed_on("1", 2, 3, 2.0)
+    assert router.integrity() == []
+
+
+def test_a_silent_replica_loses_its_requests_and_is_ready_again_when_it_speaks() -> None:
+    router = router_of("a", "b", hang_timeout_s=5.0)
+    name = submit(router, work("1"))
+    other = "b" if name == "a" else "a"
+    router.hear(other, ReplicaReport(), 6.0)
+    assert router.tick(6.0) == [Start("1", other, 2)]
+    assert router.fleet[name].health is Health.SILENT
+    assert submit(router, work("2"), 6.0) == other
+    router.hear(name, ReplicaReport(), 7.0)
+    assert submit(router, work("3"), 7.0) == name
+
+
+def test_a_request_that_stalls_on_a_living_replica_moves() -> None:
+    router = router_of("a", "b", stall_timeout_s=5.0)
+    name = submit(router, work("1"))
+    for at in range(1, 7):
+        for replica in "ab":
+            router.hear(replica, ReplicaReport(), float(at))
+        orders = router.tick(float(at))
+    assert orders[0] == Cancel("1", name, 1)
+    assert isinstance(orders[1], Start)
+
+
+def test_a_draining_replica_keeps_its_requests_until_there_is_room() -> None:
+    router = router_of("a", "b", capacity=1)
+    submit(router, work("1"))
+    submit(router, work("2"))
+    assert router.drain("a", 1.0) == []
+    assert router.passed_on("1", 1, 1, 1.0), "it goes on meanwhile"
+    assert router.finish("2", 2.0) == [Cancel("1", "a", 1), Start("1", "b", 2)]
+    assert router.leave("a", 3.0) == []
+    assert router.counts.lost_replicas == 0
+    assert router.integrity() == []
+
+
+def test_what_stops_every_replica_that_it_is_given_to_ends_with_an_error() -> None:
+    router = router_of(*"abcdef", max_fruitless_attempts=3)
+    name = submit(router, work("poison"))
+    for _ in range(2):
+        name = start_of(router.leave(name, 1.0)).replica
+    [fail] = router.leave(name, 1.0)
+    assert isinstance(fail, Fail)
+    assert "one after another" in fail.message
+    assert router.num_under_way == 0
+    assert router.integrity() == []
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_replica_that_is_lost_gets_nothing_of_what_is_shared_out(how: str) -> None:
+    router = router_of(max_fruitless_attempts=2, hang_timeout_s=5.0)
+    router.join(facts("r1", 1), 0.0)
+    assert submit(router, work("a")) == "r1"
+    router.join(facts("r2", 2), 0.0)
+    assert [submit(router, work("b")), submit(router, work("c"))] == ["r2", "r2"]
+    assert router.submit(work("d"), 0.0) == []
+    router.leave("r1", 0.0)
+    assert start_of(router.abandon("b", 0.0)) == Start("a", "r2", 2)
+    orders = router.leave("r2", 0.0) if how == "gone" else router.tick(6.0)
+    assert [type(order) for order in orders] == [Fail]
+    assert router.integrity() == []
+    assert router.num_under_way == 2
+
+
+def test_without_any_replica_it_waits_for_one_but_not_for_ever() -> None:
+    router = router_of("a", failover_timeout_s=30.0)
+    submit(router, work("1"))
+    router.leave("a", 0.0)
+    assert router.tick(29.0) == []
+    assert router.join(facts("c"), 29.5) == [Start("1", "c", 2)]
+    router.leave("c", 30.0)
+    assert isinstance(router.tick(61.0)[0], Fail)
+
+
+# --- unlike replicas -------------------------------------------------------------------------------------------
+
+
+def test_a_replica_of_another_model_is_refused_in_a_line() -> None:
+    router = router_of("a")
+    with pytest.raises(DeployError, match="replica b serves another model than replica a") as error:
+        router.join(facts("b", fingerprint=Fingerprint("another", "bits")), 0.0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("policy", ["refuse", "say"])
+def test_an_answer_crosses_to_other_arithmetic_only_where_it_is_said(policy: str) -> None:
+    router = router_of("a", unlike_replicas=policy, failover_timeout_s=10.0)
+    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    assert submit(router, work("1")) == "a"
+    router.passed_on("1", 1, 2, 0.0)
+    fresh = router.submit(work("fresh"), 0.0)
+    assert start_of(fresh).replica == "z", "a new request may begin anywhere"
+    orders = router.leave("a", 1.0)
+    ticket = router.ticket("1")
+    assert ticket is not None
+    if policy == "say":
+        assert start_of(orders).replica == "z"
+        assert ticket.crossed_unlike
+        return
+    assert orders == []
+    router.hear("z", ReplicaReport(), 12.0)
+    assert Fail("1", "no replica was there to go on with the answer") in router.tick(12.0)
+
+
+def test_what_has_not_begun_may_go_to_any_replica() -> None:
+    router = router_of("a")
+    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    assert submit(router, work("1")) == "a"
+    assert start_of(router.leave("a", 1.0)).replica == "z"
+
+
+def test_like_replicas_come_first_where_it_may_cross() -> None:
+    router = router_of("a", "b", unlike_replicas="say")
+    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    name = submit(router, work("1"))
+    router.passed_on("1", 1, 1, 0.0)
+    other = ({"a", "b"} - {name}).pop()
+    submit(router, work("2"))
+    router.fleet.add_load(router.fleet[other], 2)  # more than z has
+    assert start_of(router.leave(name, 1.0)[:1]).replica == other
+    router.fleet.add_load(router.fleet[other], -2)
+
+
+# --- random histories ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    router = Router(
+        RouterConfig(
+            max_waiting=rng.choice([5, 200]),
+            hang_timeout_s=rng.choice([3.0, 20.0]),
+            stall_timeout_s=30.0,
+            failover_timeout_s=1e6,
+            max_fruitless_attempts=1000,
+        )
+    )
+    running: dict[str, Start] = {}  # what replicas work on, as the orders say
+    length, ended = {}, Counter[str]()
+    now_s, names = 0.0, [f"r{n}" for n in range(rng.randint(1, 5))]
+
+    def obey(orders: list[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Start):
+                running[order.request] = order
+            elif isinstance(order, Cancel):
+                if running.get(order.request) == Start(order.request, order.replica, order.attempt):
+                    del running[order.request]
+            else:
+                ended[order.request] += 1
+                running.pop(order.request, None)
+
+    for number in range(1500):
+        now_s += rng.random()
+        name, event = rng.choice(names), rng.random()
+        if event < 0.08:
+            obey(router.join(facts(name, rng.randint(1, 6)), now_s))
+        elif event < 0.12:
+            obey(router.leave(name, now_s))
+        elif event < 0.15:
+            obey(router.drain(name, now_s))
+        elif event < 0.3:
+            obey(router.hear(name, ReplicaReport(), now_s))
+        elif event < 0.4:
+            obey(router.tick(now_s))
+        elif event < 0.6 and running:
+            start = running[rng.choice(sorted(running))]
+            attempt = start.attempt - (rng.random() < 0.2)
+            counted = router.passed_on(start.request, attempt, rng.randint(0, 3), now_s)
+            assert not (counted and attempt != start.attempt)
+            if counted and rng.random() < 0.5:
+                ended[start.request] += 1
+                del running[start.request]
+                obey(router.finish(start.request, now_s))
+        elif event < 0.63 and length:
+            request = rng.choice(sorted(length))
+            if router.ticket(request) is not None:
+                ended[request] += 1
+                obey(router.abandon(request, now_s))
+                running.pop(request, None)
+        else:
+            deadline_s = now_s + rng.uniform(1, 100) if rng.random() < 0.2 else None
+            each = work(
+                str(number), "abcd" * rng.randint(0, 9), rng.choice("tuv"), num_answers=rng.choice([1, 1, 3]),
+                deadline_s=deadline_s,
+            )  # fmt: skip
+            length[each.id] = 1
+            try:
+                obey(router.submit(each, now_s))
+            except OverloadedError:
+                ended[each.id] += 1
+        assert router.integrity() == []
+    for name in names:
+        obey(router.join(facts(f"new {name}"), now_s))
+    while router.num_under_way:
+        now_s += 0.1
+        for name in names:
+            router.hear(f"new {name}", ReplicaReport(), now_s)
+        obey(router.tick(now_s))
+        for request in sorted(running):
+            start = running[request]
+            if router.passed_on(request, start.attempt, 1, now_s):
+                ended[request] += 1
+                del running[request]
+                obey(router.finish(request, now_s))
+    assert set(ended) == set(length)
+    assert set(ended.values()) == {1}
+    assert router.integrity() == []

@@ -1,0 +1,204 @@
+"""A candidate's life: every state is reached by evidence alone, and whatever happens the floor is never lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import LearnError
+from slipstream.learn.loop import (
+    FLOOR,
+    Act,
+    Decision,
+    Judgment,
+    LaneLoop,
+    LoopSettings,
+    PairedBets,
+    TrialPhase,
+)
+
+SPEEDS = {FLOOR: 0.45, "good": 0.6, "same": 0.45, "bad": 0.3, "broken": 0.2}
+
+
+def serve(loop: LaneLoop, rng: random.Random, num: int, speeds: dict[str, float] = SPEEDS) -> list[Decision]:
+    """Requests whose hash is random, as they would be served; stops at the first decision."""
+    for _ in range(num):
+        version = loop.version_for(rng.random())
+        decision = loop.served(version, min(max(rng.gauss(speeds[version], 0.12), 0.0), 1.0))
+        if decision is not None:
+            return [decision]
+    return []
+
+
+def on_trial(version: str, loop: LaneLoop | None = None) -> LaneLoop:
+    loop = loop or LaneLoop()
+    loop.offer(version, 1.3)
+    decision = loop.judged(version, Judgment.BETTER)
+    assert decision is not None
+    assert decision.act is Act.TRY
+    return loop
+
+
+def test_a_better_candidate_goes_from_shadow_over_a_share_to_everyone() -> None:
+    loop, rng = LaneLoop(), random.Random(0)
+    loop.offer("good", 1.3)
+    assert loop.phase is TrialPhase.SHADOW
+    assert {loop.version_for(share / 100) for share in range(100)} == {FLOOR}, "the shadow serves nobody"
+    assert loop.judged("good", Judgment.UNDECIDED) is None
+    loop.judged("good", Judgment.BETTER)
+    shares = [loop.version_for(share / 100) for share in range(100)]
+    assert shares.count("good") == 20
+    [decision] = serve(loop, rng, 2000)
+    assert (decision.act, decision.version) == (Act.PROMOTE, "good")
+    assert (loop.serving, loop.previous, loop.candidate) == ("good", (FLOOR,), None)
+    shares = [loop.version_for(share / 100) for share in range(100)]
+    assert shares.count(FLOOR) == 50, "at first every second request is the floor's, to compare with"
+    assert serve(loop, rng, 3000) == [], "what keeps its promise stays"
+    shares = [loop.version_for(share / 100) for share in range(100)]
+    assert shares.count(FLOOR) == 5, "later a share of them remains"
+
+
+@pytest.mark.parametrize("version", ["bad", "broken"])
+def test_a_worse_candidate_that_the_shadow_let_pass_never_reaches_everyone(version: str) -> None:
+    for seed in range(50):
+        loop, rng = on_trial(version), random.Random(seed)
+        [decision] = serve(loop, rng, 20_000)
+        assert decision.act is Act.REFUSE, seed
+        assert loop.serving == FLOOR, seed
+
+
+def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
+    loop = LaneLoop()
+    loop.offer("bad", 1.3)
+    decision = loop.judged("bad", Judgment.WORSE, "slower")
+    assert decision == Decision(Act.REFUSE, "bad", "slower")
+    assert loop.candidate is None
+    assert loop.version_for(0.99) == FLOOR
+
+
+def test_what_stays_undecided_makes_room() -> None:
+    loop = LaneLoop(LoopSettings(max_judgments=3))
+    loop.offer("same", 1.0)
+    assert [loop.judged("same", Judgment.UNDECIDED) for _ in range(2)] == [None, None]
+    decision = loop.judged("same", Judgment.UNDECIDED)
+    assert decision is not None
+    assert decision.act is Act.REFUSE
+
+
+def test_a_promoted_version_that_breaks_is_rolled_back_within_200_requests() -> None:
+    needed: list[int] = []
+    for seed in range(40):
+        loop, rng = LaneLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        assert serve(loop, rng, 500) == []
+        for number in range(1, 201):
+            if serve(loop, rng, 1, {**SPEEDS, "good": 0.2}):
+                needed.append(number)
+                break
+        assert loop.serving == FLOOR, f"not noticed, seed {seed}"
+    assert max(needed) <= 200
+
+
+def test_a_change_of_topic_that_slows_all_alike_rolls_nothing_back() -> None:
+    for seed in range(20):
+        loop, rng = LaneLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        assert serve(loop, rng, 300) == []
+        assert serve(loop, rng, 1500, {FLOOR: 0.2, "good": 0.27}) == [], seed
+
+
+def test_frozen_means_that_nothing_changes_but_by_hand() -> None:
+    loop, rng = LaneLoop(serving="good", previous=(FLOOR,)), random.Random(1)
+    loop.frozen = True
+    with pytest.raises(LearnError, match="frozen"):
+        loop.offer("same", 1.0)
+    assert serve(loop, rng, 1000, {**SPEEDS, "good": 0.0}) == []
+    assert loop.roll_back() == FLOOR
+    loop.promote("same")
+    assert (loop.serving, loop.previous) == ("same", (FLOOR,))
+
+
+def test_retired_versions_serve_nobody() -> None:
+    loop = on_trial("bad", LaneLoop(serving="good", previous=(FLOOR, "same")))
+    loop.retire({"good", "bad"})
+    assert (loop.serving, loop.candidate, loop.previous) == ("same", None, (FLOOR,))
+
+
+def test_bets_of_equal_groups_rarely_win() -> None:
+    """Ville: at most one in twenty at 20, however often one looks."""
+    wins = 0
+    for seed in range(200):
+        rng, bets = random.Random(seed), PairedBets(restarts=False)
+        for _ in range(400):
+            bets.add(rng.randrange(2), rng.random())
+            if bets.evidence >= 20:
+                wins += 1
+                break
+    assert wins <= 15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"canary_share": 0.0}, "canary_share must be above 0"),
+        ({"canary_share": 0.6}, "together"),
+        ({"slack": -0.1}, "slack"),
+        ({"max_judgments": 0}, "max_judgments"),
+    ],
+)
+def test_settings_that_are_none(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(LearnError, match=message):
+        LoopSettings(**wrong)  # type: ignore[arg-type]
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["offer", "judge", "serve", "promote", "roll_back", "retire", "freeze"]),
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(list(Judgment)),
+        st.floats(-1.0, 2.0),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS)
+def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgment, float]]) -> None:
+    """No event raises but an offer; who serves is somebody who was promoted; the floor is always at the bottom."""
+    loop = LaneLoop(LoopSettings(max_canary_pairs=3, max_judgments=2))
+    passed: set[str] = {FLOOR}
+    for what, version, judgment, number in events:
+        before, frozen = loop.serving, loop.frozen
+        match what:
+            case "offer":
+                with contextlib.suppress(LearnError):
+                    loop.offer(version, number)
+            case "judge":
+                decision = loop.judged(version, judgment)
+                assert decision is None or decision.act in (Act.TRY, Act.REFUSE)
+                assert loop.serving == before
+            case "serve":
+                for name in (FLOOR, loop.serving, version):
+                    decision = loop.served(name, number)
+                    if decision is not None and decision.act is Act.PROMOTE:
+                        passed.add(decision.version)
+                    assert not (frozen and decision)
+            case "promote":
+                loop.promote(version, number)
+                passed.add(version)
+            case "roll_back":
+                loop.roll_back()
+            case "retire":
+                loop.retire({version})
+                assert version not in (loop.serving, loop.candidate, *loop.previous)
+            case "freeze":
+                loop.frozen = not loop.frozen
+        assert loop.serving in passed
+        assert (loop.candidate is None) == (loop.phase is None)
+        assert loop.candidate != loop.serving
+        assert 0 <= loop.control_share + loop.canary_share < 1
+        named = {FLOOR, loop.serving, loop.candidate}
+        assert {loop.version_for(share / 50) for share in range(50)} <= named

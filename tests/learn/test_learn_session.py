@@ -1,0 +1,227 @@
+"""A server that learns: what serves follows the folder, what breaks is rolled back, and no answer ever changes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.core import RequestOptions
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.learn import by_hand
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.process import MAX_STARTS, LearnerProcess
+from slipstream.learn.session import LearnSession, SessionSettings
+from slipstream.learn.state import StateFile
+from slipstream.learn.versions import Version, VersionStore
+from slipstream.models import load_tokenizer
+from slipstream.text.prompts import encode_chat
+
+PROMPTS = Path(EMBEDDED_TARGET).parents[1] / "prompts.jsonl"
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+IDLE = {"min_records": 10**9, "poll_s": 60.0}
+"""For a learner that has nothing to do."""
+
+
+@pytest.fixture
+def client() -> Iterator[AsyncEngine]:
+    engine = LLM(speculative_config={"method": "versions", "drafter": DRAFT}).engine
+    with_thread = AsyncEngine(engine=engine)
+    yield with_thread
+    with_thread.close()
+
+
+def session_on(client: AsyncEngine, folder: Path) -> LearnSession:
+    return LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=IDLE))
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    talks = [json.loads(line)["messages"] for line in PROMPTS.read_text().splitlines()]
+    found = [encode_chat(tokenizer, messages) for messages in talks]
+    return [one for one in found if len(one) <= 150]
+
+
+def prompt(number: int) -> list[int]:
+    return prompts()[number % len(prompts())]
+
+
+def params(number: int, num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=number, max_tokens=num_tokens, ignore_eos=True)
+
+
+def answers(client: AsyncEngine, numbers: range, num_tokens: int = 16, **options: Any) -> list[Any]:
+    """The requests' outputs, a few at a time."""
+
+    async def one(number: int) -> Any:
+        given = RequestOptions(**options)
+        name = f"{number}-{time.monotonic_ns()}"
+        last = None
+        async for update in client.stream(
+            prompt(number), params(number, num_tokens), request_id=name, options=given
+        ):
+            last = update
+        assert last is not None
+        return last.output
+
+    async def every() -> list[Any]:
+        found: list[Any] = []
+        for begin in range(0, len(numbers), 8):
+            found += await asyncio.gather(*(one(number) for number in numbers[begin : begin + 8]))
+        return found
+
+    return asyncio.run(every())
+
+
+def texts(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def add_version(session: LearnSession, folder: Path, noise: float, tenant: str | None = None) -> str:
+    """A version of the embedded draft whose weights were shaken; it promises to be faster all the same."""
+    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: one + noise * one.std() * torch.randn(one.shape, generator=generator) if one.ndim == 2 else one
+        for name, one in learner.tensors(model).items()
+    }
+    tensors = {name: one.half() for name, one in tensors.items()}
+    identity = session.identity
+    version = Version(
+        learner="whole",
+        model_hash=identity.model_hash,
+        template_hash=identity.template_hash,
+        floor_hash="",
+        tenant=tenant,
+        figures={"judge": {"gain": 0.3}},
+    )
+    return VersionStore(LearnFolder(folder)).add(version, tensors).id
+
+
+def wait_until(what: Any, seconds: float = 20.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_what_is_promoted_by_hand_serves_its_tenant_alone(client: AsyncEngine, tmp_path: Path) -> None:
+    session = session_on(client, tmp_path)
+    try:
+        version = add_version(session, tmp_path, 0.0, tenant="acme")
+        by_hand.promote(LearnFolder(tmp_path), version)
+        wait_until(lambda: version in session.lanes)
+        theirs = answers(client, range(4), tenant="acme/user")
+        others = answers(client, range(4), tenant="other")
+        assert {one.metrics.draft_version for one in theirs} == {version}
+        assert {one.metrics.draft_version for one in others} == {""}
+        assert texts(theirs) == texts(others)
+    finally:
+        session.close()
+
+
+def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngine, tmp_path: Path) -> None:
+    session = session_on(client, tmp_path)
+    try:
+        version = add_version(session, tmp_path, 0.0)
+        file = VersionStore(LearnFolder(tmp_path)).weights_file(version)
+        StateFile(LearnFolder(tmp_path)).change(lambda state: state.with_lane(state.lane().promoted(version)))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        wait_until(lambda: "version_rolled_back" in session.facts().faults)
+        assert session.lanes == [""]
+        assert {one.metrics.draft_version for one in answers(client, range(3))} == {""}
+        assert version in StateFile(LearnFolder(tmp_path)).read().retired
+    finally:
+        session.close()
+
+
+def test_a_learner_that_dies_is_told_of_and_given_up_in_the_end() -> None:
+    process = LearnerProcess({}, module="this")
+    for _ in range(200):
+        process.watch()
+        if process.num_deaths >= MAX_STARTS:
+            break
+        time.sleep(0.02)
+    assert process.num_deaths == MAX_STARTS
+    assert "died with exit code 0" in process.fault
+    assert process.pid is None
+    process.close()
+
+
+@pytest.mark.long
+def test_a_version_that_broke_is_rolled_back_within_200_requests_and_no_text_changed(
+    client: AsyncEngine, tmp_path: Path
+) -> None:
+    """It passed every check of files; live traffic alone shows what it is."""
+    session = session_on(client, tmp_path)
+    try:
+        version = add_version(session, tmp_path, 1.0)
+        found = answers(client, range(16), 24)
+        by_hand.promote(LearnFolder(tmp_path), version)
+        wait_until(lambda: session.facts().serving == version)
+        needed = 0
+        while session.facts().serving == version and needed < 200:
+            found += answers(client, range(16 + needed, 24 + needed), 24)
+            needed += 8
+        wait_until(lambda: "version_rolled_back" in session.facts().faults)
+        assert session.facts().num_rolled_back == 1
+        assert session.facts().by_version[version][0] > 20
+        off = LLM().generate(
+            [prompt(n) for n in range(len(found))], [params(n, 24) for n in range(len(found))]
+        )
+        assert texts(found) == texts(off)
+        assert client.engine.integrity() == []
+    finally:
+        session.close()
+
+
+@pytest.mark.long
+def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> None:
+    """The whole loop: captured, trained in a process, judged, tried on a share, given to everyone."""
+    seed = tmp_path / "seed"
+    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    generator = torch.Generator().manual_seed(0)
+    shaken = {
+        name: (one + 0.35 * one.std() * torch.randn(one.shape, generator=generator)).half()
+        if one.ndim == 2
+        else one
+        for name, one in learner.tensors(model).items()
+    }
+    learner.checkpoint(shaken, seed)
+    config = {"method": "versions", "drafter": {**DRAFT, "model": str(seed)}}
+    client = AsyncEngine(engine=LLM(speculative_config=config).engine)
+    folder = tmp_path / "state"
+    worker = {"min_records": 96, "num_steps": 60, "poll_s": 0.2, "niceness": 0}
+    session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker))
+    try:
+        deadline_s = time.monotonic() + 240
+        number = 0
+        while not session.facts().num_promoted:
+            facts = session.facts()
+            assert time.monotonic() < deadline_s, facts
+            answers(client, range(number, number + 8), 24)
+            number += 8
+        facts = session.facts()
+        assert facts.serving != ""
+        old, new = facts.by_version[""], facts.by_version[facts.serving]
+        assert new[1] / new[0] > old[1] / old[0]
+    finally:
+        session.close()
+        client.close()
+    assert replace(StateFile(LearnFolder(folder)).read().lane()).serving == facts.serving

@@ -1,0 +1,130 @@
+"""Versions on disk: whole or absent, found when damaged, the last few kept, never of forgotten records."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from learn_cases import some_record, some_tensors
+
+from slipstream.errors import CorruptVersionError, LearnError
+from slipstream.learn.events import EventLog
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.forgotten import Forgotten
+from slipstream.learn.records import tenant_key
+from slipstream.learn.state import LearnLane, LearnState, StateFile
+from slipstream.learn.versions import DataWindow, Version, VersionStore
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LearnFolder:
+    folder = LearnFolder(tmp_path / "learn")
+    folder.create()
+    return folder
+
+
+def a_version(parent: str = "", tenant: str = "alpha") -> Version:
+    window = DataWindow.of([some_record(1, tenant=tenant)], time.time())
+    return Version(
+        "corrective", "model-a", "template-a", "floor-a", parent, window=window, figures={"tau": 2.5}
+    )
+
+
+def test_a_version_comes_back_as_it_was_added(folder: LearnFolder) -> None:
+    store = VersionStore(folder)
+    first = store.add(a_version(), some_tensors(1))
+    second = store.add(a_version(first.id, "beta"), some_tensors(2))
+    assert store.all() == [first, second] == [store.verify(one.id) for one in (first, second)]
+    assert [one.number for one in store.all()] == [1, 2]
+    tensors = store.load(second.id)
+    assert all(torch.equal(tensors[name], one) for name, one in some_tensors(2).items())
+    assert second.taught_by == tuple(sorted(map(tenant_key, ("alpha", "beta"))))
+    assert "beta" not in (store.weights_file(second.id).parent / "version.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "version.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_damage_is_found_when_it_is_read(folder: LearnFolder, name: str, how: str) -> None:
+    store = VersionStore(folder)
+    version = store.add(a_version(), some_tensors())
+    file = store.weights_file(version.id).with_name(name)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(data if how == "flipped" else data[:-1])
+    assert list(store.faults()) == [version.id]
+    with pytest.raises(LearnError):
+        store.load(version.id)
+    if name == "weights.safetensors":
+        with pytest.raises(CorruptVersionError, match="damaged"):
+            store.verify(version.id)
+    assert store.add(a_version(), some_tensors(2)).number == 2, "a damaged version's number is not used again"
+
+
+def test_the_last_ones_and_those_in_use_are_kept(folder: LearnFolder) -> None:
+    store = VersionStore(folder, num_kept=2)
+    ids = [store.add(a_version(), some_tensors(0)).id]
+    for number in range(1, 5):
+        ids.append(store.add(a_version(), some_tensors(number), in_use=ids[:1]).id)
+    assert [one.id for one in store.all()] == [ids[0], ids[3], ids[4]]
+
+
+def test_what_learned_from_forgotten_records_is_not_kept(folder: LearnFolder) -> None:
+    store = VersionStore(folder)
+    version = a_version(tenant="beta")
+    Forgotten(folder).add("beta")
+    with pytest.raises(LearnError, match="forgotten"):
+        store.add(version, some_tensors())
+    assert store.all() == []
+    later = store.add(a_version(tenant="beta"), some_tensors())
+    assert store.all() == [later], "what was read afterwards holds nothing that was forgotten"
+
+
+def test_unknown_and_odd_names(folder: LearnFolder) -> None:
+    store = VersionStore(folder)
+    with pytest.raises(LearnError, match="there are: none"):
+        store.get("v000001-00000000")
+    with pytest.raises(LearnError, match="is named like"):
+        store.load("../state")
+    with pytest.raises(LearnError, match="no version"):
+        store.add(a_version("v000009-00000000"), some_tensors())
+
+
+def test_lanes(folder: LearnFolder) -> None:
+    states = StateFile(folder)
+    assert states.read() == LearnState()
+    states.change(lambda state: state.with_lane(state.lane().promoted("v1").promoted("v2")))
+    state = states.change(
+        lambda state: state.with_lane(LearnLane("beta", serving="v3", canary="v4", canary_share=0.1))
+    )
+    assert (state, state.number) == (states.read(), 2)
+    assert state.in_use == {"v1", "v2", "v3", "v4"}
+    assert state.lane().rolled_back().serving == "v1"
+    assert state.lane().rolled_back().rolled_back().rolled_back().serving == ""
+    retired = state.retire({"v2": "forgotten", "v4": "forgotten"})
+    assert retired.lane().serving == "v1"
+    assert (retired.lane("beta").serving, retired.lane("beta").canary) == ("v3", None)
+    assert states.change(lambda state: state).number == 2, "nothing changed"
+
+
+def test_a_state_that_cannot_be_read_says_so(folder: LearnFolder) -> None:
+    folder.state.write_text('{"format": 1, "lanes": 3}')
+    with pytest.raises(LearnError, match="remove it to serve the floor"):
+        StateFile(folder).read()
+
+
+def test_events_survive_a_cut_line_and_stay_bounded(folder: LearnFolder) -> None:
+    log = EventLog(folder, max_bytes=2000)
+    log.add("refused", version="v1", reason="slower")
+    with folder.events.open("ab") as stream:
+        stream.write(b'{"event": "cut')
+    log.add("promoted", version="v2")
+    assert [one["event"] for one in log.read()] == ["refused", "promoted"]
+    for number in range(200):
+        log.add("tick", number=number)
+    assert folder.events.stat().st_size < 2200
+    assert [one["number"] for one in log.read(last=2)] == [198, 199]

@@ -1,0 +1,60 @@
+"""The loop offline on a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.engine.factory import make_engine
+from slipstream.errors import LearnError
+from slipstream.learn.anchor import anchor_of
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.records import Purpose, ServedRecord
+from slipstream.learn.replay import ReplayOptions, replay
+from slipstream.learn.tracing import asked_trace
+from slipstream.sampling.params import SamplingParams
+
+FLOOR = Path(EMBEDDED_DRAFT)
+
+
+def test_a_trace_is_answered_in_order_with_the_rows_of_every_token():
+    questions = [
+        (one["task"], [{"role": "user", "content": one["messages"][0]["content"]}])
+        for one in sample_prompts()[:6]
+    ]
+    engine = make_engine(None, None, {"max_num_seqs": 8})
+    seen: list[int] = []
+    params = SamplingParams(temperature=0, max_tokens=12)
+    records = asked_trace(engine, questions, params, lambda done, _: seen.append(done))
+    assert [one.task for one in records] == [task for task, _ in questions]
+    assert seen[-1] == 6
+    assert engine.on_checked is None
+    for one in records:
+        assert (one.rows.top_ids[one.rows.path_lengths() == 0, 0] == one.token_ids).all()
+    report = replay(
+        records, make_learner("corrective", FLOOR, LearnerOptions(num_steps=2)), ReplayOptions(every=3)
+    )
+    assert report.num_requests == 6
+    assert [one.after for one in report.rounds] == [0, 3]
+    assert report.gain == 0
+    assert set(report.floor) == {"all", *(task for task, _ in questions)}
+
+
+def test_an_anchor_is_spread_over_tasks():
+    records = [
+        ServedRecord(
+            f"{number}", "m", "t", np.zeros(1, np.int32), np.zeros(1, np.int32), task="a" if number else "b"
+        )
+        for number in range(20)
+    ]
+    assert sorted(one.task for one in anchor_of(records, Purpose.TRAIN, 3)) == ["a", "a", "b"]
+    assert not anchor_of(records, Purpose.JUDGE, 3)
+
+
+def test_an_empty_trace_says_so():
+    with pytest.raises(LearnError, match="holds no answer"):
+        replay([], make_learner("whole", FLOOR, LearnerOptions()))

@@ -1,0 +1,159 @@
+"""Small GGUF files, made on the spot by llama.cpp's own Python package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+}
+"""Where blocks have float16 numbers; Q6_K's is its last."""
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """uint8 [outputs, bytes]: random weights of some hundredths, every bit of the integers random."""
+    import gguf
+
+    size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (outputs, inputs // size, block_bytes), dtype=np.uint8)
+    span = {"Q4_0": 8, "Q8_0": 128, "Q4_K": 480, "Q5_K": 960, "Q6_K": 4096}.get(kind, 16)
+    for place in HALVES.get(kind, [208]):
+        numbers = generator.uniform(0.5, 1, blocks.shape[:2]).astype(np.float16) * np.float16(0.1 / span)
+        blocks[..., place : place + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+def centre(kind: str, blocks: npt.NDArray[np.uint8]) -> None:
+    """Give the groups of blocks [outputs, bytes] a mean of nothing, as those of weights have about."""
+    import gguf
+
+    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(kind)
+    if middle is None:
+        return
+    each = blocks.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+    scales = np.ascontiguousarray(each[:, :2]).view(np.float16)
+    each[:, 2:4] = (scales * np.float16(middle)).view(np.uint8)
+    if kind.endswith("K"):  # minimums are so many times their scales
+        each[:, 8:12] = each[:, 4:8]
+        each[:, 12:16] = each[:, 12:16] & 15 | each[:, 12:16] << 4
+
+
+def reference(kind: str, raw: npt.NDArray[np.uint8]) -> Tensor:
+    """float32 [outputs, inputs]: the numbers of blocks, by llama.cpp's own package."""
+    import gguf
+
+    return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+
+
+def write(file: Path, arch: str, keys: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """A GGUF file. A tensor is an array of floats, or (kind, blocks); a bool, int, float, str or list a key's value."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, arch)
+    for name, value in keys.items():
+        adds = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
+        adds.get(type(value), writer.add_array)(name, value)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, tuple):
+            writer.add_tensor(name, tensor[1], raw_dtype=gguf.GGMLQuantizationType[tensor[0]])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def requantised(file: Path, plain: Path, kind: str) -> Path:
+    """A GGUF file of plain numbers whose matrices are rounded to blocks of this type, keys and tokenizer included."""
+    import gguf
+
+    from slipstream.models.files.gguf import open_gguf
+
+    content = open_gguf(str(plain))
+    tensors: dict[str, Any] = {}
+    for name, entry in content.tensors.items():
+        numbers = entry.numbers().float().numpy()
+        wanted = gguf.GGMLQuantizationType[kind]
+        is_matrix = len(entry.shape) == 2
+        tensors[name] = (kind, gguf.quants.quantize(numbers, wanted)) if is_matrix else numbers
+    keys = {key: value for key, value in content.fields.items() if key != "general.architecture"}
+    return write(file, content.architecture, keys, tensors)
+
+
+def write_model(
+    file: Path, arch: str, model: Any, keys: dict[str, Any], kinds: dict[str, str] | None = None
+) -> Path:
+    """A Transformers model as llama.cpp's converter writes it, in float32 or in random blocks of `kinds`.
+
+    `kinds` gives llama.cpp's name of a tensor (or "" for all matrices) a quantised type; the model gets its numbers.
+    """
+    import gguf
+
+    config, tensors = model.config, {}
+    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    state = model.state_dict()
+    for seed, (name, tensor) in enumerate(state.items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
+        if heads is None or arch not in ("llama", "granite", "smollm3"):
+            heads = 0
+        kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if tensor.ndim == 2 else None
+        if kind is not None:
+            raw = random_blocks(kind, *tensor.shape, seed)
+            centre(kind, raw)
+            values = reference(kind, raw)
+            tensor.copy_(unpermuted(values, heads) if heads else values)
+            tensors[theirs] = (kind, raw)
+            continue
+        values = tensor.float()
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        tensors[theirs] = (permuted(values, heads) if heads else values).numpy()
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    return write(file, arch, {f"{arch}.{key}": value for key, value in (sizes | keys).items()}, tensors)
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """As llama.cpp's converter permutes the projections of Llamas' queries and keys."""
+    shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+
+
+def unpermuted(weight: Tensor, heads: int) -> Tensor:
+    """The way back of `permuted`."""
+    shape = (heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
