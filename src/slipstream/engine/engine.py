@@ -8,7 +8,6 @@ no second loop.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -34,10 +33,10 @@ from slipstream.core import (
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
 from slipstream.draft.registry import create_drafter, fits
-from slipstream.engine.continuation import check_emitted, resume
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.intake import Intake, Served
 from slipstream.engine.logprobs import TokenTexts, record_logprobs, record_prompt_logprobs
 from slipstream.engine.memory import plan_memory, with_passes
 from slipstream.engine.outputs import RequestOutput, Update, completion
@@ -47,34 +46,25 @@ from slipstream.engine.requests import (
     Request,
     UpdateCallback,
     deliver,
-    make_sequences,
-    reproduces,
-    request_options,
-    request_seeds,
 )
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.speculation import validate
 from slipstream.engine.steps import StepTimes, record_acceptance, record_prediction, report_of
-from slipstream.engine.stopping import StopRules
 from slipstream.engine.target import check_same_target, load_target
-from slipstream.errors import ReasoningError, RequestError
+from slipstream.errors import RequestError
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
 from slipstream.reasoning.config import ReasoningConfig
-from slipstream.reasoning.options import StepOptions
-from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.grammars.grammar import Grammar
-from slipstream.sampling.noise import Noise, derive_seed
+from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
-from slipstream.sampling.processors import LogitsProcessor
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
-from slipstream.text.expected import ExpectedText, PredictionEncoder
+from slipstream.text.expected import ExpectedText
 from slipstream.text.prediction import Prediction
-from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request, end_token_ids
-from slipstream.text.stream import NoText, TextStream
+from slipstream.text.prompts import EncodedPrompt, Prompt, end_token_ids
 from slipstream.verify.base import Judgement
 from slipstream.verify.registry import create_verifier
 
@@ -170,12 +160,21 @@ class Engine:
         self._eos_token_ids = end_token_ids(self.tokenizer, self.model.model, self.model.vocab_size)
         if self.reasoning is not None:
             self.reasoning.begin(self._eos_token_ids, self.max_model_len)
-        self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self._eos_token_ids)
-        self._request_seeds = request_seeds(config.seed)
-        self._nonces = request_seeds(None if config.seed is None else derive_seed(config.seed, 2**41))
-        self._predictions = PredictionEncoder(self.tokenizer, self.model.vocab_size, self.max_model_len)
+        self._intake = Intake(
+            Served(
+                config,
+                self.model,
+                self.tokenizer,
+                self.drafter,
+                self.drafting,
+                self.reasoning,
+                self.verifier.reproducible,
+                self._eos_token_ids,
+                self.max_model_len,
+                self.sampling_defaults,
+            )
+        )
         self._texts = TokenTexts(self.tokenizer)
-        self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
         self._answers: dict[int, Answer] = {}
         self._unreported_s = 0.0
@@ -220,7 +219,7 @@ class Engine:
 
     def reproduces(self, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
-        return reproduces(self.verifier.reproducible, self.drafts, params, options)
+        return self._intake.reproduces(params, options)
 
     @property
     def draft_model(self) -> CausalLM | None:
@@ -296,7 +295,7 @@ class Engine:
 
     def default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request without any, as a copy."""
-        return SamplingParams(**self.sampling_defaults)
+        return self._intake.default_params()
 
     def share_target(self, config: EngineConfig) -> tuple[CausalLM, Any]:
         """The target model and tokenizer for an engine of `config`; `ConfigError` where it asks for others."""
@@ -327,67 +326,15 @@ class Engine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids are unique among running requests")
-        params = self.default_sampling_params() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
-        params = params.clone()  # the caller may go on to change its own
-        options = request_options(options)
-        if options.draft_method not in (None, *self.draft_methods):
-            choice = " or ".join(map(repr, self.draft_methods))
-            raise RequestError(f"draft_method must be {choice} on this engine, got {options.draft_method!r}")
-        if options.reasoning is not None:
-            self._check_reasoning(options.reasoning, params)
-        if not isinstance(prompt, EncodedPrompt):
-            prompt = self.encode(prompt, params, options)
-        if grammar is None and (compiling := self.compile_grammar(params)) is not None:
-            grammar = compiling.result()
-        if emitted:
-            if options.reasoning is not None and any(answer.token_ids for answer in emitted):
-                raise ReasoningError(
-                    "an answer with drafted steps cannot be continued: whose its tokens are is not known; "
-                    "leave out emitted, or reasoning"
-                )
-            check_emitted(emitted, params, self.model.vocab_size)
-        seed = next(self._request_seeds) if params.seed is None else params.seed
-        leads = self.config.enable_prefix_caching
-        sequences = make_sequences(
-            request_id, prompt.token_ids, params, seed, options, self._ids, leads, prompt.expected
-        )
-        for sequence in sequences:
-            sequence.grammar = grammar and grammar.copy()
-            sequence.num_fast_tokens = self.model.num_fast_tokens(sequence.num_prompt_tokens)
-            sequence.metrics.reproducible = self.reproduces(params, options)
-            if options.max_draft_tokens != 0 and (
-                self.drafter.remembers() or self.drafting.policy is not None or sequence.expected is not None
-            ):
-                # Drafts may depend on an earlier answer, made with the same seed's random numbers.
-                sequence.nonce = next(self._nonces)
-        answers = {sequence.id: self._new_answer(sequence, prompt.bad_words) for sequence in sequences}
-        if emitted:
-            resume(list(answers.values()), emitted)
-        unfinished = [sequence for sequence in sequences if not sequence.finished]
-        request = Request(request_id, prompt.text, sequences, time.perf_counter(), on_update)
-        request.unfinished = len(unfinished)
+        request, answers = self._intake.admit(request_id, prompt, params, options, grammar, emitted)
+        request.on_update = on_update
         self._requests[request_id] = request
-        for sequence in unfinished:
-            self._answers[sequence.id] = answers[sequence.id]
-            if self.reasoning is not None and options.reasoning is not None:
+        for answer in answers:
+            sequence = answer.sequence
+            self._answers[sequence.id] = answer
+            if self.reasoning is not None and sequence.options.reasoning is not None:
                 self.reasoning.open(sequence)
             self.scheduler.add(sequence)
-
-    def _check_reasoning(self, asked: StepOptions, params: SamplingParams) -> None:
-        """Raise `ReasoningError` where this engine drafts no steps for such a request."""
-        if not self.config.allow_lossy:
-            raise ReasoningError(
-                "reasoning may change the text, which this engine does not allow; start it with allow_lossy "
-                "(--allow-lossy), or leave reasoning out"
-            )
-        if self.reasoning is None:
-            raise ReasoningError(
-                "reasoning needs a draft that writes steps; start the engine with one, as reasoning in its "
-                "speculative_config (--reasoning-draft), or leave reasoning out"
-            )
-        self.reasoning.check(asked, params)
 
     def encode(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -396,16 +343,11 @@ class Engine:
 
         Raises `RequestError` where the prompt or the prediction cannot be served.
         """
-        params.check_vocabulary(self.model.vocab_size)
-        sizes = self.model.vocab_size, self.max_model_len
-        encoded = encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
-        if options.prediction is None:
-            return encoded
-        return replace(encoded, expected=self.expected(options.prediction))
+        return self._intake.encode(prompt, params, options)
 
     def expected(self, prediction: Prediction) -> ExpectedText:
         """What a caller expects, in the target's tokens; may be called from any thread. Raises `PredictionError`."""
-        return self._predictions.encode(prediction)
+        return self._intake.expected(prediction)
 
     def compile_grammar(
         self, params: SamplingParams, tried_bytes: int | None = None
@@ -415,16 +357,14 @@ class Engine:
         `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. The future raises
         `RequestError` where it cannot be followed.
         """
-        if not isinstance(params.structured, StructuredOutput):
-            return None
-        return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes)
+        return self._intake.compile_grammar(params, tried_bytes)
 
     def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
         """Whether a part of a larger constraint can be followed; the future raises `RequestError` where it cannot.
 
         May be called from any thread.
         """
-        return self._grammars.check(structured)
+        return self._intake.check_grammar(structured)
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request now and free what it holds; returns its last updates, none for an unknown id.
@@ -647,25 +587,6 @@ class Engine:
                 f"{number} {what} are held though nothing runs" for what, number in held.items() if number
             ]
         return faults
-
-    def _new_answer(self, sequence: Sequence, bad_words: list[list[int]]) -> Answer:
-        params = sequence.params
-        prompt = sequence.token_ids
-        text = (TextStream if params.detokenize else NoText)(
-            self.tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
-        )
-        stop_token_ids = self._stop_token_ids(params)
-        if sequence.grammar is not None and not stop_token_ids:
-            stop_token_ids = self._eos_token_ids  # an answer under a grammar needs a token to end with
-        width = self.model.vocab_size
-        processor = LogitsProcessor(params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar)
-        stop = StopRules(sequence, text, processor, self._eos_token_ids, self.max_model_len)
-        return Answer(sequence, processor, text, stop)
-
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """All tokens that end an answer."""
-        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
-        return eos | set(params.stop_token_ids)
 
     def _record_times(self, sequence: Sequence, times: StepTimes) -> None:
         metrics = sequence.metrics

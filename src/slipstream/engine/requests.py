@@ -107,7 +107,7 @@ class Request:
     prompt: str | None
     sequences: list[Sequence]
     arrived_s: float
-    on_update: UpdateCallback | None
+    on_update: UpdateCallback | None = None
     unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:
