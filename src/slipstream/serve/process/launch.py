@@ -8,6 +8,9 @@ import socket
 import subprocess
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from slipstream import __version__
 from slipstream.errors import EngineStoppedError, ProtocolError
@@ -48,23 +51,28 @@ class EngineLink:
     def end(self) -> str:
         """Close the stream, see the process out, and say how it ended."""
         self.close()
-        if self.process is None:
-            return "it has left"
-        try:
-            code = self.process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        if code >= 0:
-            return f"it ended with status {code}"
-        return f"it was ended by signal {-code} ({signal.Signals(-code).name})"
+        return "it has left" if self.process is None else f"it {_end_of(self.process)}"
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    """See a process out whose stream is closed, and say how it ended."""
+    try:
+        code = process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    if code >= 0:
+        return f"ended with status {code}"
+    name = signal.Signals(-code).name
+    memory = ", as when memory runs short" if -code == signal.SIGKILL else ""
+    return f"was ended by signal {-code} ({name}{memory})"
 
 
 def start_engine(load: Load, spawned: SpawnedEngine | None = None) -> EngineLink:
     """A process with the engine that `load` describes, loaded; in the one that was `spawned`, if any.
 
     Raises what loading raises there (`ConfigError`, `ModelError`, `CapacityError`), `EngineStoppedError` where the
-    process ends without a word, and `ProtocolError`.
+    process ends without a word or is killed, and `ProtocolError`.
     """
     spawned = spawned or spawn_engine()
     try:
@@ -74,6 +82,16 @@ def start_engine(load: Load, spawned: SpawnedEngine | None = None) -> EngineLink
         raise
 
 
+def as_loaded(load: Load, facts: EngineFacts) -> Load:
+    """The same engine again, with the room that was found for it first: what is free by now may be less or more, and an
+    answer that goes on in another process must not end earlier there."""
+    given = {name for name, value in load.engine.items() if value is not None}
+    room: dict[str, Any] = {"max_model_len": facts.max_model_len}
+    if given.isdisjoint(("kv_cache_bytes", "kv_cache_memory_bytes")):
+        room["kv_cache_bytes"] = facts.kv_bytes
+    return msgspec.structs.replace(load, engine={**load.engine, **room})
+
+
 def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | None = None) -> EngineLink:
     """Have the process behind a socket load an engine; errors as for `start_engine`."""
     frames = Frames()
@@ -81,10 +99,12 @@ def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | No
 
     def read() -> object:
         while not bodies:
-            data = mine.recv(2**16)
+            try:
+                data = mine.recv(2**16)
+            except ConnectionError:  # it ended with messages unread
+                data = b""
             if not data:
-                code = None if process is None else process.wait(LEAVE_S)
-                why = "closed the stream" if code is None else f"ended with status {code}"
+                why = "closed the stream" if process is None else _end_of(process)
                 raise EngineStoppedError(f"the engine's process {why} before the engine was loaded")
             bodies.extend(frames.add(data))
         message = read_from_engine(bodies.popleft())
@@ -92,7 +112,8 @@ def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | No
             raise error_in(message.error, message.message)
         return message
 
-    mine.sendall(frame(Hello(VERSION, __version__)) + frame(load))
+    with contextlib.suppress(ConnectionError):  # reading will tell
+        mine.sendall(frame(Hello(VERSION, __version__)) + frame(load))
     hello = read()
     check_version(hello, __version__)
     loaded = read()

@@ -12,7 +12,7 @@ from slipstream.engine.factory import engine_config
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.launch import start_engine
+from slipstream.serve.process.launch import as_loaded, start_engine
 from slipstream.serve.process.protocol import Load
 from slipstream.serve.process.remote import RemoteEngine
 from slipstream.serve.process.spawn import SpawnedEngine
@@ -43,7 +43,9 @@ def make_remote_engine(
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-        return RemoteEngine(link, tokenizer, partial(start_engine, load), server.engine_restarts)
+        return RemoteEngine(
+            link, tokenizer, partial(start_engine, as_loaded(load, link.facts)), server.engine_restarts
+        )
     except BaseException:
         link.end()
         raise
