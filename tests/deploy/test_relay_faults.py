@@ -11,11 +11,13 @@ from test_relay import SECRET, House, check_same, run
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.deploy import protocol
+from slipstream.deploy.assembly import Assembly
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import ReplicaFacts
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.router import Router
 from slipstream.deploy.served import ServedFleet, engine_facts
+from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, RequestError
 from slipstream.text.prompts import encode_chat
@@ -31,6 +33,15 @@ def lone() -> LLM:
 @pytest.fixture(scope="module")
 def prompt(lone: LLM) -> list[int]:
     return encode_chat(lone.engine.tokenizer, sample_prompts()[0]["messages"])
+
+
+def test_an_aborted_answer_says_whether_it_was_to_be_lossy() -> None:
+    """The replica's own counts do not come, and the front knows what was asked for."""
+    for lossy in (False, True):
+        assembly = Assembly.of([1], SamplingParams(n=2), 3, lossy)
+        output = assembly.aborted("mine", TokenTexts(None))[-1].output
+        assert output is not None
+        assert [answer.metrics.lossy for answer in output.outputs] == [lossy, lossy]
 
 
 def test_a_request_that_is_aborted_by_its_id_gets_a_last_update(lone: LLM, prompt: list[int]) -> None:

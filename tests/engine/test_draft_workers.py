@@ -407,6 +407,36 @@ def test_a_worker_that_reads_nothing_is_left_and_that_is_said(
     ]
 
 
+def test_a_worker_that_is_silent_counts_as_away_until_it_speaks(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before it is left: its connection stays, and is used again."""
+    monkeypatch.setattr(link_module, "DOUBT_S", 0.2)
+    monkeypatch.setattr(link_module, "PING_EVERY_S", 0.05)
+    monkeypatch.setattr(link_module, "SILENCE_S", 30.0)
+    speak = threading.Event()
+
+    def is_stopped(connection: socket.socket, decoder: MessageDecoder) -> None:
+        speak.wait(30)
+        connection.sendall(encode({"type": "pong", "sent_s": 0.0}))
+        threading.Event().wait(5)
+
+    terms = LinkTerms(fingerprint(plain.engine.tokenizer), 4096, frozenset({"coupled"}), 4, b"")
+    with impostor(plain, is_stopped) as address:
+        link = SocketLink(address, terms, threading.Condition())
+        link.wait_tried(10)
+        assert link.connected
+        until(lambda: not link.connected)
+        assert link.state() == ("away", "it has not answered for 0.2 s")
+        generation = link.generation
+        monkeypatch.setattr(link_module, "DOUBT_S", 30.0)
+        speak.set()
+        until(lambda: link.connected)
+        assert link.state() == ("connected", "")
+        assert link.generation == generation
+        link.close()
+
+
 def greeted(address: Address) -> tuple[socket.socket, MessageDecoder]:
     """A connection to a worker as an engine makes it."""
     connection, decoder, nonce = address.connect(5), MessageDecoder(), new_nonce()
@@ -524,7 +554,7 @@ def test_a_worker_process_is_killed_and_stopped_while_texts_run(
             before = workers_of(llm)[0].num_tails
             assert texts(llm, prompts[:12], asked) == truth
             assert workers_of(llm)[0].num_tails > before
-        assert workers_of(llm)[0].num_connections == 4
+        assert workers_of(llm)[0].num_connections >= 2, "the killed one's successor is another connection"
     finally:
         for process in started:
             process.kill()

@@ -93,7 +93,7 @@ def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, c
         (["--batch", "0"], "plan batch must be a whole number of at least 1"),
         (["--context", "0"], "plan context must be a whole number of at least 1"),
         (["--context", "9999"], "beyond the model's 2048"),
-        (["--quantization", "int9"], "did you mean 'int8'?"),
+        (["--quantization", "int9"], "unknown quantization 'int9'; formats: bfloat16"),
         (["--spec", "draft:./nowhere"], "is not a folder"),
         (["--plot", "bytes.txt"], "has another suffix"),
         (["--device", "tpu:0"], "unknown device"),

@@ -106,6 +106,10 @@ def test_a_prediction_is_read_from_a_file_and_drafts(tmp_path: Path) -> None:
     on = json.loads(result.stdout)["requests"][0]["outputs"][0]
     assert on["text"] == off["text"]
     assert on["metrics"]["num_steps"] < off["metrics"]["num_steps"]
+    accepted = on["metrics"]["num_accepted_prediction_tokens"]
+    text = run(*[arg for arg in args if arg != "--json"], "--spec", "off", "--prediction", str(file))
+    assert accepted > 0
+    assert f"{accepted} of its tokens accepted, 0 rejected" in text.output
     missing = run(*args, "--prediction", str(tmp_path / "nowhere.txt"))
     assert missing.exit_code == 2
     assert "nowhere.txt" in missing.output

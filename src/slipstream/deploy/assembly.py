@@ -26,9 +26,11 @@ class Assembly:
     from_draft: list[list[bool]]
     finished: list[FinishReason | None]
     logprobs: list[list[Any] | None]
+    lossy: bool = False
+    """Whether the request asked for step-level speculation."""
 
     @classmethod
-    def of(cls, prompt: Seq[int], params: SamplingParams, seed: int) -> Assembly:
+    def of(cls, prompt: Seq[int], params: SamplingParams, seed: int, lossy: bool = False) -> Assembly:
         """Nothing yet."""
         num = range(params.n)
         logprobs: list[list[Any] | None] = [None if params.logprobs is None else [] for _ in num]
@@ -40,6 +42,7 @@ class Assembly:
             [[] for _ in num],
             [None for _ in num],
             logprobs,
+            lossy,
         )
 
     def add(self, update: Update) -> None:
@@ -74,6 +77,7 @@ class Assembly:
                     num_prompt_tokens=len(self.prompt),
                     num_output_tokens=len(tokens),
                     seed=derive_seed(self.seed, index),
+                    lossy=self.lossy,
                 ),
                 texts=texts,
             )

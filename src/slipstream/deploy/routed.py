@@ -57,7 +57,7 @@ class RoutedEngine:
             params = params.clone()
             params.seed = draw_seed()
         name = request_id or f"routed-{uuid.uuid4().hex}-{next(self._ids)}"
-        assembly = Assembly.of(prompt, params, params.seed)
+        assembly = Assembly.of(prompt, params, params.seed, options.reasoning is not None)
 
         def receive(item: Message | SlipstreamError) -> None:
             if isinstance(item, SlipstreamError):

@@ -33,6 +33,8 @@ def summarise(outputs: Seq[RequestOutput], wall_s: float) -> dict[str, Any]:
         "conditional_acceptance": counts.conditional_acceptance,
         "acceptance_length": counts.acceptance_length,
         "acceptance_histogram": counts.acceptance_histogram,
+        "num_accepted_prediction_tokens": counts.num_accepted_prediction_tokens,
+        "num_rejected_prediction_tokens": counts.num_rejected_prediction_tokens,
         "tokens_per_s": counts.num_output_tokens / wall_s,
         "wall_s": wall_s,
         "time_to_first_token_s": statistics.median(m.time_to_first_token_s for m in answers),
@@ -62,6 +64,9 @@ def print_summary(console: Console, summary: dict[str, Any], speculation: str, t
         by_position = ", ".join(f"{rate:.2f}" for rate in summary["conditional_acceptance"])
         rows.append(("acceptance rate α", f"{summary['acceptance_rate']:.2f} ({of}; {speculation})"))
         rows.append(("α by position", f"{by_position} (of the steps that reached it)"))
+    accepted, rejected = (summary[f"num_{what}_prediction_tokens"] for what in ("accepted", "rejected"))
+    if accepted or rejected:
+        rows.append(("prediction", f"{accepted} of its tokens accepted, {rejected} rejected"))
     per_pass = f"{summary['acceptance_length']:.2f} tokens a target pass"
     parts = ", ".join(f"{name} {1000 * summary[f'{name}_s']:.0f} ms" for name in ("draft", "verify", "other"))
     mean = " (mean of the answers)" if summary["num_answers"] > 1 else ""

@@ -42,6 +42,8 @@ STEADY_S = 5.0
 PING_EVERY_S = 1.0
 MAX_INBOX = 4096
 """Messages that may wait for the engine: a worker sends one or two for what it is told."""
+DOUBT_S = 2.0
+"""A worker that answers no ping for so long is given nothing, and counts as away until it is heard of."""
 SILENCE_S = 5.0
 """A worker that answers no ping for so long is taken for hung, and left."""
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
@@ -130,7 +132,7 @@ class SocketLink(Link):
 
     @property
     def connected(self) -> bool:
-        return self._socket is not None
+        return self._socket is not None and self._state == "connected"
 
     @property
     def pending(self) -> bool:
@@ -252,6 +254,7 @@ class SocketLink(Link):
     def _serve(self, connection: socket.socket, decoder: MessageDecoder) -> str:
         """Read and send until the connection breaks; returns why it did."""
         heard_s = pinged_s = time.monotonic()
+        in_doubt = False
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakes, selectors.EVENT_READ)
@@ -268,12 +271,18 @@ class SocketLink(Link):
                         if not data:
                             return "it closed the connection"
                         heard_s = now_s
+                        if in_doubt:
+                            in_doubt = False
+                            self._note("connected", "")
                         self._arrive(list(decoder.feed(data)))
                     if ready.get(connection, 0) & selectors.EVENT_WRITE:
                         self._send_backlog(connection)
                     if now_s - pinged_s >= PING_EVERY_S:
                         pinged_s = now_s
                         self.send({"type": "ping", "sent_s": time.perf_counter()})
+                    if now_s - heard_s > DOUBT_S and not in_doubt:
+                        in_doubt = True
+                        self._note("away", f"it has not answered for {DOUBT_S:g} s")
                     if now_s - heard_s > SILENCE_S:
                         return f"it has not answered for {SILENCE_S:g} s"
             return "closed"

@@ -20,7 +20,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.native import unavailable
@@ -120,9 +119,11 @@ WEIGHT_FORMATS = Registry[WeightFormat](
 
 
 def check_quantization(name: str | None, what: str = "") -> None:
-    """Raise `ConfigError` unless `name`, an option of `what`, is None or a weight format, and name the nearest one."""
-    if name is not None and ":" not in name:
-        reject_unknown([name], WEIGHT_FORMATS.names(), f"{what} quantization".lstrip())
+    """Raise `ConfigError` unless `name`, an option of `what`, is None or a weight format, and name all that there are:
+    what looks nearest, as int8 to int3, need not be what is meant."""
+    if name is not None and ":" not in name and name not in WEIGHT_FORMATS.names():
+        formats = ", ".join(sorted(WEIGHT_FORMATS.names()))
+        raise ConfigError(f"unknown {f'{what} quantization'.lstrip()} {name!r}; formats: {formats}")
 
 
 def weight_format(name: str | None) -> WeightFormat:

@@ -199,7 +199,7 @@ class ResponseBody(Body):
         "response_format": "give text.format instead",
         "logprobs": "give top_logprobs instead",
         "n": "a response has one answer; ask several times",
-        "prediction": "it is for /v1/chat/completions",
+        "prediction": "it is for /v1/chat/completions and /v1/completions",
         "functions": "give tools instead",
         "function_call": "give tool_choice instead",
     }
