@@ -92,5 +92,9 @@ class CorruptRecordError(LearnError):
     """The record of a served answer is not as it was written."""
 
 
+class RecordTooLargeError(LearnError):
+    """One served answer is larger than the part of a ring that a record may take; the next one may fit."""
+
+
 class CorruptVersionError(LearnError):
     """A version of a drafter's weights is not as it was written."""

@@ -281,3 +281,45 @@ def test_the_most_probable_tokens_of_any_vocabulary(vocab: int) -> None:
     assert torch.equal(ids.long(), wanted.indices)
     assert torch.allclose(log_probs.float(), wanted.values, atol=1e-2)
     assert torch.allclose(logsumexps, logits.logsumexp(dim=1))
+
+
+def test_rows_of_others_are_not_held(llm: LLM, make: MakeCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a step are one tensor: who holds a part of it holds all."""
+    capture = make()
+    hold, held = capture._hold_rows, []
+
+    def watched(noted: Any, work: Any) -> None:
+        before = len(work.rows)
+        hold(noted, work)
+        held.extend(rows.logits for _, rows in work.rows[before:])
+
+    monkeypatch.setattr(capture, "_hold_rows", watched)
+    texts = [encoded(llm, text) for text in ("Say yes.", "What is 2 + 2?", "Name three rivers.")]
+    llm.generate(texts, GREEDY, use_tqdm=False)
+    assert any(one.untyped_storage().nbytes() > one.nbytes for one in held), "nothing is copied needlessly"
+    held.clear()
+    options = [RequestOptions(learn=number != 1) for number in range(3)]
+    for text, given in zip(texts, options, strict=True):
+        llm.engine.add_request(f"held-{len(text)}", text, GREEDY, given)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        together: dict[int, int] = {}
+        for one in held:
+            place = one.untyped_storage().data_ptr()
+            together[place] = together.get(place, 0) + one.nbytes
+        for one in held:
+            assert one.untyped_storage().nbytes() == together[one.untyped_storage().data_ptr()]
+        held.clear()
+    assert capture.flush()
+    assert capture.facts().num_records == 5
+
+
+def test_an_answer_that_is_too_large_is_skipped_alone(llm: LLM, make: MakeCapture) -> None:
+    capture = make(MemoryRing(identity_of(llm.engine), MIN_BYTES))
+    long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    short = SamplingParams(temperature=0.0, max_tokens=4)
+    assert ask(llm, capture, "Tell me a story.", params=long) == []
+    assert len(ask(llm, capture, "Say yes.", params=short)) == 1
+    facts = capture.facts()
+    assert facts.num_skipped == {"too large for the ring": 1}
+    assert facts.fault == ""

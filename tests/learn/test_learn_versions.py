@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from learn_cases import some_record, some_tensors
 from slipstream.errors import CorruptVersionError, LearnError
 from slipstream.learn.events import EventLog
 from slipstream.learn.folder import LearnFolder
+from slipstream.learn.forgetting import forget
 from slipstream.learn.forgotten import Forgotten
 from slipstream.learn.records import tenant_key
 from slipstream.learn.state import LearnLane, LearnState, StateFile
@@ -128,3 +130,58 @@ def test_events_survive_a_cut_line_and_stay_bounded(folder: LearnFolder) -> None
         log.add("tick", number=number)
     assert folder.events.stat().st_size < 2200
     assert [one["number"] for one in log.read(last=2)] == [198, 199]
+
+
+def test_forget_removes_a_version_that_is_being_written(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writes, goes_on = VersionStore(folder), threading.Event(), threading.Event()
+    write = VersionStore._write
+
+    def slowly(self: VersionStore, version: Version, data: bytes) -> None:
+        writes.set()
+        assert goes_on.wait(10)
+        write(self, version, data)
+
+    monkeypatch.setattr(VersionStore, "_write", slowly)
+    writer = threading.Thread(target=store.add, args=(a_version(), some_tensors()))
+    forgetter = threading.Thread(target=forget, args=(folder, "alpha"))
+    writer.start()
+    assert writes.wait(10)
+    forgetter.start()
+    while not folder.forgotten.exists():
+        time.sleep(0.001)
+    time.sleep(0.1)  # where it did not wait for the writer, it would be done
+    goes_on.set()
+    writer.join()
+    forgetter.join()
+    assert store.all() == []
+
+
+def test_what_began_with_a_version_that_is_to_be_forgotten_is_not_kept(folder: LearnFolder) -> None:
+    store = VersionStore(folder)
+    parent = store.add(a_version(), some_tensors())
+    Forgotten(folder).add("alpha")  # and then the process was killed, or has not come to the versions yet
+    with pytest.raises(LearnError, match="forgotten"):
+        store.add(a_version(parent.id, "beta"), some_tensors(1))
+
+
+def test_forget_again_removes_what_a_killed_one_left(folder: LearnFolder) -> None:
+    kept = VersionStore(folder).add(a_version(tenant="beta"), some_tensors())
+    for place in (".tmp-removed-v000007-aa", ".tmp-v000008-bb"):
+        (folder.versions / place).mkdir()
+        (folder.versions / place / "weights.safetensors").write_bytes(b"alpha")
+    for checkpoint in ("v000007-aa", kept.id):
+        (folder.lanes / checkpoint).mkdir(parents=True)
+    files = [
+        ".state.json.77.tmp",
+        ".forgotten.json.77.tmp",
+        ".events.jsonl.77.tmp",
+        "ring/.000000000003.ring.77.tmp",
+    ]
+    for file in files:
+        (folder.path / file).write_bytes(b"alpha")
+    forget(folder, "alpha")
+    assert [one.name for one in folder.versions.iterdir()] == [kept.id]
+    assert [one.name for one in folder.lanes.iterdir()] == [kept.id]
+    assert not any((folder.path / file).exists() for file in files)

@@ -211,6 +211,13 @@ class AsyncEngine(EngineClient):
 
         Raises `EngineStoppedError` when the engine has stopped, and what `question` raises.
         """
+        return await asyncio.wrap_future(self._asked(question))
+
+    def between_steps(self, change: Callable[[Engine], T]) -> T:
+        """As `ask`, for threads without an event loop: waits. Never to be called in the engine's own thread."""
+        return self._asked(change).result()
+
+    def _asked(self, question: Callable[[Engine], T]) -> Future[T]:
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -226,7 +233,7 @@ class AsyncEngine(EngineClient):
                 answer.set_exception(error)
 
         self._post(run, fail)
-        return await asyncio.wrap_future(answer)
+        return answer
 
     async def stats(self) -> EngineStats:
         """What the engine holds and has counted, between two of its steps; raises `EngineStoppedError`."""

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core import FinishReason, Sequence, StepItem
-from slipstream.errors import LearnError
+from slipstream.errors import LearnError, RecordTooLargeError
 from slipstream.learn.checked import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced
+from slipstream.learn.facts import CaptureFacts
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.records import JUDGE_SHARE, CheckedRows, ServedRecord, purpose_of
 from slipstream.learn.ring import Ring
@@ -42,22 +43,6 @@ RETRY_S = 10.0
 Features = Callable[[Sequence], Mapping[str, NDArray[Any]]]
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureFacts:
-    """What was captured so far."""
-
-    num_records: int = 0
-    num_skipped: Mapping[str, int] = field(default_factory=dict)
-    """Answers that no record was made of, by reason."""
-    capture_s: float = 0.0
-    """Time in the engine's thread."""
-    reduce_s: float = 0.0
-    """Processor time of the capture's own thread."""
-    waiting_bytes: int = 0
-    fault: str = ""
-    """Why records cannot be written at present; empty while they can."""
-
-
 @dataclass(slots=True, eq=False)
 class _Answer:
     """An answer in the making."""
@@ -72,13 +57,24 @@ class _Answer:
     """Why it will not become a record."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An answer that a record is to be made of. Its sequence does not change any more."""
+
+    answer: _Answer
+    sequence: Sequence
+    method: str
+    version: str
+    """That drafted: once the sequence is released nobody knows."""
+    features: Mapping[str, NDArray[Any]]
+
+
 @dataclass(slots=True)
 class _Work:
     """What some steps left to do."""
 
     rows: list[tuple[_Answer, StepRows]] = field(default_factory=list)
-    ended: list[tuple[_Answer, ServedRecord]] = field(default_factory=list)
-    """Records without their rows."""
+    ended: list[_Ended] = field(default_factory=list)
     num_steps: int = 0
     num_bytes: int = 0
     flushed: threading.Event | None = None
@@ -136,6 +132,7 @@ class Capture:
         self._capture_s = self._reduce_s = 0.0
         self._fault = ""
         self._retry_s = 0.0
+        self._told_too_large = False
         self._gathered = _Work()
         self._thread = threading.Thread(target=self._run, name="learn-capture", daemon=True)
         self._thread.start()
@@ -146,18 +143,23 @@ class Capture:
         """Take note of a step; never raises, and never waits."""
         began_s = time.perf_counter()
         try:
-            seen: set[int] = set()
+            allowed = [item for item in items if self.rules.may_learn(item.sequence.options)]
             with self._lock:
                 work = self._gathered
                 work.num_steps += 1
-                for item in items:
-                    if self.rules.may_learn(item.sequence.options):
-                        self._note(item, work, seen)
+                noted = [(item, answer) for item in allowed if not (answer := self._note(item)).why_not]
+                self._hold_rows(noted, work)
+                for item in allowed:
+                    if item.sequence.finished:
+                        self._end(item, work)
                 if work.ended or work.num_steps >= GATHERED_STEPS or work.num_bytes >= GATHERED_BYTES:
                     self._hand_over()
         except Exception as error:  # serving goes on
             self._set_fault(f"capture failed: {type(error).__name__}: {error}")
-        self._capture_s += time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
+        self._capture_s += took_s
+        with self._lock:
+            self._used_s += took_s
 
     def _hand_over(self) -> None:
         """Give what was gathered to the capture's thread; the lock is held."""
@@ -166,38 +168,50 @@ class Capture:
             self._waiting_bytes += work.num_bytes
             self._work.put(work)
 
-    def _note(self, item: StepItem, work: _Work, seen: set[int]) -> None:
-        sequence = item.sequence
-        answer = self._answers.get(sequence)
+    def _note(self, item: StepItem) -> _Answer:
+        """Count a step of an answer, which begins with its first one."""
+        answer = self._answers.get(item.sequence)
         if answer is None:
             why_not = _why_not(item) or ("" if self._may_spend() else "over its share of time")
-            answer = _Answer(self._now(), why_not=why_not)
-            self._answers[sequence] = answer
+            answer = self._answers[item.sequence] = _Answer(self._now(), why_not=why_not)
         answer.num_steps += 1
         answer.num_draft_tokens += len(item.proposal)
         answer.num_accepted += item.num_accepted
-        if not answer.why_not:
-            rows = StepRows.of(item)
-            storage = rows.logits.untyped_storage()
-            # The logits of a step are one tensor: holding those of one answer holds them all.
-            num_bytes = 0 if storage.data_ptr() in seen else storage.nbytes()
-            if self._waiting_bytes + work.num_bytes + num_bytes > self._max_waiting_bytes:
+        return answer
+
+    def _hold_rows(self, noted: list[tuple[StepItem, _Answer]], work: _Work) -> None:
+        """Hold what the step checked of these answers, and nothing of others.
+
+        The logits of a step are one tensor: rows that lie beside others' are copied, as holding them holds all.
+        """
+        wanted: dict[int, int] = {}
+        """Bytes of the answers' rows by storage."""
+        for item, _ in noted:
+            place = item.logits.untyped_storage().data_ptr()
+            wanted[place] = wanted.get(place, 0) + item.logits.nbytes
+        for item, answer in noted:
+            rows, storage = StepRows.of(item), item.logits.untyped_storage()
+            if self._waiting_bytes + work.num_bytes + rows.logits.nbytes > self._max_waiting_bytes:
                 answer.why_not, answer.parts = "too much at a time", []
-            else:
-                seen.add(storage.data_ptr())
-                work.num_bytes += num_bytes
-                work.rows.append((answer, rows))
-        if not sequence.finished:
-            return
-        del self._answers[sequence]
+                continue
+            if wanted[storage.data_ptr()] < storage.nbytes():
+                rows = replace(rows, logits=rows.logits.clone())
+            work.num_bytes += rows.logits.nbytes
+            work.rows.append((answer, rows))
+
+    def _end(self, item: StepItem, work: _Work) -> None:
+        """Have a record made of an answer that has ended, where one can be made."""
+        sequence = item.sequence
+        answer = self._answers.pop(sequence)
         if sequence.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             answer.why_not = answer.why_not or "did not end well"
         if sequence.metrics.lossy:  # perhaps since its middle
             answer.why_not = answer.why_not or "lossy"
         if answer.why_not:
             self._count_skipped(answer.why_not)
-        else:
-            work.ended.append((answer, self._record(sequence, item.method, answer)))
+            return
+        features = {} if self._features_of is None else self._features_of(sequence)
+        work.ended.append(_Ended(answer, sequence, item.method, self._version_of(sequence), features))
 
     def _may_spend(self) -> bool:
         """Whether another answer may be captured: time is allowed as it passes, and saved up to `BURST_S`."""
@@ -207,35 +221,6 @@ class Capture:
         self._used_s = max(self._used_s - self._max_share * (now_s - self._began_s), -BURST_S)
         self._began_s = now_s
         return self._used_s <= 0.0
-
-    def _record(self, sequence: Sequence, method: str, answer: _Answer) -> ServedRecord:
-        """All but the rows, some of which are yet to be reduced."""
-        params, prompt = sequence.params, sequence.num_prompt_tokens
-        identity = self.ring.identity
-        return ServedRecord(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            tenant=sequence.tenant,
-            task=sequence.task,
-            model_hash=identity.model_hash,
-            template_hash=identity.template_hash,
-            draft_version=self._version_of(sequence),
-            method=method,
-            prompt_ids=np.array(sequence.token_ids[:prompt], np.int32),
-            token_ids=np.array(sequence.token_ids[prompt:], np.int32),
-            finish_reason=str(sequence.finish_reason),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=sequence.seed,
-            nonce=sequence.nonce,
-            num_steps=answer.num_steps,
-            num_draft_tokens=answer.num_draft_tokens,
-            num_accepted=answer.num_accepted,
-            created_s=answer.began_s,
-            purpose=purpose_of(sequence.request_id, self._judge_share),
-            features={} if self._features_of is None else self._features_of(sequence),
-        )
 
     # --- in the capture's own thread --------------------------------------------------------------------------
 
@@ -266,11 +251,42 @@ class Capture:
                 answer.num_bytes += part.top_ids.nbytes + part.top_log_probs.nbytes + part.path_ids.nbytes
                 if answer.num_bytes > MAX_ANSWER_BYTES:
                     answer.why_not, answer.parts = "too long", []
-        for answer, record in work.ended:
-            if answer.why_not:
-                self._skip(answer.why_not)
+        for ended in work.ended:
+            if ended.answer.why_not:
+                self._skip(ended.answer.why_not)
             else:
-                self._write(replace(record, rows=joined(answer.parts, len(record.token_ids))))
+                self._write(self._record(ended))
+
+    def _record(self, ended: _Ended) -> ServedRecord:
+        """The record of an answer all of whose rows have been reduced."""
+        answer, sequence = ended.answer, ended.sequence
+        params, prompt = sequence.params, sequence.num_prompt_tokens
+        identity = self.ring.identity
+        return ServedRecord(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            tenant=sequence.tenant,
+            task=sequence.task,
+            model_hash=identity.model_hash,
+            template_hash=identity.template_hash,
+            draft_version=ended.version,
+            method=ended.method,
+            prompt_ids=np.array(sequence.token_ids[:prompt], np.int32),
+            token_ids=np.array(sequence.token_ids[prompt:], np.int32),
+            rows=joined(answer.parts, len(sequence.token_ids) - prompt),
+            finish_reason=str(sequence.finish_reason),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=sequence.seed,
+            nonce=sequence.nonce,
+            num_steps=answer.num_steps,
+            num_draft_tokens=answer.num_draft_tokens,
+            num_accepted=answer.num_accepted,
+            created_s=answer.began_s,
+            purpose=purpose_of(sequence.request_id, self._judge_share),
+            features=ended.features,
+        )
 
     def _write(self, record: ServedRecord) -> None:
         if self._fault and time.monotonic() < self._retry_s:
@@ -278,6 +294,12 @@ class Capture:
             return
         try:
             number = self.ring.append(record)
+        except RecordTooLargeError as error:  # the next one may fit
+            self._skip("too large for the ring")
+            if not self._told_too_large:
+                self._told_too_large = True
+                logger.warning("learning: %s", error)
+            return
         except LearnError as error:
             self._skip("cannot be written")
             self._set_fault(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ class LearnFolder:
         self.state = path / "state.json"
         self.events = path / "events.jsonl"
         self.forgotten = path / "forgotten.json"
+        self.lanes = path / "lanes"
+        """Checkpoints of versions while a server loads them."""
 
     def create(self) -> None:
         """Make the folder for its owner alone; raises `LearnError` where nothing can be written there."""
@@ -52,6 +55,28 @@ class LearnFolder:
             yield
         finally:
             os.close(handle)  # which releases the lock, as does the death of the process
+
+    def clear_leftovers(self) -> None:
+        """Delete what writers who were killed left half written: of older records, versions and states.
+
+        Where a writer is at work it is waited for. Raises `LearnError`.
+        """
+        guarded = {
+            "ring": [(self.ring, ".*.tmp")],
+            "versions": [(self.versions, ".tmp-*")],
+            "state": [(self.path, ".state.json.*.tmp"), (self.path, ".forgotten.json.*.tmp")],
+            "events": [(self.path, ".events.jsonl.*.tmp")],
+        }
+        try:
+            for name, places in guarded.items():
+                with self.lock(name):
+                    for leftover in [one for place, pattern in places for one in place.glob(pattern)]:
+                        if leftover.is_dir():
+                            shutil.rmtree(leftover)
+                        else:
+                            leftover.unlink()
+        except OSError as error:
+            raise self.unwritable(error) from None
 
     def unwritable(self, error: OSError) -> LearnError:
         """What to tell where a write failed."""

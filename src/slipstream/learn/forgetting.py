@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from slipstream.learn.disk_ring import remove_from_ring
@@ -12,7 +14,7 @@ from slipstream.learn.forgotten import Forgotten
 from slipstream.learn.privacy import belongs_to
 from slipstream.learn.records import tenant_key
 from slipstream.learn.state import LearnState, StateFile
-from slipstream.learn.versions import VersionStore
+from slipstream.learn.versions import Version, VersionStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,34 @@ def forget(folder: LearnFolder, tenant: str) -> Forgetting:
     key = tenant_key(tenant)
     Forgotten(folder).add(tenant)
     num_records = remove_from_ring(folder, tenant)
+
+    def learned_from_it(version: Version) -> bool:
+        return key in version.taught_by or (version.tenant is not None and belongs_to(version.tenant, tenant))
+
+    def retire(versions: Collection[str]) -> None:
+        def without(state: LearnState) -> LearnState:
+            state = state.retire(dict.fromkeys(versions, "learned from records that are forgotten"))
+            lanes = tuple(
+                lane for lane in state.lanes if lane.tenant is None or not belongs_to(lane.tenant, tenant)
+            )
+            if not versions and lanes == state.lanes:
+                return state
+            return replace(state, lanes=lanes, rebuild_since_s=time.time())
+
+        if versions or folder.state.is_file():
+            StateFile(folder).change(without)
+
     store = VersionStore(folder)
-    taught = {one.id for one in store.all() if key in one.taught_by}
-    taught |= set(store.unreadable())  # nobody can tell what those learned from
-    taught |= {one.id for one in store.all() if one.tenant is not None and belongs_to(one.tenant, tenant)}
+    gone = store.remove_where(learned_from_it, retire)
+    folder.clear_leftovers()
+    _remove_checkpoints(folder, store)
+    EventLog(folder).add("forgot", tenant_key=key, num_records=num_records, versions=gone)
+    return Forgetting(num_records, gone)
 
-    def without(state: LearnState) -> LearnState:
-        state = state.retire(dict.fromkeys(sorted(taught), "learned from records that are forgotten"))
-        lanes = tuple(
-            lane for lane in state.lanes if lane.tenant is None or not belongs_to(lane.tenant, tenant)
-        )
-        if not taught and lanes == state.lanes:
-            return state
-        return replace(state, lanes=lanes, rebuild_since_s=time.time())
 
-    if taught or folder.state.is_file():
-        StateFile(folder).change(without)
-    for version_id in sorted(taught):
-        store.remove(version_id)
-    EventLog(folder).add("forgot", tenant_key=key, num_records=num_records, versions=sorted(taught))
-    return Forgetting(num_records, tuple(sorted(taught)))
+def _remove_checkpoints(folder: LearnFolder, store: VersionStore) -> None:
+    """Delete what a server that was killed while it loaded a version left of versions that are gone."""
+    there = {one.id for one in store.all()}
+    for checkpoint in folder.lanes.glob("v*"):
+        if checkpoint.name not in there:
+            shutil.rmtree(checkpoint, ignore_errors=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.errors import LearnError
+from slipstream.errors import LearnError, RecordTooLargeError
 from slipstream.learn.privacy import belongs_to
 from slipstream.learn.records import Purpose, ServedRecord
 from slipstream.learn.segments import RingIdentity
@@ -40,8 +40,8 @@ class Ring(Protocol):
     def append(self, record: ServedRecord) -> int | None:
         """Keep a record; returns its number, None where it is older than its tenant's being forgotten.
 
-        Raises `LearnError` for a record of another model or template, for one that is larger than an eighth of the
-        ring, and where it cannot be written. The ring is then as it was.
+        Raises `RecordTooLargeError` for one that is larger than an eighth of the ring, and `LearnError` for a record of
+        another model or template and where it cannot be written. The ring is then as it was.
         """
         ...
 
@@ -86,9 +86,9 @@ def check_bytes(max_bytes: int) -> None:
         raise LearnError(f"a ring has at least {MIN_BYTES:,} bytes, got {max_bytes:,}")
 
 
-def too_large(num_bytes: int, limit: int) -> LearnError:
+def too_large(num_bytes: int, limit: int) -> RecordTooLargeError:
     """What to tell of a record that does not fit into an eighth of the ring."""
-    return LearnError(
+    return RecordTooLargeError(
         f"a record of {num_bytes:,} bytes is not kept: an eighth of the ring is {limit:,} bytes; raise --learn-bytes"
     )
 

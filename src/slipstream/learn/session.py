@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import shutil
@@ -11,21 +10,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
-from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.capture import Capture, CaptureFacts
+from slipstream.learn.capture import Capture
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.events import EventLog
+from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.learners.registry import learner_for, make_learner
-from slipstream.learn.loop import FLOOR, Act, Decision, Judgment, LaneLoop, LoopSettings
+from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
@@ -34,6 +33,8 @@ from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnState, StateFile
 from slipstream.learn.versions import VersionStore
 from slipstream.models.files.digest import digest_of_files
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -57,36 +58,26 @@ class SessionSettings:
     """Values of `WorkerConfig` other than their defaults."""
 
 
-@dataclass(frozen=True)
-class LearnFacts:
-    """What a page or a scrape shows."""
+class SteppedEngine(Protocol):
+    """An engine that somebody steps, in this process."""
 
-    serving: str = FLOOR
-    canary: str | None = None
-    frozen: bool = False
-    by_version: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Version to its requests and the sum of their tokens a pass."""
-    num_refused: int = 0
-    num_promoted: int = 0
-    num_rolled_back: int = 0
-    events: tuple[dict[str, Any], ...] = ()
-    """The latest first."""
-    learner_cpu_s: float = 0.0
-    learner_rested_s: float = 0.0
-    learner_deaths: int = 0
-    rests: bool = False
-    capture: CaptureFacts | None = None
-    faults: dict[str, str] = field(default_factory=dict)
-    """Kind of alarm to its message."""
+    @property
+    def engine(self) -> Engine:
+        """To be asked for what does not change, and for hooks."""
+        ...
+
+    def between_steps(self, change: Callable[[Engine], T]) -> T:
+        """What `change` returns, called between two steps; waits for that. Raises `EngineStoppedError`."""
+        ...
 
 
 class LearnSession:
     """Runs beside an engine whose drafter is `versions`; whatever fails here, serving goes on."""
 
-    def __init__(self, client: AsyncEngine, settings: SessionSettings) -> None:
+    def __init__(self, stepped: SteppedEngine, settings: SessionSettings) -> None:
         """Raises `LearnError` where the folder cannot be used, or holds another model's answers."""
-        engine = client.engine
-        self._client, self._engine, self._settings = client, engine, settings
+        engine = stepped.engine
+        self._stepped, self._engine, self._settings = stepped, engine, settings
         self._drafter = engine.drafter_as(VersionsDrafter)
         self._floor: SpeculativeConfig = self._drafter.options.floor()
         floor = str(self._floor.options["model"])
@@ -97,7 +88,7 @@ class LearnSession:
         self._learner = make_learner(name, Path(floor), LearnerOptions(depth=depth))
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
-        self._checkpoints = settings.folder / "lanes"
+        self._checkpoints = self._folder.lanes
         shutil.rmtree(self._checkpoints, ignore_errors=True)
         self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
         self._log = EventLog(self._folder)
@@ -350,7 +341,7 @@ class LearnSession:
                     damaged[version] = str(error)
         keep = set(wanted) - set(damaged)
         revoke = [name for name in self._drafter.names if name in state.retired]
-        self._between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
+        self._stepped.between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
         if damaged:
             for version, why in damaged.items():
                 self._note("damaged", version=version, why=why)
@@ -371,9 +362,6 @@ class LearnSession:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _between_steps(self, change: Callable[[Engine], Any]) -> None:
-        asyncio.run(self._client.ask(change))
-
     def _promise(self, version: str) -> float:
         """The predicted speed of a version over what it was judged against."""
         if not version:
@@ -382,3 +370,17 @@ class LearnSession:
             return 1 + float(self._store.get(version).figures["judge"]["gain"])
         except (LearnError, KeyError, TypeError, ValueError):
             return 1.0
+
+
+def begin_learning(
+    stepped: SteppedEngine, settings: SessionSettings
+) -> tuple[LearnSession | None, Callable[[], LearnFacts]]:
+    """A session and what tells its facts; where the folder cannot be used, None and why: serving goes on."""
+    try:
+        session = LearnSession(stepped, settings)
+    except LearnError as error:
+        fault = f"nothing is learned: {error}"
+        logger.warning("%s; serving goes on", fault)
+        facts = LearnFacts(faults={"learning_failed": fault})
+        return None, lambda: facts
+    return session, session.facts

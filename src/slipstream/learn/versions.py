@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,16 +136,19 @@ class VersionStore:
         """Keep `tensors` as a version; returns it with its id, sha256 and size.
 
         Versions older than the last `num_kept` are removed, but for those `in_use`. Raises `LearnError` where nothing
-        can be written, where the parent is not there, or where its records have been forgotten since.
+        can be written, where the parent is not there, or where its records or the parent's have been forgotten since.
         """
         from safetensors.torch import save
 
         data = save({name: one.detach().contiguous().cpu() for name, one in tensors.items()})
         taught_by = set(version.window.tenants)
         with self._folder.lock("versions"):
+            forgotten = Forgotten(self._folder)
             if version.parent:
-                taught_by |= set(self.get(version.parent).taught_by)
-            Forgotten(self._folder).check(version.window.tenants, version.window.read_s)
+                parent = self.get(version.parent)
+                forgotten.check(parent.taught_by, parent.created_s)  # it is about to be removed
+                taught_by |= set(parent.taught_by)
+            forgotten.check(version.window.tenants, version.window.read_s)
             digest = hashlib.sha256(data).hexdigest()
             number = 1 + max((one.number for one in self.all()), default=self._last_number())
             version = replace(
@@ -247,6 +250,24 @@ class VersionStore:
                 self._remove(self._path(version_id))
             except OSError as error:
                 raise self._folder.unwritable(error) from None
+
+    def remove_where(
+        self, unwanted: Callable[[Version], bool], before: Callable[[Collection[str]], None]
+    ) -> tuple[str, ...]:
+        """Delete all `unwanted` versions, and those whose description nobody can read; returns their ids.
+
+        `before` is called with the ids before any of them goes. No version is added meanwhile: one that is being
+        written is among those that are looked at.
+        """
+        with self._folder.lock("versions"):
+            gone = sorted({*(one.id for one in self.all() if unwanted(one)), *self.unreadable()})
+            before(gone)
+            try:
+                for version_id in gone:
+                    self._remove(self._path(version_id))
+            except OSError as error:
+                raise self._folder.unwritable(error) from None
+        return tuple(gone)
 
     def _path(self, version_id: str) -> Path:
         if not version_id.startswith("v") or "/" in version_id or "\0" in version_id:

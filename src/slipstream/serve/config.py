@@ -135,10 +135,6 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
-        if self.learn is not None and not self.one_process:
-            raise ConfigError(
-                "serve learn needs the engine in the server's process; omit no_one_process (--no-one-process)"
-            )
         unknown = set(self.no_learn_key) - set(self.api_key)
         if unknown:
             raise ConfigError("serve no_learn_key has a key that is no api_key; give it as api_key too")

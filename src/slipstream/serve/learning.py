@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,49 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.errors import ConfigError, LearnError
+from slipstream.errors import ConfigError
+from slipstream.learn.facts import LearnFacts
 from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.session import LearnFacts, LearnSession, SessionSettings
+from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
-
-logger = logging.getLogger(__name__)
+from slipstream.serve.process.remote import RemoteEngine
 
 FLOOR = "floor"
+
+
+def privacy_rules(config: ServeConfig) -> PrivacyRules:
+    """Of whom nothing is kept. With API keys a tenant is that user of every key."""
+    users = config.no_learn_tenant
+    return PrivacyRules.of(
+        denied=[
+            *users,
+            *(f"{digest(key)}/{user}" for key in config.api_key for user in users),
+            *map(digest, config.no_learn_key),
+        ]
+    )
 
 
 class Learning(Collector):
     """The session of a server with `--learn`, or why there is none: then the server serves all the same."""
 
     def __init__(self, engine: object, config: ServeConfig) -> None:
-        """Raises `ConfigError` where the engine is in another process."""
-        if not isinstance(engine, AsyncEngine):
-            raise ConfigError("serve learn needs the engine in the server's process")
-        assert config.learn is not None
-        denied = [*config.no_learn_tenant, *map(digest, config.no_learn_key)]
+        """Around the engine of an `AsyncEngine`, or for one that learns in another process and tells its `learn_facts`.
+
+        Raises `ConfigError` for any other.
+        """
         self._session: LearnSession | None = None
-        self._fault = ""
         self._shown: dict[AlarmKind, str] = {}
-        settings = SessionSettings(Path(config.learn), config.learn_bytes, PrivacyRules.of(denied=denied))
-        try:
-            self._session = LearnSession(engine, settings)
-        except LearnError as error:
-            self._fault = f"nothing is learned: {error}"
-            logger.warning("%s; serving goes on", self._fault)
+        self._facts: Callable[[], LearnFacts]
+        assert config.learn is not None
+        if isinstance(engine, AsyncEngine):
+            settings = SessionSettings(Path(config.learn), config.learn_bytes, privacy_rules(config))
+            self._session, self._facts = begin_learning(engine, settings)
+        elif isinstance(engine, RemoteEngine):
+            self._facts = engine.learn_facts
+        else:
+            raise ConfigError("serve learn needs an engine of slipstream serve")
 
     def close(self) -> None:
         """End the learner; what was captured is kept."""
@@ -50,9 +62,7 @@ class Learning(Collector):
     @property
     def facts(self) -> LearnFacts:
         """What happened so far."""
-        if self._session is None:
-            return LearnFacts(faults={AlarmKind.LEARNING_FAILED: self._fault})
-        return self._session.facts()
+        return self._facts()
 
     def raise_alarms(self, alarms: Alarms) -> None:
         """Raise and clear what changed since the last call, so that an alarm that was acknowledged stays so."""
@@ -82,6 +92,8 @@ class Learning(Collector):
             "learner_rested_s": facts.learner_rested_s,
             "rests": facts.rests,
             "capture_s": 0.0 if facts.capture is None else facts.capture.capture_s,
+            "reduce_s": 0.0 if facts.capture is None else facts.capture.reduce_s,
+            "num_skipped": {} if facts.capture is None else dict(facts.capture.num_skipped),
             "events": [
                 {key: event.get(key) for key in ("time_s", "event", "version", "why")}
                 for event in facts.events
@@ -123,6 +135,17 @@ class Learning(Collector):
             "Time that keeping answers took the engine.",
             0.0 if captured is None else captured.capture_s,
         )
+        yield CounterMetricFamily(
+            "learn_capture_thread_seconds",
+            "Processor time of the thread that writes answers down.",
+            0.0 if captured is None else captured.reduce_s,
+        )
+        skipped = CounterMetricFamily(
+            "learn_answers_skipped", "Answers that were not kept, by reason.", labels=("reason",)
+        )
+        for reason, num in ({} if captured is None else captured.num_skipped).items():
+            skipped.add_metric([reason], num)
+        yield skipped
         yield GaugeMetricFamily(
             "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
         )

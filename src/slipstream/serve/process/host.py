@@ -7,15 +7,20 @@ import logging
 import queue
 import selectors
 import socket
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
+from typing import TypeVar
 
 from slipstream.core import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
-from slipstream.errors import ProtocolError, RequestError
+from slipstream.errors import EngineStoppedError, ProtocolError, RequestError
+from slipstream.learn.facts import LearnFacts
 from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.step import StepReport
 from slipstream.sampling.grammars.grammar import Grammar
@@ -40,6 +45,8 @@ from slipstream.serve.process.protocol import (
 )
 from slipstream.serve.process.values import error_out, params_in, update_out
 from slipstream.text.prompts import EncodedPrompt
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +85,14 @@ class _Made:
     urgent: bool = False
 
 
+class _Phase(Enum):
+    """Of `EngineHost.run`."""
+
+    BEFORE = auto()
+    RUNS = auto()
+    ENDED = auto()
+
+
 class _ServerLeftError(Exception):
     """The server's process has closed the stream, or ended."""
 
@@ -104,6 +119,11 @@ class EngineHost:
         self._names: dict[int, str] = {}
         """Engine's request id by the server's number."""
         self._compiled: queue.SimpleQueue[_Served] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._phase_lock = threading.Lock()
+        self._phase = _Phase.BEFORE
+        self.learn_facts: Callable[[], LearnFacts] | None = None
+        """What the drafter has learned, where it does."""
         self._waker, self._wakes = socket.socketpair()
         self._waker.setblocking(
             False
@@ -124,6 +144,8 @@ class EngineHost:
 
     def run(self) -> None:
         """Serve until the server closes or is gone. Raises what the engine raises, after it has told the server."""
+        with self._phase_lock:
+            self._phase = _Phase.RUNS
         try:
             while True:
                 self._receive()
@@ -138,6 +160,35 @@ class EngineHost:
             raise
         finally:
             self._drop()
+
+    @property
+    def engine(self) -> Engine:
+        """What is served."""
+        return self._engine
+
+    def between_steps(self, change: Callable[[Engine], T]) -> T:
+        """What `change` returns, called with the engine between two steps; waits, so never in the thread of `run`.
+
+        Before `run` it is called at once. Raises `EngineStoppedError` after it, and what `change` raises.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if self._phase is _Phase.ENDED:
+                answer.set_exception(EngineStoppedError("the engine has stopped: its server has left"))
+                return
+            try:
+                answer.set_result(change(self._engine))
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._phase_lock:
+            if self._phase is _Phase.RUNS:
+                self._changes.put(run)
+                self._wake()
+            else:
+                run()
+        return answer.result()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -156,6 +207,8 @@ class EngineHost:
                     self._take(read_to_engine(body))
             while not self._compiled.empty():
                 self._add_compiled(self._compiled.get())
+            while not self._changes.empty():
+                self._changes.get()()
             if self._engine.has_unfinished and not self._outbox.is_full:
                 return
 
@@ -188,7 +241,9 @@ class EngineHost:
             case CancelRequest():
                 self._cancel(message)
             case Read():
-                self._write(State(message.number, self._engine.stats(), self._engine.control_report()))
+                learned = None if self.learn_facts is None else self.learn_facts()
+                stats, report = self._engine.stats(), self._engine.control_report()
+                self._write(State(message.number, stats, report, learned))
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not expected here")
 
@@ -213,6 +268,9 @@ class EngineHost:
     def _on_compiled(self, served: _Served) -> None:
         """Called in the compiling thread, or in this one where the grammar was there."""
         self._compiled.put(served)
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed, or full of wake-ups
             self._waker.send(b"1")
 
@@ -353,6 +411,10 @@ class EngineHost:
 
     def _drop(self) -> None:
         """Drop what nobody reads any more."""
+        with self._phase_lock:
+            self._phase = _Phase.ENDED
+        while not self._changes.empty():
+            self._changes.get()()
         self._engine.on_step = self._engine.on_observe = None
         for name in list(self._served):
             try:

@@ -19,13 +19,14 @@ import msgspec
 from slipstream.control.types import ControlReport
 from slipstream.core import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
 from slipstream.errors import ProtocolError
+from slipstream.learn.facts import LearnFacts
 from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
 from slipstream.serve.facts import EngineFacts
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 256 * 2**20
 """The largest message; a longer one is not from a Slipstream."""
 _LENGTH_BYTES = 4
@@ -46,6 +47,15 @@ class Hello(EngineMessage, tag="hello", frozen=True):
 # --- from the server to the engine ------------------------------------------------------------------------------------
 
 
+class LoadLearning(msgspec.Struct, frozen=True, array_like=True):
+    """What is told to an engine whose drafter learns; `speculative` is then that of `versions`."""
+
+    folder: str
+    max_bytes: int
+    denied: list[str]
+    """Tenants of whom nothing is kept, and accounts."""
+
+
 class Load(EngineMessage, tag="load", frozen=True):
     """Load this engine; answered with `Loaded` or `Failed`."""
 
@@ -61,6 +71,8 @@ class Load(EngineMessage, tag="load", frozen=True):
     """Updates that come within this time may be sent as one; first and last ones are not held back."""
     log_level: str
     log_format: str
+    learn: LoadLearning | None = None
+    """Where the drafter goes on learning from what is served, if it does."""
 
 
 class Submit(EngineMessage, tag="submit", frozen=True):
@@ -170,6 +182,7 @@ class State(EngineMessage, tag="state", frozen=True):
     number: int
     stats: EngineStats
     report: ControlReport
+    learning: LearnFacts | None = None
 
 
 class Stopped(EngineMessage, tag="stopped", frozen=True):

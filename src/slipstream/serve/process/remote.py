@@ -22,6 +22,7 @@ from slipstream.engine.mailbox import Put
 from slipstream.engine.outputs import Update
 from slipstream.engine.requests import request_seeds
 from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
+from slipstream.learn.facts import LearnFacts
 from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
@@ -102,6 +103,7 @@ class RemoteEngine(EngineClient):
         self._reads: dict[int, asyncio.Future[State]] = {}
         self._on_step: OnStep = lambda step, rows: None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._learn_facts = LearnFacts()
         self._use(link)
 
     # --- as `ServedEngine` --------------------------------------------------------------------------------------
@@ -118,9 +120,14 @@ class RemoteEngine(EngineClient):
         """
         self._on_step = on_step
 
+    def learn_facts(self) -> LearnFacts:
+        """What the drafter had learned when the engine was last read."""
+        return self._learn_facts
+
     async def read(self, take: Take[T]) -> T:
         """As in `ServedEngine`; `take` is called in the event loop."""
         state = await self._state()
+        self._learn_facts = state.learning or LearnFacts()
         return take(state.stats, state.report)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
@@ -12,8 +13,9 @@ from slipstream.engine.factory import engine_config
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.learning import privacy_rules
 from slipstream.serve.process.launch import as_loaded, start_engine
-from slipstream.serve.process.protocol import Load
+from slipstream.serve.process.protocol import Load, LoadLearning
 from slipstream.serve.process.remote import RemoteEngine
 from slipstream.serve.process.spawn import SpawnedEngine
 
@@ -66,4 +68,14 @@ def load_message(
         server.stream_interval_s,
         server.log_level,
         server.log_format,
+        learning_message(server),
+    )
+
+
+def learning_message(server: ServeConfig) -> LoadLearning | None:
+    """What the engine's process is told of learning."""
+    if server.learn is None:
+        return None
+    return LoadLearning(
+        str(Path(server.learn).resolve()), server.learn_bytes, sorted(privacy_rules(server).denied)
     )

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 
 from slipstream import __version__
 from slipstream.config import SpeculativeConfig
@@ -19,6 +20,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ProtocolError, SlipstreamError
 from slipstream.labels import engine_labels
+from slipstream.learn.privacy import PrivacyRules
+from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.serve import logs
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.facts import EngineFacts
@@ -31,6 +34,7 @@ from slipstream.serve.process.protocol import (
     Hello,
     Load,
     Loaded,
+    LoadLearning,
     check_version,
     frame,
     read_to_engine,
@@ -60,11 +64,22 @@ def main() -> None:
         sys.exit(1)
     sock.sendall(frame(Loaded(EngineFacts.of(engine))))
     host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
+    session = None if load.learn is None else _learn(host, load.learn)
     try:
         host.run()
     except BaseException:
         logger.exception("the engine failed; every request under way ends with an error")
         sys.exit(1)
+    finally:
+        if session is not None:
+            session.close()
+
+
+def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | None:
+    """Have the drafter learn; where it cannot, the server is told and the engine serves all the same."""
+    settings = SessionSettings(Path(load.folder), load.max_bytes, PrivacyRules.of(denied=load.denied))
+    session, host.learn_facts = begin_learning(host, settings)
+    return session
 
 
 def _greet(sock: socket.socket, frames: Frames) -> Load | None:

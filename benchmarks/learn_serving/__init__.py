@@ -1,0 +1,1 @@
+"""The bars of a server that learns that need the server: text, memory, crashes, rollbacks, latency, privacy."""

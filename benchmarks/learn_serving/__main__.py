@@ -1,0 +1,78 @@
+"""What a server that learns must hold while it serves.
+
+    python -m benchmarks.learn_serving [PART ...] [--quick]
+
+answers   10,000 answers while versions are promoted, rolled back, damaged and forgotten: each is the one without
+          speculation, memory is flat, and nothing of those who opted out is in any file
+kills     server and learner are killed at 100 random instants: nothing that was seen is lost, each restart serves
+broken    promoted versions that break are rolled back within 200 requests, with an alarm
+latency   p95 of requests at half load, in turns with a server that does not learn; at full load the learner rests
+
+The embedded pair; the floor is its draft with noise, so that learning has something to gain. All parts but `latency`
+count and time nothing, so they may run beside others. A part that has ended is kept until all that were asked for have.
+Writes docs/benchmarks/learn_serving.json and the page beside it, each part its own section; with --quick a tenth of
+the requests, to learn_serving_quick.json and no page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import Kept
+from benchmarks.learn_serving.answers import answers
+from benchmarks.learn_serving.broken import broken
+from benchmarks.learn_serving.kills import kills
+from benchmarks.learn_serving.load import latency
+from benchmarks.learn_serving.page import page
+from slipstream.provenance import provenance
+
+RESULT = Path(__file__).parent.parent.parent / "docs/benchmarks/learn_serving.json"
+PARTS = ("answers", "kills", "broken", "latency")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learn_serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all unless given")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=8, help="of latency")
+    parser.add_argument("--window", type=float, default=12.0, help="seconds of a round's turn, of latency")
+    options = parser.parse_args()
+    parts = options.parts or PARTS
+    part = 10 if options.quick else 1
+    result = RESULT.with_name("learn_serving_quick.json") if options.quick else RESULT
+    kept = Kept(result, vars(options) | {"parts": list(parts)})
+    measures: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "answers": partial(answers, number=10_000 // part),
+        "kills": partial(kills, number=100 // part, seed=options.seed),
+        "broken": partial(broken, tries=10 // min(part, 5)),
+        "latency": partial(latency, rounds=options.rounds, window_s=options.window, seed=options.seed),
+    }
+    found = json.loads(result.read_text()) if result.exists() else {}
+    for name in parts:
+        cell = kept.cell(name, partial(_in_a_place, measures[name]))
+        found[name] = {"provenance": provenance(), **cell}
+    kept.finish({name: found[name] for name in PARTS if name in found})
+    text = page(found)
+    if not options.quick:
+        result.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _in_a_place(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="learn-serving-", ignore_cleanup_errors=True) as place:
+        return measure(Path(place))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A draft that is worse than it need be, and versions of it: better ones, broken ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.segments import RingIdentity
+from slipstream.learn.state import StateFile
+from slipstream.learn.versions import Version, VersionStore
+
+FLOOR_NOISE = 0.35
+"""Of the floor's weights, in deviations of each matrix: a learner has something to gain."""
+BROKEN_NOISE = 1.0
+PROMISE = 0.3
+"""Speed over the floor that a version by hand is said to have."""
+
+
+def shaken(noise: float, seed: int) -> dict[str, torch.Tensor]:
+    """The embedded draft's weights with noise."""
+    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            one + noise * one.std() * torch.randn(one.shape, generator=rng) if one.ndim == 2 else one
+        ).half()
+        for name, one in learner.tensors(model).items()
+    }
+
+
+def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:
+    """The draft that a server is started with, as a folder; returns it."""
+    if not folder.exists():
+        make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions()).checkpoint(shaken(noise, seed), folder)
+    return str(folder)
+
+
+def add_version(
+    folder: LearnFolder, identity: RingIdentity, noise: float, seed: int = 0, tenant: str | None = None
+) -> str:
+    """A version that is whole and promises to be faster, whatever its weights are; returns its id."""
+    version = Version(
+        learner="whole",
+        model_hash=identity.model_hash,
+        template_hash=identity.template_hash,
+        floor_hash="",
+        tenant=tenant,
+        figures={"judge": {"gain": PROMISE}},
+    )
+    in_use = StateFile(folder).read().in_use
+    return VersionStore(folder).add(version, shaken(noise, seed), in_use=in_use).id

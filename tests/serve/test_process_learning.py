@@ -1,0 +1,99 @@
+"""A drafter that learns in the engine's own process: captured there, steered by the folder, shown by the server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream import LLM, RequestOptions, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.config import SpeculativeConfig
+from slipstream.learn import by_hand
+from slipstream.learn.disk_ring import read_ring, ring_identity
+from slipstream.learn.facts import LearnFacts
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.versions import Version, VersionStore
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.learning import Learning
+from slipstream.serve.process.remote import RemoteEngine
+from slipstream.serve.process.start import make_remote_engine
+from slipstream.text.prompts import encode_chat
+
+TENANTS = ("acme", "quiet", "acme", "quiet", "other")
+
+
+def a_version(folder: LearnFolder) -> str:
+    """The draft itself as a version."""
+    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    tensors: dict[str, torch.Tensor] = {name: one.half() for name, one in learner.tensors(model).items()}
+    identity = ring_identity(folder)
+    assert identity is not None
+    version = Version("whole", identity.model_hash, identity.template_hash, floor_hash="")
+    return VersionStore(folder).add(version, tensors).id
+
+
+async def answers(engine: RemoteEngine, prompts: list[list[int]], first: int) -> list[Any]:
+    async def one(number: int) -> Any:
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=12)
+        options = RequestOptions(tenant=TENANTS[number % len(TENANTS)])
+        last = None
+        async for update in engine.stream(
+            prompts[number], params, request_id=f"r{first + number}", options=options
+        ):
+            last = update
+        assert last is not None
+        return last.output
+
+    return await asyncio.gather(*(one(number) for number in range(len(prompts))))
+
+
+async def until(engine: RemoteEngine, what: Any) -> LearnFacts:
+    for _ in range(200):
+        await engine.read(lambda stats, report: None)
+        facts = engine.learn_facts()
+        if what(facts):
+            return facts
+        await asyncio.sleep(0.05)
+    raise AssertionError(facts)
+
+
+def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path: Path) -> None:
+    folder = LearnFolder(tmp_path / "learn")
+    config = ServeConfig(learn=str(folder.path), no_learn_tenant=["quiet"], one_process=False)
+    floor = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+    speculative = SpeculativeConfig.from_mapping({"method": "versions", "drafter": floor})
+    engine = make_remote_engine(None, speculative, {"kv_cache_bytes": 48 * 2**20}, config)
+    learning = Learning(engine, config)
+    prompts = [encode_chat(plain.engine.tokenizer, row["messages"][:1]) for row in sample_prompts()[:5]]
+    expected = plain.generate(
+        prompts, [SamplingParams(temperature=0.8, seed=number, max_tokens=12) for number in range(5)]
+    )
+
+    async def ask() -> None:
+        found = await answers(engine, prompts, 0)
+        facts = await until(
+            engine, lambda facts: facts.capture is not None and facts.capture.num_records == 3
+        )
+        assert facts.serving == ""
+        version = a_version(folder)
+        by_hand.promote(folder, version)
+        await until(engine, lambda facts: facts.serving == version)
+        for _ in range(4):  # one in two is the floor's while nothing is known of a version
+            found += await answers(engine, prompts, len(found))
+        assert learning.as_json()["serving"] == version
+        assert {one.metrics.draft_version for one in found} == {"", version}
+        for number, output in enumerate(found):
+            assert output.outputs[0].token_ids == expected[number % 5].outputs[0].token_ids
+
+    try:
+        asyncio.run(ask())
+    finally:
+        learning.close()
+        engine.close()
+    assert {record.tenant for record in read_ring(folder)} == {"acme", "other"}
