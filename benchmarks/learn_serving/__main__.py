@@ -9,9 +9,9 @@ broken    promoted versions that break are rolled back within 200 requests, with
 latency   p95 of requests at half load, in turns with a server that does not learn; at full load the learner rests
 
 The embedded pair; the floor is its draft with noise, so that learning has something to gain. All parts but `latency`
-count and time nothing, so they may run beside others. A part that has ended is kept until all that were asked for have.
-Writes docs/benchmarks/learn_serving.json and the page beside it, each part its own section; with --quick a tenth of
-the requests, to learn_serving_quick.json and no page.
+count and time nothing, so they may run beside others. A part that has ended is in docs/benchmarks/learn_serving.json and
+on the page beside it; the same command at the same commit does not measure it again. With --quick it is a tenth of the
+requests, in learn_serving_quick.json and without a page.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Kept
+from benchmarks.kept import say, write_result
 from benchmarks.learn_serving.answers import answers
 from benchmarks.learn_serving.broken import broken
 from benchmarks.learn_serving.kills import kills
 from benchmarks.learn_serving.load import latency
 from benchmarks.learn_serving.page import page
-from slipstream.provenance import provenance
+from slipstream.provenance import commit, provenance
 
 RESULT = Path(__file__).parent.parent.parent / "docs/benchmarks/learn_serving.json"
 PARTS = ("answers", "kills", "broken", "latency")
@@ -48,25 +48,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="of latency")
     parser.add_argument("--window", type=float, default=12.0, help="seconds of a round's turn, of latency")
     options = parser.parse_args()
-    parts = options.parts or PARTS
     part = 10 if options.quick else 1
     result = RESULT.with_name("learn_serving_quick.json") if options.quick else RESULT
-    kept = Kept(result, vars(options) | {"parts": list(parts)})
+    settings = {name: value for name, value in vars(options).items() if name != "parts"}
     measures: dict[str, Callable[[Path], dict[str, Any]]] = {
         "answers": partial(answers, number=10_000 // part),
         "kills": partial(kills, number=100 // part, seed=options.seed),
         "broken": partial(broken, tries=10 // min(part, 5)),
         "latency": partial(latency, rounds=options.rounds, window_s=options.window, seed=options.seed),
     }
-    found = json.loads(result.read_text()) if result.exists() else {}
-    for name in parts:
-        cell = kept.cell(name, partial(_in_a_place, measures[name]))
-        found[name] = {"provenance": provenance(), **cell}
-    kept.finish({name: found[name] for name in PARTS if name in found})
-    text = page(found)
-    if not options.quick:
-        result.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    for name in options.parts or PARTS:
+        before = _read(result).get(name)
+        if before and before["settings"] == settings and before["provenance"]["commit"] == commit():
+            say(f"{name}: kept")
+            continue
+        say(f"{name} …")
+        measured = {"provenance": provenance(), "settings": settings, **_in_a_place(measures[name])}
+        found = {**_read(result), name: measured}
+        write_result(result, {one: found[one] for one in PARTS if one in found})
+        if not options.quick:
+            result.with_suffix(".md").write_text(page(found), encoding="utf-8")
+    print(page(_read(result)))
+
+
+def _read(result: Path) -> dict[str, Any]:
+    """The parts that are there: another run may have written one meanwhile."""
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    return found
 
 
 def _in_a_place(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
