@@ -9,9 +9,9 @@ broken    promoted versions that break are rolled back within 200 requests, with
 latency   p95 of requests at half load, in turns with a server that does not learn; at full load the learner rests
 
 The embedded pair; the floor is its draft with noise, so that learning has something to gain. All parts but `latency`
-count and time nothing, so they may run beside others. A part that has ended is in docs/benchmarks/learn_serving.json and
-on the page beside it; the same command at the same commit does not measure it again. With --quick it is a tenth of the
-requests, in learn_serving_quick.json and without a page.
+count and time nothing, so they may run beside others. A part that has ended is in docs/benchmarks/learn_serving.json
+and on the page beside it; the same command at the same commit does not measure it again. With --quick it is a tenth of
+the requests, in learn_serving_quick.json and without a page.
 """
 
 from __future__ import annotations

@@ -184,6 +184,8 @@ class Traffic:
                     group.create_task(work(client))
         except* httpx2.HTTPError:  # it was killed
             self._crashes.counts["connections lost"] += 1
+        except* RuntimeError as errors:
+            self._crashes.faults += map(str, errors.exceptions)
 
 
 async def _ask(server: Server, numbers: Any) -> list[Answered]:

@@ -141,7 +141,7 @@ class Capture:
 
     def observe(self, items: list[StepItem]) -> None:
         """Take note of a step; never raises, and never waits."""
-        began_s = time.perf_counter()
+        began_s, before_s = time.perf_counter(), time.thread_time()
         try:
             allowed = [item for item in items if self.rules.may_learn(item.sequence.options)]
             with self._lock:
@@ -156,10 +156,9 @@ class Capture:
                     self._hand_over()
         except Exception as error:  # serving goes on
             self._set_fault(f"capture failed: {type(error).__name__}: {error}")
-        took_s = time.perf_counter() - began_s
-        self._capture_s += took_s
         with self._lock:
-            self._used_s += took_s
+            self._capture_s += time.perf_counter() - began_s
+            self._used_s += time.thread_time() - before_s
 
     def _hand_over(self) -> None:
         """Give what was gathered to the capture's thread; the lock is held."""
