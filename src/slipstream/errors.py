@@ -15,6 +15,7 @@ SlipstreamError
 │   └── OverloadedError     a request that the replicas cannot take in time
 └── LearnError              what the drafter learns from or has learned cannot be used
     ├── CorruptRecordError      a record of a served answer that is not as it was written
+    ├── RecordTooLargeError     a served answer that is too large for the ring
     └── CorruptVersionError     a version of weights that is not as it was written
 """
 

@@ -17,9 +17,11 @@ from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
+from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.versions import Version, VersionStore
+from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.learning import Learning
+from slipstream.serve.learning import Learning, privacy_rules
 from slipstream.serve.process.remote import RemoteEngine
 from slipstream.serve.process.start import make_remote_engine
 from slipstream.text.prompts import encode_chat
@@ -97,3 +99,19 @@ def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path:
         learning.close()
         engine.close()
     assert {record.tenant for record in read_ring(folder)} == {"acme", "other"}
+
+
+def test_a_tenant_that_is_left_out_is_that_user_of_every_key() -> None:
+    config = ServeConfig(api_key=["one", "two"], no_learn_key=["two"], no_learn_tenant=["acme"])
+    rules = privacy_rules(config)
+    one, two = digest("one"), digest("two")
+    kept = [
+        tenant
+        for tenant in ("", "acme", f"{one}/", f"{one}/acme", f"{one}/ann", f"{two}/ann")
+        if may(rules, tenant)
+    ]
+    assert kept == ["", f"{one}/", f"{one}/ann"]
+
+
+def may(rules: PrivacyRules, tenant: str) -> bool:
+    return rules.may_learn(RequestOptions(tenant=tenant))
