@@ -16,12 +16,12 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core import EmittedTokens, RequestOptions
 from slipstream.errors import LearnError
 from slipstream.learn.capture import Capture
-from slipstream.learn.checked import top_of
+from slipstream.learn.checked import StepRows, reduced, top_of
 from slipstream.learn.disk_ring import DiskRing, read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import ServedRecord
+from slipstream.learn.records import CheckedRows, ServedRecord
 from slipstream.learn.ring import MIN_BYTES, MemoryRing, Ring
 from slipstream.reasoning.options import StepOptions
 from slipstream.text.prompts import encode_chat
@@ -286,31 +286,30 @@ def test_the_most_probable_tokens_of_any_vocabulary(vocab: int) -> None:
 def test_rows_of_others_are_not_held(llm: LLM, make: MakeCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step are one tensor: who holds a part of it holds all."""
     capture = make()
-    hold, held = capture._hold_rows, []
+    shared: list[bool] = []
 
-    def watched(noted: Any, work: Any) -> None:
-        before = len(work.rows)
-        hold(noted, work)
-        held.extend(rows.logits for _, rows in work.rows[before:])
+    def watched(steps: list[StepRows], *options: int) -> list[CheckedRows]:
+        held: dict[int, int] = {}
+        for step in steps:
+            place = step.logits.untyped_storage().data_ptr()
+            held[place] = held.get(place, 0) + step.logits.nbytes
+        for step in steps:
+            storage = step.logits.untyped_storage()
+            assert storage.nbytes() == held[storage.data_ptr()]
+            shared.append(storage.nbytes() > step.logits.nbytes)
+        return reduced(steps, *options)
 
-    monkeypatch.setattr(capture, "_hold_rows", watched)
+    monkeypatch.setattr("slipstream.learn.capture.reduced", watched)
     texts = [encoded(llm, text) for text in ("Say yes.", "What is 2 + 2?", "Name three rivers.")]
     llm.generate(texts, GREEDY, use_tqdm=False)
-    assert any(one.untyped_storage().nbytes() > one.nbytes for one in held), "nothing is copied needlessly"
-    held.clear()
-    options = [RequestOptions(learn=number != 1) for number in range(3)]
-    for text, given in zip(texts, options, strict=True):
-        llm.engine.add_request(f"held-{len(text)}", text, GREEDY, given)
+    assert capture.flush()
+    assert any(shared), "nothing is copied where all are kept"
+    for number, text in enumerate(texts):
+        llm.engine.add_request(f"held-{number}", text, GREEDY, RequestOptions(learn=number != 1))
     while llm.engine.has_unfinished:
         llm.engine.step()
-        together: dict[int, int] = {}
-        for one in held:
-            place = one.untyped_storage().data_ptr()
-            together[place] = together.get(place, 0) + one.nbytes
-        for one in held:
-            assert one.untyped_storage().nbytes() == together[one.untyped_storage().data_ptr()]
-        held.clear()
     assert capture.flush()
+    assert capture.facts().fault == ""
     assert capture.facts().num_records == 5
 
 

@@ -12,7 +12,7 @@ from learn_cases import some_record, some_tensors
 
 from slipstream.errors import CorruptVersionError, LearnError
 from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.folder import LearnFolder, sync_folder
 from slipstream.learn.forgetting import forget
 from slipstream.learn.forgotten import Forgotten
 from slipstream.learn.records import tenant_key
@@ -136,14 +136,13 @@ def test_forget_removes_a_version_that_is_being_written(
     folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, writes, goes_on = VersionStore(folder), threading.Event(), threading.Event()
-    write = VersionStore._write
 
-    def slowly(self: VersionStore, version: Version, data: bytes) -> None:
+    def slowly(path: Path) -> None:  # called before a version that was written beside is renamed
         writes.set()
         assert goes_on.wait(10)
-        write(self, version, data)
+        sync_folder(path)
 
-    monkeypatch.setattr(VersionStore, "_write", slowly)
+    monkeypatch.setattr("slipstream.learn.versions.sync_folder", slowly)
     writer = threading.Thread(target=store.add, args=(a_version(), some_tensors()))
     forgetter = threading.Thread(target=forget, args=(folder, "alpha"))
     writer.start()
