@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     part = 3 if args.quick else 1
-    before, after, held_out, steps = 360 // part, 1080 // part, 240 // part, 120 // part
+    before, after, held_out, steps = 180 // part, 600 // part, 480 // part, 120 // part
     settings = {name: str(value) for name, value in vars(args).items()}
     kept = Kept(RESULT.with_name("learn_quick.json") if args.quick else RESULT, settings)
     options = LearnerOptions(num_steps=steps, batch_rows=4 if args.quick else 8, row_length=256, depth=DEPTH)
