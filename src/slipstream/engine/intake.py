@@ -1,0 +1,218 @@
+"""Requests that come in: checked before any work, tokenized, and made into sequences with all that their steps need."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.config import EngineConfig
+from slipstream.core import DEFAULT_OPTIONS, EmittedTokens, RequestOptions, Sequence
+from slipstream.draft.base import Drafter
+from slipstream.engine.continuation import check_emitted, resume
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.reasoning import StepSpeculation
+from slipstream.engine.requests import (
+    Answer,
+    Request,
+    make_sequences,
+    reproduces,
+    request_options,
+    request_seeds,
+)
+from slipstream.engine.stopping import StopRules
+from slipstream.errors import ReasoningError, RequestError
+from slipstream.models import CausalLM
+from slipstream.reasoning.options import StepOptions
+from slipstream.sampling.grammars.compiler import GrammarCompiler
+from slipstream.sampling.grammars.grammar import Grammar
+from slipstream.sampling.noise import derive_seed
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
+from slipstream.sampling.structured import StructuredOutput
+from slipstream.text.expected import ExpectedText, PredictionEncoder
+from slipstream.text.prediction import Prediction
+from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request
+from slipstream.text.stream import NoText, TextStream
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are checked against: an engine's target, its drafters and its limits."""
+
+    config: EngineConfig
+    model: CausalLM
+    tokenizer: Any
+    drafter: Drafter
+    drafting: Drafting
+    reasoning: StepSpeculation | None
+    verifier_reproduces: bool
+    end_token_ids: frozenset[int]
+    max_model_len: int
+    """Tokens of a prompt and its answer."""
+    sampling_defaults: dict[str, Any]
+    """Names and values of `SamplingParams`."""
+
+
+class Intake:
+    """Makes requests of what callers ask, and gives each its seeds."""
+
+    def __init__(self, served: Served) -> None:
+        seed, vocab_size = served.config.seed, served.model.vocab_size
+        self._served = served
+        self._grammars = GrammarCompiler(served.tokenizer, vocab_size, served.end_token_ids)
+        self._predictions = PredictionEncoder(served.tokenizer, vocab_size, served.max_model_len)
+        self._seeds = request_seeds(seed)
+        self._nonces = request_seeds(None if seed is None else derive_seed(seed, 2**41))
+        self._ids = itertools.count()
+
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of a request without any, as a copy."""
+        return SamplingParams(**self._served.sampling_defaults)
+
+    def reproduces(self, params: SamplingParams, options: RequestOptions) -> bool:
+        """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
+        return reproduces(
+            self._served.verifier_reproduces, self._served.drafter.max_nodes() > 0, params, options
+        )
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: Prompt | EncodedPrompt,
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+        grammar: Grammar | None,
+        emitted: Seq[EmittedTokens],
+    ) -> tuple[Request, list[Answer]]:
+        """A request, and those of its answers that have not ended; see `Engine.add_request`."""
+        params = self.default_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+        params = params.clone()  # the caller may go on to change its own
+        options = request_options(options)
+        self._check(params, options, emitted)
+        if not isinstance(prompt, EncodedPrompt):
+            prompt = self.encode(prompt, params, options)
+        if grammar is None and (compiling := self.compile_grammar(params)) is not None:
+            grammar = compiling.result()
+        if emitted:
+            check_emitted(emitted, params, self._served.model.vocab_size)
+        sequences = self._sequences(request_id, prompt, params, options, grammar)
+        answers = [self._answer(sequence, prompt.bad_words) for sequence in sequences]
+        if emitted:
+            resume(answers, emitted)
+        unfinished = [answer for answer in answers if not answer.sequence.finished]
+        request = Request(request_id, prompt.text, sequences, time.perf_counter())
+        request.unfinished = len(unfinished)
+        return request, unfinished
+
+    def _check(self, params: SamplingParams, options: RequestOptions, emitted: Seq[EmittedTokens]) -> None:
+        """Raise `RequestError` for options that this engine does not have, or does not have together."""
+        methods = self._served.drafting.methods
+        if options.draft_method not in (None, *methods):
+            choice = " or ".join(map(repr, methods))
+            raise RequestError(f"draft_method must be {choice} on this engine, got {options.draft_method!r}")
+        if options.reasoning is None:
+            return
+        self._check_reasoning(options.reasoning, params)
+        if any(answer.token_ids for answer in emitted):
+            raise ReasoningError(
+                "an answer with drafted steps cannot be continued: whose its tokens are is not known; "
+                "leave out emitted, or reasoning"
+            )
+
+    def _check_reasoning(self, asked: StepOptions, params: SamplingParams) -> None:
+        """Raise `ReasoningError` where this engine drafts no steps for such a request."""
+        if not self._served.config.allow_lossy:
+            raise ReasoningError(
+                "reasoning may change the text, which this engine does not allow; start it with allow_lossy "
+                "(--allow-lossy), or leave reasoning out"
+            )
+        if self._served.reasoning is None:
+            raise ReasoningError(
+                "reasoning needs a draft that writes steps; start the engine with one, as reasoning in its "
+                "speculative_config (--reasoning-draft), or leave reasoning out"
+            )
+        self._served.reasoning.check(asked, params)
+
+    def _sequences(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: Grammar | None,
+    ) -> list[Sequence]:
+        served = self._served
+        seed = next(self._seeds) if params.seed is None else params.seed
+        leads = served.config.enable_prefix_caching
+        sequences = make_sequences(
+            request_id, prompt.token_ids, params, seed, options, self._ids, leads, prompt.expected
+        )
+        for sequence in sequences:
+            sequence.grammar = grammar and grammar.copy()
+            sequence.num_fast_tokens = served.model.num_fast_tokens(sequence.num_prompt_tokens)
+            sequence.metrics.reproducible = self.reproduces(params, options)
+            if options.max_draft_tokens != 0 and (
+                served.drafter.remembers()
+                or served.drafting.policy is not None
+                or sequence.expected is not None
+            ):
+                # Drafts may depend on an earlier answer, made with the same seed's random numbers.
+                sequence.nonce = next(self._nonces)
+        return sequences
+
+    def _answer(self, sequence: Sequence, bad_words: list[list[int]]) -> Answer:
+        served, params, prompt = self._served, sequence.params, sequence.token_ids
+        text = (TextStream if params.detokenize else NoText)(
+            served.tokenizer,
+            prompt,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+        )
+        stop_token_ids = self._stop_token_ids(params)
+        if sequence.grammar is not None and not stop_token_ids:
+            stop_token_ids = served.end_token_ids  # an answer under a grammar needs a token to end with
+        width = served.model.vocab_size
+        processor = LogitsProcessor(params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar)
+        stop = StopRules(sequence, text, processor, served.end_token_ids, served.max_model_len)
+        return Answer(sequence, processor, text, stop)
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """All tokens that end an answer."""
+        eos = frozenset[int]() if params.ignore_eos else self._served.end_token_ids
+        return eos | set(params.stop_token_ids)
+
+    def encode(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
+    ) -> EncodedPrompt:
+        """See `Engine.encode`."""
+        vocab_size = self._served.model.vocab_size
+        params.check_vocabulary(vocab_size)
+        encoded = encode_request(
+            self._served.tokenizer, prompt, params.bad_words, vocab_size, self._served.max_model_len
+        )
+        if options.prediction is None:
+            return encoded
+        return replace(encoded, expected=self.expected(options.prediction))
+
+    def expected(self, prediction: Prediction) -> ExpectedText:
+        """See `Engine.expected`."""
+        return self._predictions.encode(prediction)
+
+    def compile_grammar(
+        self, params: SamplingParams, tried_bytes: int | None = None
+    ) -> Future[Grammar] | None:
+        """See `Engine.compile_grammar`."""
+        if not isinstance(params.structured, StructuredOutput):
+            return None
+        return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes)
+
+    def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
+        """See `Engine.check_grammar`."""
+        return self._grammars.check(structured)
