@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks.kept import say
 from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
 from benchmarks.learn_serving.server import CLOSED_KEY, OPEN_KEY, SILENT, Server, ServerOptions
 from benchmarks.learn_serving.traffic import KEPT_WORDS, OUT_WORDS, Answered, answer_all, asked, open_client
+from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import LearnError
 from slipstream.learn import by_hand
@@ -32,8 +34,9 @@ from slipstream.models import load_tokenizer
 from slipstream.serve.auth import digest
 from slipstream.text.prompts import encode_chat
 
-AT_ONCE = 12
-"""Fewer than half of the places, so that the learner works beside."""
+AT_ONCE = 32
+"""Half of the places, so that the learner works beside."""
+CHUNK = 1000
 SAMPLE_EVERY = 100
 """Answers between two looks at the memory."""
 NUM_PARTS = 100
@@ -135,10 +138,9 @@ def answers(place: Path, number: int) -> dict[str, Any]:
     """The whole part; its server writes below `place`."""
     floor = make_floor(place / "floor")
     say(f"{number:,} answers without speculation …")
-    with Server(ServerOptions(""), place / "off") as server:
-        expected = asyncio.run(_plain(server, number))
+    expected = _plain(number)
     folder = LearnFolder(place / "home/learn")
-    options = ServerOptions(floor, str(folder.path), worker=WORKER)
+    options = ServerOptions(floor, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER)
     samples: list[dict[str, float]] = []
     began_s = time.monotonic()
     with Server(options, place / "home") as server:
@@ -146,7 +148,7 @@ def answers(place: Path, number: int) -> dict[str, Any]:
         metrics = _learned(server)
         running = looked_for(place / "home", folder, found)
     ended = looked_for(place / "home", folder, found)
-    differing = [n for n in range(number) if found[n].token_ids != expected[n].token_ids]
+    differing = [n for n in range(number) if found[n].token_ids != expected[n]]
     events = Counter(str(event["event"]) for event in EventLog(folder).read())
     versions = Counter(one.version or "floor" for one in found.values())
     return {
@@ -165,10 +167,22 @@ def answers(place: Path, number: int) -> dict[str, Any]:
     }
 
 
-async def _plain(server: Server, number: int) -> dict[int, Answered]:
-    found: dict[int, Answered] = {}
-    async with open_client(server.url) as client:
-        await answer_all(client, map(asked, range(number)), AT_ONCE, lambda one: _keep(found, one, number))
+def _plain(number: int) -> list[tuple[int, ...]]:
+    """The answers of an engine without speculation, in this process."""
+    engine = LLM(speculative_config={"method": "off"}, max_num_seqs=64, kv_cache_bytes=64 * MIB)
+    found: list[tuple[int, ...]] = []
+    for first in range(0, number, CHUNK):
+        wanted = [asked(one) for one in range(first, min(first + CHUNK, number))]
+        prompts = [
+            encode_chat(engine.engine.tokenizer, [{"role": "user", "content": one.message}]) for one in wanted
+        ]
+        params = [
+            SamplingParams(temperature=one.temperature, seed=one.number, max_tokens=one.max_tokens)
+            for one in wanted
+        ]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        found += [tuple(output.outputs[0].token_ids) for output in outputs]
+        say(f"  {len(found):,} of {number:,}")
     return found
 
 
@@ -184,18 +198,22 @@ async def _swapped(
 ) -> tuple[dict[int, Answered], Operator]:
     found: dict[int, Answered] = {}
     operator = Operator(folder)
-    acting: list[asyncio.Task[None]] = []
+    acting: list[Future[None]] = []
+    hand = ThreadPoolExecutor(1)
+    """One act after another."""
 
     def on_answer(one: Answered) -> None:
         _keep(found, one, number)
         if len(found) % SAMPLE_EVERY == 0:
             samples.append(_sample(server, len(found)))
         if len(found) % max(number // NUM_PARTS, 1) == 0:
-            acting.append(asyncio.create_task(asyncio.to_thread(operator.act)))
+            acting.append(hand.submit(operator.act))
 
     async with open_client(server.url) as client:
         await answer_all(client, map(asked, range(number)), AT_ONCE, on_answer)
-    await asyncio.gather(*acting)
+    for act in acting:
+        act.result()
+    hand.shutdown()
     return found, operator
 
 

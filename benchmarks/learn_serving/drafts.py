@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,15 +24,20 @@ PROMISE = 0.3
 
 def shaken(noise: float, seed: int) -> dict[str, torch.Tensor]:
     """The embedded draft's weights with noise."""
-    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
-    model, _ = learner.begin(None)
     rng = torch.Generator().manual_seed(seed)
     return {
         name: (
             one + noise * one.std() * torch.randn(one.shape, generator=rng) if one.ndim == 2 else one
         ).half()
-        for name, one in learner.tensors(model).items()
+        for name, one in _weights().items()
     }
+
+
+@cache
+def _weights() -> dict[str, torch.Tensor]:
+    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    return learner.tensors(model)
 
 
 def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:

@@ -39,7 +39,7 @@ def _answers(part: Mapping[str, Any]) -> list[str]:
     return [
         "## Answers, memory, privacy",
         "",
-        f"{part['answers']:,} answers of {part['tokens']:,} tokens, twelve at a time, greedy and at 0.8, while an",
+        f"{part['answers']:,} answers of {part['tokens']:,} tokens, 32 at a time, greedy and at 0.8, while an",
         "operator promotes, damages, rolls back and forgets versions and the server does so by itself. Three of ten",
         "requests opt out: by `learn: false`, as a tenant, by an API key.",
         "",

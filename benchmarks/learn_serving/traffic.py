@@ -14,7 +14,7 @@ import httpx2
 from benchmarks.learn_serving.server import CLOSED_KEY, OPEN_KEY, SILENT
 from slipstream.assets import sample_prompts
 
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 100
 """Of a prompt."""
 OUT_WORDS = "crimson walrus orchestrates seventeen lanterns"
 """In each prompt of those who are not learned from."""
