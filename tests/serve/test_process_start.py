@@ -35,7 +35,7 @@ def test_a_process_that_is_killed_while_it_loads_is_a_line() -> None:
     with mine, pytest.raises(EngineStoppedError) as error:
         greet(mine, load, process)
     assert str(error.value) == (
-        "the engine's process was ended by signal 9 (SIGKILL, as when memory runs short) before the engine was loaded"
+        "the engine's process was ended by signal 9 (SIGKILL) before the engine was loaded; is there memory for it?"
     )
 
 

@@ -63,9 +63,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
     if code >= 0:
         return f"ended with status {code}"
-    name = signal.Signals(-code).name
-    memory = ", as when memory runs short" if -code == signal.SIGKILL else ""
-    return f"was ended by signal {-code} ({name}{memory})"
+    return f"was ended by signal {-code} ({signal.Signals(-code).name})"
 
 
 def start_engine(load: Load, spawned: SpawnedEngine | None = None) -> EngineLink:
@@ -105,7 +103,8 @@ def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | No
                 data = b""
             if not data:
                 why = "closed the stream" if process is None else _end_of(process)
-                raise EngineStoppedError(f"the engine's process {why} before the engine was loaded")
+                memory = "; is there memory for it?" if "SIGKILL" in why else ""
+                raise EngineStoppedError(f"the engine's process {why} before the engine was loaded{memory}")
             bodies.extend(frames.add(data))
         message = read_from_engine(bodies.popleft())
         if isinstance(message, Failed):
