@@ -16,7 +16,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ from slipstream.provenance import provenance
 NUM_TOKENS = 32
 PROMPT_TOKENS = 96
 WARM_PAIRS = 5
+BLOCK = 10
+"""Rounds that are kept together where the run is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,14 @@ async def routed_stream(routed: RoutedEngine, prompt: Seq[int], tenant: str) -> 
     return Timed(token_ids, first_s, time.perf_counter() - started_s)
 
 
-async def measure(num_streams: int, num_pairs: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """So many pairs, so many streams at once."""
-    rng = random.Random(num_streams)
+async def measure(
+    num_streams: int, num_pairs: int, model: str, options: dict[str, Any], kept: Kept
+) -> dict[str, Any]:
+    """So many pairs, so many streams at once; each block of rounds is kept as it ends."""
+    num_rounds = max(num_pairs // num_streams, 2)
+    blocks = [range(first, min(first + BLOCK, num_rounds)) for first in range(0, num_rounds, BLOCK)]
+    names = {block: f"{num_streams} streams, rounds {block[0] + 1} to {block[-1] + 1}" for block in blocks}
+    left = [block for block in blocks if not kept.has(names[block])]
     async with pinned_replicas(1, model, options) as replicas:
         relay = Relay(Router(), replicas.secret)
         routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
@@ -107,29 +114,37 @@ async def measure(num_streams: int, num_pairs: int, model: str, options: dict[st
         direct = DirectClient(connection)
         while not relay.router.fleet.num_ready:
             await asyncio.sleep(0.01)
-        pairs: list[tuple[Timed, Timed]] = []
-        num_rounds = max(num_pairs // num_streams, 2)
-        for number in range(-WARM_PAIRS, num_rounds):
-            asked = prompts(num_streams, PROMPT_TOKENS, rng)
-
-            async def run(is_routed: bool, round_: int = number, asked: Seq[Seq[int]] = asked) -> list[Timed]:
-                tenants = [f"{is_routed} {round_} {index}" for index in range(num_streams)]
-                if is_routed:
-                    streams = [routed_stream(routed, *each) for each in zip(asked, tenants, strict=True)]
-                else:
-                    streams = [direct.stream(*each) for each in zip(asked, tenants, strict=True)]
-                return await asyncio.gather(*streams)
-
-            order = (True, False) if number % 2 else (False, True)
-            found = {is_routed: await run(is_routed) for is_routed in order}
-            if number >= 0:
-                pairs += zip(found[False], found[True], strict=True)
-            if number >= 0 and number % 20 == 19:
-                say(f"  {number + 1} of {num_rounds} rounds")
+        for block in [range(-WARM_PAIRS, 0), *left] if left else []:
+            pairs: list[tuple[Timed, Timed]] = []
+            for number in block:
+                pairs += await one_round(direct, routed, num_streams, number)
+            if block in names:
+                kept.put(names[block], [[asdict(one) for one in pair] for pair in pairs])
+                say(f"  {names[block]} of {num_rounds}")
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         await connection.close()
-    return compared(pairs)
+    stored = [pair for block in blocks for pair in kept.get(names[block])]
+    return compared([(Timed(**direct), Timed(**routed)) for direct, routed in stored])
+
+
+async def one_round(
+    direct: DirectClient, routed: RoutedEngine, num_streams: int, number: int
+) -> list[tuple[Timed, Timed]]:
+    """So many pairs at once: directly and routed, each of the two first in turns."""
+    asked = prompts(num_streams, PROMPT_TOKENS, random.Random(f"{num_streams} {number}"))
+
+    async def run(is_routed: bool) -> list[Timed]:
+        tenants = [f"{is_routed} {number} {index}" for index in range(num_streams)]
+        if is_routed:
+            streams = [routed_stream(routed, *each) for each in zip(asked, tenants, strict=True)]
+        else:
+            streams = [direct.stream(*each) for each in zip(asked, tenants, strict=True)]
+        return await asyncio.gather(*streams)
+
+    order = (True, False) if number % 2 else (False, True)
+    found = {is_routed: await run(is_routed) for is_routed in order}
+    return list(zip(found[False], found[True], strict=True))
 
 
 def compared(pairs: Seq[tuple[Timed, Timed]]) -> dict[str, Any]:
@@ -166,7 +181,7 @@ def main() -> None:
         for num in options.streams:
 
             def one(num: int = num) -> dict[str, Any]:
-                return asyncio.run(measure(num, options.pairs, model, engine))
+                return asyncio.run(measure(num, options.pairs, model, engine, kept))
 
             cells[str(num)] = kept.cell(f"{num} streams", one)
     kept.finish({"provenance": provenance(), **settings, "cells": cells})

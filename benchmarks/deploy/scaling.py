@@ -69,9 +69,10 @@ async def first_of(replicas: LocalReplicas, num: int) -> list[Address]:
     return (await replicas.discover())[:num]
 
 
-async def measure(num_rounds: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All rounds; what came out."""
-    rng, tokenizer = random.Random(1), load_tokenizer(EMBEDDED_TARGET)
+async def measure(num_rounds: int, model: str, options: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    """All rounds, each of which is kept as it ends; what came out."""
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    left = [round_ for round_ in range(num_rounds) if not kept.has(f"round {round_ + 1}")]
     async with pinned_replicas(2, model, options) as replicas:
         relays = {num: Relay(Router(), replicas.secret) for num in (1, 2)}
         keeping = [
@@ -79,27 +80,26 @@ async def measure(num_rounds: int, model: str, options: dict[str, Any]) -> dict[
         ]
         while any(relay.router.fleet.num_ready < num for num, relay in relays.items()):
             await asyncio.sleep(0.01)
-        speeds: dict[int, list[float]] = {1: [], 2: []}
-        for round_ in range(-1, num_rounds):
+        for round_ in [-1, *left] if left else []:
+            speeds = {}
             for num in (1, 2) if round_ % 2 else (2, 1):
-                asked = prompts(NUM_REQUESTS, PROMPT_TOKENS, rng)
-                speed = await tokens_per_s(RoutedEngine(relays[num], tokenizer), asked, f"{num} {round_}")
-                if round_ >= 0:
-                    speeds[num].append(speed)
+                asked = prompts(NUM_REQUESTS, PROMPT_TOKENS, random.Random(f"{num} {round_}"))
+                routed = RoutedEngine(relays[num], tokenizer)
+                speeds[num] = await tokens_per_s(routed, asked, f"{num} {round_}")
             if round_ >= 0:
-                say(
-                    f"  round {round_ + 1} of {num_rounds}: {speeds[1][-1]:.0f} and {speeds[2][-1]:.0f} tokens/s"
-                )
+                kept.put(f"round {round_ + 1}", [speeds[1], speeds[2]])
+                say(f"  round {round_ + 1} of {num_rounds}: {speeds[1]:.0f} and {speeds[2]:.0f} tokens/s")
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
+    rounds = [kept.get(f"round {round_ + 1}") for round_ in range(num_rounds)]
     return {
         "rounds": num_rounds,
         "requests": NUM_REQUESTS,
         "front_has_a_core": len(os.sched_getaffinity(0)) > 2,
-        "one_tokens_per_s": median(speeds[1]),
-        "two_tokens_per_s": median(speeds[2]),
-        "two_over_one": median([two / one for one, two in zip(speeds[1], speeds[2], strict=True)]),
+        "one_tokens_per_s": median([one for one, _ in rounds]),
+        "two_tokens_per_s": median([two for _, two in rounds]),
+        "two_over_one": median([two / one for one, two in rounds]),
     }
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     settings = {"rounds": options.rounds, **asked}
     kept = Kept(options.out, settings)
     with target(options.expand) as model:
-        cell = kept.cell("two over one", lambda: asyncio.run(measure(options.rounds, model, engine)))
+        cell = kept.cell("two over one", lambda: asyncio.run(measure(options.rounds, model, engine, kept)))
     kept.finish({"provenance": provenance(), **settings, "cell": cell})
     say(f"two over one: {cell}")
     if options.out.parent == FOLDER:
