@@ -68,7 +68,15 @@ def test_two_replicas_one_of_which_is_killed_under_way() -> None:
             assert text == lone
             assert client.get("/replicas/data").json()["counts"]["moved"] >= 1
             assert "slipstream_fleet_replica_up" in client.get("/metrics").text
-        assert any("Replica" in line for line in cluster.states("tested"))
+        said = cluster.standing("tested").lines(cluster.address())
+        assert said[:2] == ["tested serves", f"  address: {url}"]
+        assert "  HTTP fronts: 1 ready" in said
+        with pytest.raises(DeployError, match=r"listens at 127\.0\.0\.1:\d+ for all applications"):
+            cluster.check_address(None, 1)
+        with pytest.raises(
+            DeployError, match="nothing was changed on the cluster: '/nowhere' is not a folder"
+        ):
+            cluster.check(DeploySettings(model="/nowhere"))
         with pytest.raises(DeployError, match="no application 'another'"):
             cluster.stop("another")
         cluster.stop("tested")

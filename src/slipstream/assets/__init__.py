@@ -11,6 +11,12 @@ _PAIR = Path(__file__).parent / "pair"
 EMBEDDED_TARGET = str(_PAIR / "target")
 EMBEDDED_DRAFT = str(_PAIR / "draft")
 EMBEDDED_EAGLE3 = str(_PAIR / "eagle3")
+EMBEDDED = "embedded"
+"""The embedded target, or its own drafter, where a model is named."""
+EMBEDDED_NAME = "embedded-pair"
+"""The embedded target's name for clients of a server."""
+EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
+"""Method to the embedded target's own drafter."""
 
 
 def sample_prompts() -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.assets import EMBEDDED_NAME
 from slipstream.cli.flags.flags import FlagSet, Values, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
@@ -84,7 +85,7 @@ def serve(
     logs.take_over_transformers()
     served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
-        app = create_app(served, server_config, model or "embedded-pair")
+        app = create_app(served, server_config, model or EMBEDDED_NAME)
         DrainingServer(app).run(sockets=[bound])
     finally:
         served.close()

@@ -31,10 +31,13 @@ from slipstream.deploy.directory import Directory
 from slipstream.deploy.process import ReplicaDescription, start_replica
 from slipstream.deploy.settings import DeploySettings
 from slipstream.engine.async_engine import AsyncEngine
+from slipstream.serve.config import ServeConfig
 
 logger = logging.getLogger("ray.serve")
 
 NAMESPACE = "slipstream"
+MIN_LOOK_BACK_S, MAX_LOOK_BACK_S = 2.0, 30.0
+"""Autoscaling goes by means over the time for which more replicas must be wanted, within these bounds."""
 
 
 class ClusterDirectory:
@@ -59,12 +62,17 @@ class Replica:
         self._id = str(context.replica_id.unique_id)
         self._settings = settings
         self._directory = ClusterDirectory(context.app_name)
-        options = {"num_threads": max(int(settings.num_cpus), 1), **settings.engine}
         self._engine = await asyncio.to_thread(
-            AsyncEngine, settings.model, speculative_config=settings.speculative_config, **options
+            AsyncEngine,
+            settings.target,
+            speculative_config=settings.speculation,
+            **settings.engine_options,
         )
         described = ReplicaDescription(
-            id=self._id, secret=await self._directory.ask("secret"), host=ray.util.get_node_ip_address()
+            id=self._id,
+            secret=await self._directory.ask("secret"),
+            host=ray.util.get_node_ip_address(),
+            generation=settings.generation,
         )
         self._server, *self._address = await start_replica(self._engine, described)
         await self.check_health()
@@ -110,8 +118,10 @@ def build(args: Mapping[str, Any]) -> Application:
         name="Front",
         num_replicas=settings.num_fronts,
         max_ongoing_requests=100_000,  # the router bounds and answers what waits
-        ray_actor_options={"num_cpus": 0.5},
-        graceful_shutdown_timeout_s=settings.drain_s + 10.0,
+        ray_actor_options={
+            "num_cpus": 0
+        },  # it waits for replicas; a core of its own would be one less for them
+        graceful_shutdown_timeout_s=_longest_answer_s(settings) + 10.0,  # an update lets its streams end
     )
     return front.bind(replica.bind(settings))
 
@@ -119,11 +129,16 @@ def build(args: Mapping[str, Any]) -> Application:
 def _number_of(settings: DeploySettings) -> dict[str, Any]:
     if settings.max_replicas is None:
         return {"num_replicas": settings.num_replicas}
+    look_back_s = min(max(settings.upscale_delay_s, MIN_LOOK_BACK_S), MAX_LOOK_BACK_S)
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=settings.min_replicas or 1,
             initial_replicas=settings.num_replicas,
             max_replicas=settings.max_replicas,
+            upscale_delay_s=settings.upscale_delay_s,
+            downscale_delay_s=settings.downscale_delay_s,
+            look_back_period_s=look_back_s,
+            metrics_interval_s=look_back_s / 4,
             policy=AutoscalingPolicy(
                 policy_function=autoscaling.ScalingPolicy,
                 policy_kwargs={
@@ -134,6 +149,10 @@ def _number_of(settings: DeploySettings) -> dict[str, Any]:
             ),
         )
     }
+
+
+def _longest_answer_s(settings: DeploySettings) -> float:
+    return ServeConfig(**settings.serve).request_timeout_s
 
 
 def _front(settings: DeploySettings) -> type:

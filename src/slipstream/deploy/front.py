@@ -85,7 +85,7 @@ class FrontApp:
     def __init__(self, settings: DeploySettings, ask: Ask, model_name: str | None = None) -> None:
         self._settings = settings
         self._ask = ask
-        self._model_name = model_name or settings.model
+        self._model_name = model_name or settings.served_name
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,11 +111,12 @@ class FrontApp:
         relay = Relay(Router(self._settings.router_config()), await self._ask("secret"))
         running = asyncio.create_task(relay.run(self._discover()))
         stack.push_async_callback(_end, running)
-        while relay.about is None:
+        # During an update there are replicas of the settings before: their bounds and defaults are not the new ones.
+        while (about := relay.about_generation(self._settings.generation)) is None:
             if running.done():
                 await running
             await asyncio.sleep(0.05)
-        fleet = await asyncio.to_thread(_fleet, self._settings, relay, relay.about)
+        fleet = await asyncio.to_thread(_fleet, self._settings, relay, about)
         endpoints.register(
             "slipstream.replicas", lambda router, context: add_replicas(router, context, fleet)
         )

@@ -19,6 +19,7 @@ from typing import Any
 from slipstream.deploy.fleet import ReplicaFacts
 from slipstream.deploy.identity import fingerprint_of
 from slipstream.deploy.replica import BEAT_S, ReplicaServer
+from slipstream.deploy.served import engine_facts
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import SlipstreamError
 
@@ -36,6 +37,8 @@ class ReplicaDescription:
     port: int = 0
     beat_s: float = BEAT_S
     drain_s: float = 30.0
+    generation: str = ""
+    """Of the settings that it was loaded by."""
 
     def as_json(self) -> str:
         """A line for stdin."""
@@ -48,7 +51,8 @@ async def start_replica(engine: AsyncEngine, described: ReplicaDescription) -> t
     facts = ReplicaFacts(
         described.id, fingerprint_of(inner), inner.config.max_num_seqs, inner.memory_plan.num_slots
     )
-    server = ReplicaServer(engine, facts, described.secret, described.beat_s)
+    about = {**engine_facts(inner), "generation": described.generation}
+    server = ReplicaServer(engine, facts, described.secret, described.beat_s, about)
     host, port = await server.start(described.host, described.port)
     return server, host, port
 

@@ -73,8 +73,6 @@ class Relay:
     def __init__(self, router: Router, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.router = router
         self.name = f"front-{uuid.uuid4().hex[:12]}"
-        self.about: Message | None = None
-        """What the first replica said of its engine."""
         self._secret = secret
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}
@@ -111,6 +109,11 @@ class Relay:
         """How often a request under way was moved, and whether to unlike arithmetic."""
         ticket = self.router.ticket(request)
         return (0, False) if ticket is None else (ticket.num_moves, ticket.crossed_unlike)
+
+    def about_generation(self, generation: str) -> Message | None:
+        """What a replica of that generation, or of none, said of its engine; None while there is none."""
+        said = (connection.about for connection in self._connections.values())
+        return next((about for about in said if about.get("generation", "") in ("", generation)), None)
 
     def about_of(self, replica: str) -> Message:
         """What a replica said of its engine; nothing for one that is not connected."""
@@ -163,7 +166,6 @@ class Relay:
             await connection.close()
             raise
         self._connections[name], self._addresses[address] = connection, name
-        self.about = self.about or connection.about
         connection.follow(lambda message: self._heard(name, message), lambda: self._closed(name, address))
         self._told.pop(address, None)
         self._obey(orders)

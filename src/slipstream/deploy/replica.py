@@ -53,13 +53,21 @@ class _Front:
 class ReplicaServer:
     """Listens for fronts; belongs to one event loop. The engine steps in its own thread."""
 
-    def __init__(self, engine: AsyncEngine, facts: ReplicaFacts, secret: str, beat_s: float = BEAT_S) -> None:
-        """`secret` is what fronts must know; `facts` is what they are told."""
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        facts: ReplicaFacts,
+        secret: str,
+        beat_s: float = BEAT_S,
+        about: Message | None = None,
+    ) -> None:
+        """`secret` is what fronts must know; `facts` is what they are told, and `about`, by default `engine_facts`."""
         self.engine = engine
         self.facts = facts
         self.report = ReplicaReport()
         self.is_draining = False
         self._queued: dict[str, float] = {}
+        self._about = engine_facts(engine.engine) if about is None else about
         self._secret = secret
         self._beat_s = beat_s
         self._fronts: set[_Front] = set()
@@ -140,7 +148,7 @@ class ReplicaServer:
             await writer.drain()
             raise
         front = _Front(str(message.get("front")), writer)
-        front.send(welcome(self.facts, engine_facts(self.engine.engine)))
+        front.send(welcome(self.facts, self._about))
         if self.is_draining:
             front.send({"type": "draining"})
         return front

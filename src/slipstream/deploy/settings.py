@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS, EMBEDDED_NAME
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.deploy.config import ROUTER_FIELDS, RouterConfig
 from slipstream.errors import ConfigError
+
+_DELAYS = ("upscale_delay_s", "downscale_delay_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +22,7 @@ class DeploySettings:
     `RouterConfig`."""
 
     model: str
+    """A path that all machines have, a hub id, or `embedded`."""
     speculative_config: Mapping[str, Any] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, Any] = field(default_factory=dict)
@@ -32,8 +38,13 @@ class DeploySettings:
     """Mean share of the caches that running answers hold, beyond which there is one replica more."""
     min_tokens_per_s: float = 0.0
     """Tokens a second of one answer, below which there is one replica more. 0 does not look at it."""
+    upscale_delay_s: float = 30.0
+    """How long more replicas must be wanted before they are started."""
+    downscale_delay_s: float = 600.0
+    """How long fewer must be wanted before some are stopped."""
     num_fronts: int = 1
-    """Processes that speak HTTP. Each has a queue and an idempotency table of its own."""
+    """Processes that speak HTTP. Each has a queue and an idempotency table of its own. An update renews them one after
+    another: with one, what comes meanwhile waits for its successor."""
     num_cpus: float = 1.0
     """Cores that Ray reserves for a replica; the engine's `num_threads` is set to it unless it is given."""
     num_gpus: float = 0.0
@@ -55,7 +66,7 @@ class DeploySettings:
                 )
         elif self.min_replicas is not None:
             raise ConfigError("deploy min_replicas needs max_replicas; give both, or num_replicas alone")
-        for name in ("num_cpus", "target_load", "max_cache_usage", "drain_s"):
+        for name in ("num_cpus", "target_load", "max_cache_usage", "drain_s", *_DELAYS):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"deploy {name} must be above 0, got {getattr(self, name)}")
         self.router_config()
@@ -74,6 +85,37 @@ class DeploySettings:
         """The router's part."""
         reject_unknown(self.router, ROUTER_FIELDS, "router setting")
         return RouterConfig(**self.router)
+
+    @property
+    def target(self) -> str | None:
+        """The model as `AsyncEngine` takes it."""
+        return None if self.model == EMBEDDED else self.model
+
+    @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """`speculative_config` as `AsyncEngine` takes it: where it names the embedded draft, with its folder here."""
+        config = self.speculative_config
+        if config is None or config.get("model") != EMBEDDED or config.get("method") not in EMBEDDED_DRAFTERS:
+            return config
+        return {**config, "model": EMBEDDED_DRAFTERS[config["method"]]}
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients, as `slipstream serve` would have it."""
+        given = self.serve.get("served_model_name")
+        return str(given) if given else EMBEDDED_NAME if self.target is None else self.model
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """`engine`, with a thread for each core that is reserved."""
+        return {"num_threads": max(int(self.num_cpus), 1), **self.engine}
+
+    @property
+    def generation(self) -> str:
+        """Of what replicas load: those of another generation may have other bounds and defaults."""
+        loaded = [self.model, dict(self.speculative_config or {}), self.engine_options]
+        words = json.dumps(loaded, sort_keys=True, default=str)
+        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def as_json(self) -> dict[str, Any]:
         """The settings that are not the defaults, as `from_mapping` takes them."""

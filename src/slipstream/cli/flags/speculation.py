@@ -9,13 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
-
-_EMBEDDED = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
-"""Method to the embedded target's own drafter."""
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 """A drafter class, `my_module:MyDrafter`; a model's path does not look like that."""
@@ -90,8 +87,8 @@ def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
 
 def _in_package(config: SpeculativeConfig) -> SpeculativeConfig:
     """With the folder of a draft that is called `embedded`."""
-    if config.options.get("model") == "embedded" and config.method in _EMBEDDED:
-        return replace(config, options={**config.options, "model": _EMBEDDED[config.method]})
+    if config.options.get("model") == EMBEDDED and config.method in EMBEDDED_DRAFTERS:
+        return replace(config, options={**config.options, "model": EMBEDDED_DRAFTERS[config.method]})
     return config
 
 
@@ -112,11 +109,11 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         return SpeculativeConfig("draft_model", options={"model": flags.draft})
     spec = flags.spec if flags.spec is not None else "draft" if embedded else "off"
     method = "draft_model" if spec == "draft" else spec
-    if method in _EMBEDDED:
+    if method in EMBEDDED_DRAFTERS:
         if not embedded:
             what = "draft" if method == "draft_model" else "head"
             raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
-        return SpeculativeConfig(method, options={"model": _EMBEDDED[method]})
+        return SpeculativeConfig(method, options={"model": EMBEDDED_DRAFTERS[method]})
     from slipstream.draft.registry import drafter_names
 
     if _CLASS.fullmatch(spec) and spec.partition(":")[0] not in (*drafter_names(), "draft"):
@@ -172,9 +169,9 @@ def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> Speculati
         inner = {key: _named(value, embedded) for key, value in config.options.items() if key == "draft"}
         return replace(config, options={**config.options, **inner})
     method = "draft_model" if config.method == "draft" else config.method
-    if method not in _EMBEDDED:
+    if method not in EMBEDDED_DRAFTERS:
         return config
-    default = {"model": _EMBEDDED[method]} if embedded else {}
+    default = {"model": EMBEDDED_DRAFTERS[method]} if embedded else {}
     return replace(config, method=method, options={**default, **config.options})
 
 

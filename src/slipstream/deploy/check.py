@@ -1,0 +1,53 @@
+"""Whether what a deployment names can be loaded, as far as configurations tell: before a running one is touched."""
+
+from __future__ import annotations
+
+from slipstream.config import SpeculativeConfig
+from slipstream.deploy.settings import DeploySettings
+from slipstream.engine.factory import engine_config
+from slipstream.engine.speculation import validate
+from slipstream.errors import SlipstreamError
+from slipstream.models import load_tokenizer
+from slipstream.models.outline import outline_model
+from slipstream.serve.config import ServeConfig
+
+
+def check_settings(settings: DeploySettings) -> None:
+    """Read the configurations of model, tokenizer and draft, and check all options; no weights are read.
+
+    Raises what loading would raise: `ConfigError`, `ModelError`.
+    """
+    ServeConfig(**settings.serve)
+    config = engine_config(settings.target, settings.engine_options)
+    speculation = settings.speculation
+    if speculation is not None:
+        validate(SpeculativeConfig.from_mapping(speculation), config.allow_lossy)
+    outline_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
+        max_model_len=config.max_model_len,
+        attention_backend=config.attention_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    load_tokenizer(
+        config.tokenizer or config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    draft = (speculation or {}).get("model")
+    if isinstance(draft, str) and (speculation or {}).get("method") == "draft_model":
+        outline_model(draft, trust_remote_code=config.trust_remote_code)
+
+
+def refusal(settings: DeploySettings) -> str:
+    """What `check_settings` raises, in words; empty where it raises nothing. For another machine of a cluster."""
+    try:
+        check_settings(settings)
+    except SlipstreamError as error:
+        return str(error)
+    return ""
