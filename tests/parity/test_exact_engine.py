@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cut_draft import save_cut_draft
+from safetensors.torch import save_file
 from trained_heads import trained_heads
 
 from slipstream import LLM, SamplingParams
@@ -38,6 +40,7 @@ DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 LOOPBACK = "slipstream.testing.loopback:LoopbackDrafter"
 """`remote`, with its worker in the process."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
+LEARNED = "a layer on the logits"
 SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "ngram", **CHAIN},
     {"method": "suffix", **CHAIN},
@@ -94,6 +97,16 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
     {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
+    {**DRAFT, **CHAIN, "correction": LEARNED},
+    {**DRAFT, **TREE, "correction": LEARNED},
+    {
+        "method": "eagle3",
+        "model": EMBEDDED_EAGLE3,
+        **CHAIN,
+        "tree_top_k": 1,
+        "num_draft_nodes": None,
+        "correction": LEARNED,
+    },
 ]
 
 
@@ -104,6 +117,7 @@ def name(spec: dict[str, Any]) -> str:
             f"remote {spec['draft']['method']}" if spec["method"] == LOOPBACK else spec["method"],
             shape,
             *(str(spec[k]) for k in ("draft_sample_method", "mode", "confidence_threshold") if k in spec),
+            *(["corrected"] if "correction" in spec else []),
         ]
     )
 
@@ -125,6 +139,16 @@ def truth(prompt: list[int]) -> Distribution:
 @pytest.fixture(scope="module")
 def cut_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_cut_draft(Path(tmp_path_factory.mktemp("pair")) / "draft")
+
+
+@pytest.fixture(scope="module")
+def correction(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A layer that changes the draft's distributions by much."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator) for shape in ((4096, 2), (2, 4096)))
+    file = tmp_path_factory.mktemp("correction") / "layer.safetensors"
+    save_file({"left": left, "right": right, "log_temperature": torch.tensor([0.3])}, file)
+    return str(file)
 
 
 def test_every_drafter_is_here() -> None:
@@ -150,10 +174,13 @@ def test_the_distribution_stays(
     prompt: list[int],
     truth: Distribution,
     cut_draft: str,
+    correction: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Policy, "choose", chosen_by_length)
     given = spec
+    if spec.get("correction") == LEARNED:
+        spec = {**spec, "correction": correction}
     if spec.get("model") == TRAINED:
         spec = {**spec, "model": trained_heads(spec["method"])}
     elif spec.get("model") == OTHER_VOCABULARY:

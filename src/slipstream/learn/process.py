@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Any
 
-from slipstream.learn.worker import GO, REST
+from slipstream.learn.worker import COSTS, GO, REST
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class LearnerProcess:
         self.fault = ""
         """Why nothing is learned now; empty while the process lives."""
         self._rests = False
+        self._costs = ""
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -65,6 +66,13 @@ class LearnerProcess:
             self._rests = rests
             self._say(REST if rests else GO)
 
+    def tell_costs(self, floor: float, version: float) -> None:
+        """Have it judge by what drafting costs a step, in passes of the target: of the floor and of its versions."""
+        costs = f"{COSTS} {floor:.2g} {version:.2g}"
+        if costs != self._costs:
+            self._costs = costs
+            self._say(costs)
+
     @property
     def rests(self) -> bool:
         """Whether it was told to rest."""
@@ -94,6 +102,8 @@ class LearnerProcess:
         ).start()
         if self._rests:
             self._say(REST)
+        if self._costs:
+            self._say(self._costs)
 
     def _say(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -18,19 +18,21 @@ from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
 from slipstream.learn.capture import Capture
+from slipstream.learn.costs import DraftCosts
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.events import EventLog
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
+from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
 from slipstream.learn.learners.registry import learner_for, make_learner
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
-from slipstream.learn.records import share_of
+from slipstream.learn.records import share_of, tenant_key
 from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import LearnState, StateFile
+from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
 from slipstream.models.files.digest import digest_of_files
 
@@ -44,6 +46,10 @@ WATCH_S = 1.0
 MAX_REFUSED = 12
 """Candidates refused in a row before learning is said never to improve."""
 NUM_EVENTS = 20
+_FADES = 0.99
+"""Of a lane's traffic, with every request."""
+_STAYS = 2.0
+"""By how much busier than a lane whose versions are loaded another one must be to take its place."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ class SessionSettings:
     max_bytes: int
     rules: PrivacyRules = field(default_factory=PrivacyRules)
     loop: LoopSettings = field(default_factory=LoopSettings)
+    by: LearnBy = LearnBy.EVERYONE
+    learner: str | None = None
+    """None is what suits the draft's size."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
 
@@ -71,6 +80,18 @@ class SteppedEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _FinishedRequest:
+    """An answer that ended well."""
+
+    key: LaneKey
+    version: str
+    tokens_a_pass: float
+    was_drafted: bool
+    draft_s: float
+    verify_s: float
+
+
 class LearnSession:
     """Runs beside an engine whose drafter is `versions`; whatever fails here, serving goes on."""
 
@@ -82,10 +103,10 @@ class LearnSession:
         self._floor: SpeculativeConfig = self._drafter.options.floor()
         floor = str(self._floor.options["model"])
         model = self._drafter.drafting_model()
-        name = learner_for(0 if model is None else model.num_parameters)
+        name = settings.learner or learner_for(0 if model is None else model.num_parameters)
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
-        self._learner = make_learner(name, Path(floor), LearnerOptions(depth=depth))
+        self._learner, self._depth = name, depth
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
         self._checkpoints = self._folder.lanes
@@ -93,26 +114,25 @@ class LearnSession:
         self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
         self._log = EventLog(self._folder)
         self._state = self._state_file.read()
-        lane = self._state.lane()
-        self._loop = LaneLoop(
-            settings.loop, serving=lane.serving, previous=lane.previous, promise=self._promise(lane.serving)
-        )
-        self._loop.frozen = self._state.frozen
-        if lane.canary is not None:  # its comparison was lost with the process: it begins anew
-            self._loop.frozen = False
-            self._loop.offer(lane.canary, self._promise(lane.canary))
-            self._loop.judged(lane.canary, Judgment.BETTER)
-            self._loop.frozen = self._state.frozen
+        self._loops: dict[LaneKey, LaneLoop] = {EVERYONES: self._loop_of(self._state.lane())}
+        for lane in self._state.lanes:
+            if settings.by.learns(lane.key):
+                self._loops[lane.key] = self._loop_of(lane)
+        self._costs = DraftCosts(self._drafter)
+        self._traffic: dict[LaneKey, float] = {}
+        """Requests of each lane of its own, the latest weighing most."""
+        self._loaded: set[str] = set()
         worker = {
             "folder": str(settings.folder),
             "floor": floor,
             "floor_hash": digest_of_files(floor),
             "learner": name,
             "depth": depth,
+            "by": str(settings.by),
             **settings.worker,
         }
         self.process = LearnerProcess(worker)
-        self._finished: queue.SimpleQueue[tuple[str, float, bool]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_FinishedRequest] = queue.SimpleQueue()
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
@@ -134,12 +154,14 @@ class LearnSession:
         return self._drafter.names
 
     def facts(self) -> LearnFacts:
-        """What happened so far; may be called from any thread."""
+        """What happened so far; may be called from any thread. `serving` and `canary` are everyone's."""
+        main = self._loops[EVERYONES]
         return replace(
             self._facts,
-            serving=self._loop.serving,
-            canary=self._loop.candidate if self._loop.canary_share else None,
-            frozen=self._loop.frozen,
+            serving=main.serving,
+            canary=main.candidate if main.canary_share else None,
+            frozen=main.frozen,
+            own_lanes=sum(lane.key != EVERYONES and bool(lane.serving) for lane in self._state.lanes),
             by_version=dict(self._facts.by_version),
             learner_deaths=self.process.num_deaths,
             rests=self.process.rests,
@@ -164,29 +186,35 @@ class LearnSession:
             sequence = item.sequence
             if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 metrics = sequence.metrics
-                figure = sequence.num_new_tokens / max(metrics.num_steps, 1)
-                compared = metrics.num_draft_tokens > 0 and self._whose(sequence) is None
-                self._finished.put((metrics.draft_version, figure, compared))
+                self._finished.put(
+                    _FinishedRequest(
+                        self._key_of(sequence),
+                        metrics.draft_version,
+                        sequence.num_new_tokens / max(metrics.num_steps, 1),
+                        metrics.num_draft_tokens > 0,
+                        metrics.draft_s,
+                        metrics.verify_s,
+                    )
+                )
 
     def _choose(self, sequence: Sequence) -> str:
         """Who drafts for a request: its tenant's or task's version, else who serves everyone."""
-        own = self._whose(sequence)
-        if own is not None:
-            return own
-        return self._loop.version_for(share_of(sequence.request_id, "lane"))
+        key = self._key_of(sequence)
+        loop = self._loops.get(key)
+        if loop is None:  # promoted by hand
+            return self._state.lane(*key).serving
+        return loop.version_for(share_of(sequence.request_id, "lane"))
 
-    def _whose(self, sequence: Sequence) -> str | None:
-        """The version of the sequence's own lane, None where it has none."""
-        found: tuple[int, str] | None = None
+    def _key_of(self, sequence: Sequence) -> LaneKey:
+        """The lane that a sequence belongs to: its tenant's or task's own where it has one, else everyone's."""
+        found: tuple[int, LaneKey] = (0, EVERYONES)
         for lane in self._state.lanes:
-            if lane.key == (None, None):
-                continue
             fits_tenant = lane.tenant is None or belongs_to(sequence.tenant, lane.tenant)
             if fits_tenant and lane.task in (None, sequence.task):
                 rank = 2 * (lane.tenant is not None) + (lane.task is not None)
-                if found is None or rank > found[0]:
-                    found = rank, lane.serving
-        return None if found is None else found[1]
+                if rank > found[0]:
+                    found = rank, lane.key
+        return found[1]
 
     # --- in the session's own thread --------------------------------------------------------------------------
 
@@ -197,7 +225,7 @@ class LearnSession:
                 num_running, num_waiting = self._engine.load
                 self.process.rest(num_waiting > 0 or 2 * num_running > self._engine.config.max_num_seqs)
                 while not self._finished.empty():
-                    self._count(*self._finished.get())
+                    self._count(self._finished.get())
                 while not self.process.messages.empty():
                     self._hear(self.process.messages.get())
                 if time.monotonic() - watched_s >= WATCH_S:
@@ -211,9 +239,12 @@ class LearnSession:
         self.process.watch()
         self._set_fault("learner_died", self.process.fault)
         self._set_fault("learning_failed", self._capture.facts().fault)
+        self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._state_file.read()
         if state.number != self._state.number:
             self._follow(state)
+        elif set(self._wanted(state)) != self._loaded:
+            self._apply(state)
 
     def _set_fault(self, kind: str, message: str) -> None:
         if message:
@@ -223,24 +254,47 @@ class LearnSession:
 
     def _follow(self, state: LearnState) -> None:
         """Somebody changed the state by hand: `slipstream learn`."""
-        lane, loop = state.lane(), self._loop
-        loop.frozen = state.frozen
-        loop.retire(set(state.retired))
-        if lane.serving != loop.serving:
-            loop.promote(lane.serving, self._promise(lane.serving))
-        if lane.canary is None and loop.candidate is not None and loop.canary_share:
-            loop.retire({loop.candidate})
+        for lane in state.lanes:
+            if self._settings.by.learns(lane.key) and lane.key not in self._loops:
+                self._loops[lane.key] = self._loop_of(lane)
+        for key, loop in self._loops.items():
+            lane = state.lane(*key)
+            loop.frozen = state.frozen
+            loop.retire(set(state.retired))
+            if lane.serving != loop.serving:
+                loop.promote(lane.serving, self._promise(lane.serving))
+            if lane.canary is None and loop.candidate is not None and loop.canary_share:
+                loop.retire({loop.candidate})
         self._faults.pop("version_rolled_back", None)
         self._apply(state)
 
-    def _count(self, version: str, figure: float, compared: bool) -> None:
-        known = self._facts.by_version
+    def _loop_of(self, lane: LearnLane) -> LaneLoop:
+        """A loop that goes on where the state is."""
+        promise = self._promise(lane.serving)
+        loop = LaneLoop(self._settings.loop, serving=lane.serving, previous=lane.previous, promise=promise)
+        if lane.canary is not None:  # its comparison was lost with the process: it begins anew
+            loop.offer(lane.canary, self._promise(lane.canary))
+            loop.judged(lane.canary, Judgment.BETTER)
+        loop.frozen = self._state.frozen
+        return loop
+
+    def _count(self, one: _FinishedRequest) -> None:
+        version, known = one.version, self._facts.by_version
         num, total = known.get(version, (0, 0.0))
-        known[version] = num + 1, total + figure
+        known[version] = num + 1, total + one.tokens_a_pass
+        self._costs.add(one.draft_s, one.verify_s)
+        if one.key != EVERYONES:
+            self._traffic = {key: _FADES * num for key, num in self._traffic.items()}
+            self._traffic[one.key] = self._traffic.get(one.key, 0.0) + 1
         while len(known) > NUM_EVENTS:
             del known[next(iter(known))]
-        if compared and (decision := self._loop.served(version, figure / self._most)) is not None:
-            self._carry_out(decision)
+        loop = self._loops.get(one.key)
+        if loop is not None and one.was_drafted:
+            # What a version gains in passes it may lose in drafting: both count, over the floor's.
+            cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
+            decision = loop.served(version, cost * one.tokens_a_pass / self._most)
+            if decision is not None:
+                self._carry_out(one.key, decision)
 
     def _hear(self, message: dict[str, Any]) -> None:
         event = message.pop("event", "")
@@ -251,21 +305,29 @@ class LearnSession:
                 learner_rested_s=float(message.get("rested_s", 0.0)),
             )
         elif event == "refused":
-            self._note("refused", **message)
+            self._note("refused", **_named(message))
             self._on_refused()
         elif event == "candidate":
-            version = str(message["version"])
-            self._note("offered", **message)
-            try:
-                self._loop.offer(version, float(message["promise"]))
-            except LearnError as error:
-                self._note("refused", version=version, why=str(error))
-                return
-            decision = self._loop.judged(version, Judgment.BETTER, str(message.get("why", "")))
-            if decision is not None:
-                self._carry_out(decision)
+            self._offer(message)
         elif event in ("failed", "learning"):
-            self._note(event, **message)
+            self._note(event, **_named(message))
+
+    def _offer(self, message: dict[str, Any]) -> None:
+        """Try a candidate of the learner's."""
+        version = str(message["version"])
+        key: LaneKey = message.get("tenant"), message.get("task")
+        self._note("offered", **_named(message))
+        loop = self._loops.get(key)
+        if loop is None:
+            loop = self._loops[key] = self._loop_of(self._state.lane(*key))
+        try:
+            loop.offer(version, float(message["promise"]))
+        except LearnError as error:
+            self._note("refused", version=version, why=str(error))
+            return
+        decision = loop.judged(version, Judgment.BETTER, str(message.get("why", "")))
+        if decision is not None:
+            self._carry_out(key, decision)
 
     def _on_refused(self) -> None:
         self._facts = replace(self._facts, num_refused=self._facts.num_refused + 1)
@@ -275,15 +337,15 @@ class LearnSession:
                 f"the last {self._refused_in_a_row} candidates were refused; see slipstream learn status"
             )
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, key: LaneKey, decision: Decision) -> None:
         """Write a decision down, then have the drafter follow it."""
         version = decision.version
 
         def changed(state: LearnState) -> LearnState:
-            lane = state.lane()
+            lane = state.lane(*key)
             match decision.act:
                 case Act.TRY:
-                    lane = replace(lane, canary=version, canary_share=self._loop.settings.canary_share)
+                    lane = replace(lane, canary=version, canary_share=self._settings.loop.canary_share)
                 case Act.PROMOTE:
                     lane = lane.promoted(version)
                 case Act.REFUSE:
@@ -326,11 +388,7 @@ class LearnSession:
     def _apply(self, state: LearnState) -> None:
         """Have the drafter's lanes be those of `state`: load here, enter between two steps."""
         self._state = state
-        wanted: dict[str, str | None] = {}
-        for lane in state.lanes:
-            for version in (lane.serving, lane.canary):
-                if version and version not in state.retired:
-                    wanted[version] = lane.tenant if version not in wanted else None
+        wanted = self._wanted(state)
         lanes: list[DraftLane] = []
         damaged: dict[str, str] = {}
         for version, tenant in wanted.items():
@@ -339,15 +397,31 @@ class LearnSession:
                     lanes.append(self._load(version, tenant))
                 except (SlipstreamError, OSError, ValueError) as error:
                     damaged[version] = str(error)
-        keep = set(wanted) - set(damaged)
+        keep = self._loaded = set(wanted) - set(damaged)
         revoke = [name for name in self._drafter.names if name in state.retired]
         self._stepped.between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
         if damaged:
             for version, why in damaged.items():
                 self._note("damaged", version=version, why=why)
                 self._faults["version_rolled_back"] = f"version {version} is not served: {why}"
-            self._loop.retire(set(damaged))
+            for loop in self._loops.values():
+                loop.retire(set(damaged))
             self._apply(self._state_file.change(lambda state: state.retire(damaged)))
+
+    def _wanted(self, state: LearnState) -> dict[str, str | None]:
+        """The versions that are to be loaded, and whose each is: everyone's, then those of the busiest lanes. The
+        requests of others are the floor's meanwhile."""
+
+        def rank(lane: LearnLane) -> tuple[bool, float]:
+            loaded = {lane.serving, lane.canary} & self._loaded
+            return lane.key == EVERYONES, self._traffic.get(lane.key, 0.0) * (_STAYS if loaded else 1)
+
+        wanted: dict[str, str | None] = {}
+        for lane in sorted(state.lanes, key=rank, reverse=True):
+            for version in (lane.serving, lane.canary):
+                if version and version not in state.retired:
+                    wanted[version] = lane.tenant if version not in wanted else None
+        return dict(list(wanted.items())[: self._drafter.options.num_lanes])
 
     def _load(self, version: str, tenant: str | None) -> DraftLane:
         """A lane of a version's tensors, whose sha256 is right."""
@@ -356,8 +430,10 @@ class LearnSession:
         owner = about.tenant if about.tenant is not None else tenant
         folder = self._checkpoints / version
         try:
-            self._learner.checkpoint(tensors, folder)
-            config = replace(self._floor, options={**self._floor.options, "model": str(folder)})
+            floor = Path(str(self._floor.options["model"]))
+            learner = make_learner(about.learner, floor, LearnerOptions(depth=self._depth))
+            own = learner.lane_options(tensors, folder)
+            config = replace(self._floor, options={**self._floor.options, **own})
             return self._drafter.prepare(version, config, owner)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -384,3 +460,10 @@ def begin_learning(
         facts = LearnFacts(faults={"learning_failed": fault})
         return None, lambda: facts
     return session, session.facts
+
+
+def _named(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as it is written down: without a tenant's name."""
+    tenant = message.get("tenant")
+    rest = {name: value for name, value in message.items() if name != "tenant" and value is not None}
+    return rest if tenant is None else {**rest, "tenant_key": tenant_key(tenant)}

@@ -63,6 +63,21 @@ class DataWindow:
             read_s=read_s,
         )
 
+    def with_(self, other: DataWindow) -> DataWindow:
+        """The window of a version that learned from both, one after the other."""
+        firsts = [one.first for one in (self, other) if one.num_records]
+        return replace(
+            self,
+            first=min(firsts, default=-1),
+            last=max(self.last, other.last),
+            num_records=self.num_records + other.num_records,
+            num_tokens=self.num_tokens + other.num_tokens,
+            from_s=min(self.from_s, other.from_s),
+            to_s=max(self.to_s, other.to_s),
+            tenants=tuple(sorted({*self.tenants, *other.tenants})),
+            read_s=min(self.read_s, other.read_s),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Version:

@@ -14,22 +14,27 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slipstream.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
+from slipstream.learn.anchor import anchor_of
 from slipstream.learn.disk_ring import read_ring
 from slipstream.learn.folder import LearnFolder
+from slipstream.learn.lane_keys import LaneKey, LearnBy
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.state import StateFile
+from slipstream.learn.state import LearnState, StateFile
 from slipstream.learn.versions import DataWindow, Version, VersionStore
 
 if TYPE_CHECKING:
     from slipstream.learn.judge import VersionVerdict
-    from slipstream.learn.learners.base import LearnedWeights, Learner
+    from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
     from slipstream.learn.scoring import Hits, Scorer
 
-REST, GO = "rest", "go"
+REST, GO, COSTS = "rest", "go", "costs"
+_MAX_UNFINISHED = 8
+"""Lanes whose unfinished candidates are kept in memory."""
 _SLICE = 8
 """Records scored between two looks at whether to rest."""
 
@@ -45,12 +50,13 @@ class WorkerConfig:
     learner: str
     depth: int
     """Draft tokens of the chains that are served."""
+    by: str = LearnBy.EVERYONE
     num_steps: int = 120
     """Of training, for a candidate."""
     min_records: int = 64
     """Answers to learn from that must have come since the last candidate."""
     max_records: int = 512
-    """The latest ones that a candidate learns from; as many before them are the anchor."""
+    """The latest ones that a candidate learns from; as many of those before them, evenly by task, are the anchor."""
     max_looks: int = 10
     """Looks at an undecided candidate, each with more held-out answers, before it is refused."""
     poll_s: float = 1.0
@@ -64,6 +70,8 @@ class Rest:
         self._go = threading.Event()
         self._go.set()
         self.rested_s = 0.0
+        self.costs = 0.0, 0.0
+        """What drafting costs a step, in passes of the target: of the floor and of a version."""
         threading.Thread(target=self._listen, name="learn-rest", daemon=True).start()
 
     def wait(self, *_: object) -> None:
@@ -75,10 +83,13 @@ class Rest:
 
     def _listen(self) -> None:
         for line in sys.stdin:
-            if line.strip() == REST:
+            said = line.split()
+            if said == [REST]:
                 self._go.clear()
-            else:
+            elif said == [GO]:
                 self._go.set()
+            elif said[:1] == [COSTS]:
+                self.costs = float(said[1]), float(said[2])
         os._exit(0)  # the server is gone
 
 
@@ -101,6 +112,7 @@ class RestingScorer:
 class _Candidate:
     """What was learned and is not decided yet."""
 
+    key: LaneKey
     learned: LearnedWeights
     parent: str
     window: DataWindow
@@ -110,8 +122,16 @@ class _Candidate:
     num_judged: int = 0
 
 
+class _Unfinished(NamedTuple):
+    """A candidate that was not shown to be faster, nor anything else."""
+
+    parent: str
+    tensors: Tensors
+    window: DataWindow
+
+
 class LearnWorker:
-    """One candidate after another, of everyone's requests."""
+    """One candidate after another: for everyone, or for the lane with the most new answers."""
 
     def __init__(self, config: WorkerConfig, rest: Rest) -> None:
         from slipstream.learn.learners.registry import make_learner
@@ -122,51 +142,85 @@ class LearnWorker:
         self._state = StateFile(self._folder)
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
         self._learner: Learner = make_learner(config.learner, Path(config.floor), options)
+        self._by = LearnBy(config.by)
         self._candidate: _Candidate | None = None
-        self._last = -1
-        """Number of the last record that a candidate learned from."""
+        self._last: dict[LaneKey, int] = {}
+        """Number of the last record that a candidate of each lane learned from."""
+        self._unfinished: BoundedDict[LaneKey, _Unfinished] = BoundedDict(_MAX_UNFINISHED)
+        """What nothing spoke against but too little evidence: the lane's next candidate begins with it."""
 
     def turn(self) -> None:
         """Look whether there is something to do, and do it."""
         state = self._state.read()
-        lane = state.lane()
-        if state.frozen or lane.canary is not None:
+        if state.frozen:
             return
-        if self._candidate is not None and self._candidate.parent != lane.serving:
+        candidate = self._candidate
+        if candidate is not None and candidate.parent != state.lane(*candidate.key).serving:
             self._refuse("what it was to replace serves no more")
         if self._candidate is None:
-            self._learn(lane.serving)
+            self._learn(state)
         if self._candidate is not None:
             self._judge(self._candidate, set(state.in_use))
 
-    def _learn(self, serving: str) -> None:
+    def _learn(self, state: LearnState) -> None:
+        """Make a candidate for the lane with the most new answers, if they are enough."""
         read_s = time.time()
-        records = list(read_ring(self._folder, Purpose.TRAIN))
-        num_new = sum(one.number > self._last for one in records)
-        if num_new < self.config.min_records:
+        found: dict[LaneKey, list[ServedRecord]] = {}
+        for record in read_ring(self._folder, Purpose.TRAIN):
+            key = self._by.key_of(record.tenant, record.task)
+            if key is not None and state.lane(*key).canary is None:
+                found.setdefault(key, []).append(record)
+        num_new = {
+            key: sum(one.number > self._last.get(key, -1) for one in records)
+            for key, records in found.items()
+        }
+        key = max(num_new, key=num_new.__getitem__, default=None)
+        if key is None or num_new[key] < self.config.min_records:
             return
+        records = found[key]
         recent = records[-self.config.max_records :]
-        anchor = records[: -len(recent)][-self.config.max_records :]
-        start = self._store.load(serving) if serving else None
-        tell("learning", num_records=len(recent), parent=serving)
-        self._last = records[-1].number
+        anchor = anchor_of(records[: -len(recent)], Purpose.TRAIN, self.config.max_records)
+        serving = state.lane(*key).serving
+        served = self._store.load(serving) if serving else None
+        window, start = DataWindow.of([*recent, *anchor], read_s), served
+        before = self._unfinished.pop(key, None)
+        if before is not None and before.parent == serving:
+            window, start = window.with_(before.window), before.tensors
+        tell("learning", num_records=len(recent), parent=serving, **_whose(key))
+        self._last[key] = records[-1].number
         learned = self._learner.learn(recent, anchor, start=start, before_step=self.rest.wait)
-        scorers = self._learner.scorer(learned.tensors), self._learner.scorer(start)
+        scorers = self._learner.scorer(learned.tensors), self._learner.scorer(served)
         made = RestingScorer(scorers[0], self.rest), RestingScorer(scorers[1], self.rest)
-        window = DataWindow.of([*recent, *anchor], read_s)
-        self._candidate = _Candidate(learned, serving, window, recent[-1], made)
+        self._candidate = _Candidate(key, learned, serving, window, recent[-1], made)
 
     def _judge(self, candidate: _Candidate, in_use: set[str]) -> None:
         from slipstream.learn.judge import JudgeOptions, judge
 
-        held_out = list(read_ring(self._folder, Purpose.JUDGE))
+        held_out = [
+            one
+            for one in read_ring(self._folder, Purpose.JUDGE)
+            if self._by.key_of(one.tenant, one.task) == candidate.key
+        ]
         if candidate.num_looks and len(held_out) - candidate.num_judged < _SLICE:
             return  # as many as at the last look
         candidate.num_looks, candidate.num_judged = candidate.num_looks + 1, len(held_out)
-        verdict = judge(*candidate.scorers, held_out, options=JudgeOptions(depth=self.config.depth))
+        floor_cost, version_cost = self.rest.costs
+        verdict = judge(
+            *candidate.scorers,
+            held_out,
+            options=JudgeOptions(depth=self.config.depth),
+            candidate_cost=version_cost,
+            incumbent_cost=version_cost if candidate.parent else floor_cost,
+        )
         if verdict.better:
             self._keep(candidate, verdict, in_use)
-        elif candidate.num_looks >= self.config.max_looks or not _is_open(verdict):
+        elif not _is_open(verdict):
+            self._refuse(verdict.why)
+        elif candidate.num_looks >= self.config.max_looks:
+            if verdict.undecided:
+                self._unfinished[candidate.key] = _Unfinished(
+                    candidate.parent, candidate.learned.tensors, candidate.window
+                )
             self._refuse(verdict.why)
         else:
             tell("undecided", why=verdict.why)
@@ -182,6 +236,8 @@ class LearnWorker:
                     template_hash=first.template_hash,
                     floor_hash=self.config.floor_hash,
                     parent=candidate.parent,
+                    tenant=candidate.key[0],
+                    task=candidate.key[1],
                     window=candidate.window,
                     figures={**learned.figures, "judge": verdict.figures},
                     settings=learned.settings,
@@ -190,13 +246,20 @@ class LearnWorker:
                 in_use=in_use,
             )
         except LearnError as error:  # its records were forgotten meanwhile, or the disk is full
-            tell("refused", why=str(error))
+            tell("refused", why=str(error), **_whose(candidate.key))
             return
-        tell("candidate", version=version.id, promise=1 + float(verdict.figures["gain"]), why=verdict.why)
+        promise = 1 + float(verdict.figures["gain"])
+        tell("candidate", version=version.id, promise=promise, why=verdict.why, **_whose(candidate.key))
 
     def _refuse(self, why: str) -> None:
+        whose = {} if self._candidate is None else _whose(self._candidate.key)
         self._candidate = None
-        tell("refused", why=why)
+        tell("refused", why=why, **whose)
+
+
+def _whose(key: LaneKey) -> dict[str, str]:
+    """A lane's tenant and task as a message has them."""
+    return {name: one for name, one in zip(("tenant", "task"), key, strict=True) if one is not None}
 
 
 def _is_open(verdict: VersionVerdict) -> bool:

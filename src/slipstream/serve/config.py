@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
+from slipstream.learn.lane_keys import LearnBy
+from slipstream.learn.learners.registry import LEARNERS
 from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -92,6 +94,13 @@ class ServeConfig:
     """Folder in which the draft model goes on learning from what is served: answers are kept there, versions of the
     draft are trained beside the server, tried on a share of the requests and served where they are faster. The text
     does not change."""
+    learn_by: str = "everyone"
+    """Whose answers a version learns from, and whom it drafts for: everyone, tenant (each account its own) or task."""
+    learner: str | None = None
+    """What learns: whole (all weights of the draft), low_rank (adapters) or corrective (a light layer on its logits).
+    None is whole for drafts of up to 20 million parameters, else low_rank."""
+    learn_lanes: int = 3
+    """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
     learn_bytes: int = 256 * 2**20
     """The most that is kept of served answers; the oldest are deleted."""
     no_learn_tenant: Seq[str] = ()
@@ -113,7 +122,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_types(self, "serve")
         positive = ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens")
-        for name in (*positive, "stored_responses_bytes", "learn_bytes"):
+        for name in (*positive, "stored_responses_bytes", "learn_bytes", "learn_lanes"):
             if getattr(self, name) is not None:
                 check_at_least("serve", 1, **{name: getattr(self, name)})
         for name in (
@@ -135,6 +144,9 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
+        reject_unknown([self.learn_by], tuple(LearnBy), "learn_by")
+        if self.learner is not None:
+            reject_unknown([self.learner], LEARNERS, "learner")
         unknown = set(self.no_learn_key) - set(self.api_key)
         if unknown:
             raise ConfigError("serve no_learn_key has a key that is no api_key; give it as api_key too")

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.learn.facts import LearnFacts
+from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
@@ -47,7 +48,13 @@ class Learning(Collector):
         self._facts: Callable[[], LearnFacts]
         assert config.learn is not None
         if isinstance(engine, AsyncEngine):
-            settings = SessionSettings(Path(config.learn), config.learn_bytes, privacy_rules(config))
+            settings = SessionSettings(
+                Path(config.learn),
+                config.learn_bytes,
+                privacy_rules(config),
+                by=LearnBy(config.learn_by),
+                learner=config.learner,
+            )
             self._session, self._facts = begin_learning(engine, settings)
         elif isinstance(engine, RemoteEngine):
             self._facts = engine.learn_facts
@@ -80,6 +87,7 @@ class Learning(Collector):
             "serving": facts.serving or FLOOR,
             "canary": facts.canary,
             "frozen": facts.frozen,
+            "own_lanes": facts.own_lanes,
             "versions": [
                 {"version": version or FLOOR, "num_requests": num, "tokens_a_pass": total / num}
                 for version, (num, total) in facts.by_version.items()

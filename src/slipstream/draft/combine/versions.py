@@ -10,7 +10,9 @@ and every verifier judges a proposal by what it is.
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from slipstream.models.causal_lm import CausalLM
 
 FLOOR = ""
 """The name of the lane that is always there."""
+_NUM_TIMES = 32
 
 Choose = Callable[[Sequence], str]
 """A request's lane, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
@@ -82,6 +85,16 @@ class DraftLane:
     """Whether requests that begin may be given to it."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """Those that it drafts for."""
+    times: dict[int, deque[float]] = field(default_factory=dict)
+    """Seconds of its last calls, by the number of sequences that it drafted for."""
+
+    def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """Its proposals; the call is timed."""
+        began_s = time.perf_counter()
+        proposals = self.guard.ask(sequences, budgets)
+        taken_s = time.perf_counter() - began_s
+        self.times.setdefault(len(sequences), deque(maxlen=_NUM_TIMES)).append(taken_s)
+        return proposals
 
     def may_serve(self, sequence: Sequence) -> bool:
         """Whether the sequence is its tenant's, or everyone's."""
@@ -200,6 +213,11 @@ class VersionsDrafter(Drafter):
         lane = self._of.get(sequence.id)
         return FLOOR if lane is None else lane.name
 
+    def times_of(self, name: str) -> dict[int, list[float]]:
+        """Seconds of a lane's last calls, by the number of sequences; may be called from any thread."""
+        lane = self._lanes.get(name)
+        return {} if lane is None else {number: list(times) for number, times in list(lane.times.items())}
+
     def _lane(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftLane:
         context = self.context
         guard = Guard(
@@ -269,7 +287,7 @@ class VersionsDrafter(Drafter):
         if len(self._lanes) == 1:
             lanes = [self._lane_of(sequence) for sequence in sequences]
             if all(lane is self.floor for lane in lanes) and not self.floor.guard.num_failures:
-                return self.floor.guard.ask(sequences, budgets)
+                return self.floor.ask(sequences, budgets)
         asked: dict[str, tuple[list[Sequence], list[int]]] = {}
         found: dict[int, Proposal] = {}
         for sequence, budget in zip(sequences, budgets, strict=True):
@@ -279,7 +297,7 @@ class VersionsDrafter(Drafter):
                 theirs.append(sequence)
                 limits.append(min(budget, lane.guard.drafter.max_nodes()))
         for name, (theirs, limits) in asked.items():
-            proposals = self._lanes[name].guard.ask(theirs, limits)
+            proposals = self._lanes[name].ask(theirs, limits)
             found |= {sequence.id: made for sequence, made in zip(theirs, proposals, strict=True)}
         return [found.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 

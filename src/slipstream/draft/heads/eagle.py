@@ -21,7 +21,8 @@ from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_ea
 from slipstream.draft.heads.eagle_native import fuse_eagle
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter
-from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.model.growth import ProposalShape
 from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
@@ -37,7 +38,7 @@ from slipstream.models.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(GrowthOptions):
+class EagleOptions(CorrectedOptions):
     """Keys of `speculative_config` for `method: eagle` (EAGLE-1, EAGLE-2) and `method: eagle3`."""
 
     model: str
@@ -111,8 +112,10 @@ class EagleDrafter(CachedDrafter):
         width = max(2 * config.intermediate_size, len(config.feature_layers) * config.target_hidden_size)
         return DraftOutline(
             max_nodes=shape.num_nodes,
-            head_bytes=held_bytes(tensors, target, options.quantization) + own_table * target.dtype.itemsize,
-            head_stored_bytes=stored_bytes(tensors),
+            head_bytes=held_bytes(tensors, target, options.quantization)
+            + own_table * target.dtype.itemsize
+            + correction_bytes(options),
+            head_stored_bytes=stored_bytes(tensors) + correction_bytes(options),
             head_bytes_per_row=(2 * width + 6 * config.hidden_size) * target.dtype.itemsize,
             kv_bytes_per_token=bytes_per_token([entry], target.cache_dtype),
             feature_layers=config.feature_layers,

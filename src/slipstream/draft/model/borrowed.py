@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.config import check_at_least
 from slipstream.core import Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.model.growth import Growth, GrowthOptions, ProposalShape
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.levels import Feed, LevelDrafter
@@ -58,7 +59,8 @@ class BorrowingDrafter(LevelDrafter):
         self._cache = cache
 
     def memory_bytes(self) -> int:
-        return 0 if self.model is self.context.target else self.model.weight_bytes
+        own = 0 if self.model is self.context.target else self.model.weight_bytes
+        return own + self.correction_bytes()
 
     def rewind(self, sequence: Sequence) -> None:
         return  # nothing is known of a text
@@ -108,7 +110,14 @@ def outline_borrowing(
     """What such a drafter holds: a copy of the target's weights in another format, or nothing."""
     shape = ProposalShape.of(options, context.verifier)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
-    return DraftOutline(shape.num_nodes, tuple(copies), logit_rows=shape.logit_rows)
+    layer = correction_bytes(options) if isinstance(options, CorrectedOptions) else 0
+    return DraftOutline(
+        shape.num_nodes,
+        tuple(copies),
+        head_bytes=layer,
+        head_stored_bytes=layer,
+        logit_rows=shape.logit_rows,
+    )
 
 
 def check_choice(what: str, skip_layers: list[int] | None, exit_layer: int | None) -> None:

@@ -75,7 +75,8 @@ class CachedDrafter(LevelDrafter):
         )
 
     def memory_bytes(self) -> int:
-        return self.weight_bytes() + (self.cache.memory_bytes() if self._cache else 0)
+        cached = self.cache.memory_bytes() if self._cache else 0
+        return self.weight_bytes() + cached + self.correction_bytes()
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that are the drafter's own."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter
-from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.model.growth import ProposalShape
 from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
@@ -24,7 +25,7 @@ from slipstream.text.vocabulary import check_same_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(GrowthOptions):
+class DraftModelOptions(CorrectedOptions):
     """Keys of `speculative_config` for `method: draft_model`."""
 
     model: str
@@ -159,5 +160,7 @@ def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutlin
         max_nodes=shape.num_nodes,
         models=(model,),
         kv_bytes_per_token=model.kv_bytes_per_token,
+        head_bytes=correction_bytes(options),
+        head_stored_bytes=correction_bytes(options),
         logit_rows=shape.logit_rows,
     )

@@ -17,7 +17,7 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.borrowed import BorrowingDrafter, check_choice, chosen_layers, outline_borrowing
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.correction import CorrectedOptions
 from slipstream.draft.model.layer_search import Layers, LayerSearch
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
@@ -28,7 +28,7 @@ MAX_TENANTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSkipOptions(GrowthOptions):
+class LayerSkipOptions(CorrectedOptions):
     """Keys of `speculative_config` for `method: layer_skip`."""
 
     skip_layers: list[int] | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.model.correction import CorrectedOptions, Correction
 from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
@@ -44,12 +45,18 @@ class LevelDrafter(ShapedDrafter):
     def __init__(self, options: GrowthOptions, context: DraftContext, *, vocab_size: int) -> None:
         super().__init__(options, context, vocab_size=vocab_size)
         self._cache: KVCache | None = None
+        file = options.correction if isinstance(options, CorrectedOptions) else None
+        self._correction = None if file is None else Correction.read(file, vocab_size)
 
     @property
     def cache(self) -> KVCache:
         """The keys and values that a pass reads and writes."""
         assert self._cache is not None, "allocate() and attach() come before the first proposal"
         return self._cache
+
+    def correction_bytes(self) -> int:
+        """What the layer on its logits holds; 0 without one."""
+        return 0 if self._correction is None else self._correction.num_bytes
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -101,8 +108,8 @@ class LevelDrafter(ShapedDrafter):
 
     def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
         """Draft the chains that one call can draw from end to end; returns the other feeds."""
-        if not self.draws_chains():
-            return feeds
+        if self._correction is not None or not self.draws_chains():
+            return feeds  # the kernels draw from the logits as they are
         draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
         drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
         if not drawn:
@@ -124,6 +131,8 @@ class LevelDrafter(ShapedDrafter):
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass: commits the entries of committed tokens and grows every tree for which there are logits."""
         logits = self._forward(feeds)
+        if self._correction is not None:
+            logits = self._correction(logits, [feed.rows for feed in feeds])
         peaks = Peaks.of(logits, [feed.growth for feed in feeds])
         end = 0
         for feed in feeds:

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.config import EngineConfig, check_types
 from slipstream.draft.base import DraftContext, Fit
+from slipstream.draft.model.correction import CorrectedOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.outline import DraftOutline
@@ -27,7 +28,7 @@ DRAFT_FORMAT = "int8"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfOptions(GrowthOptions):
+class SelfOptions(CorrectedOptions):
     """Keys of `speculative_config` for `method: self`."""
 
     quantization: str = DRAFT_FORMAT
@@ -55,6 +56,7 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
         revision=config.revision,
         lora=config.lora,
         quantization=quantization,
+        correction=shape.correction if isinstance(shape, CorrectedOptions) else None,
         **{field.name: getattr(shape, field.name) for field in fields(GrowthOptions)},
     )
 

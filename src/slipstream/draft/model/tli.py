@@ -23,7 +23,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter
 from slipstream.draft.model.levels import Feed
-from slipstream.errors import VocabularyMismatchError
+from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.text.token_bytes import shared_tokens
 
 
@@ -36,6 +36,8 @@ class TliOptions(DraftModelOptions):
 
     def __post_init__(self) -> None:
         self.check_draft("tli")
+        if self.correction is not None:
+            raise ConfigError("tli has no correction: the draft's tokens are not the target's; omit it")
 
 
 class TliDrafter(ForeignModelDrafter):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slipstream.draft.model.correction import corrected
 from slipstream.errors import LearnError
 from slipstream.learn.batches import LearnBatch
 from slipstream.learn.learners.base import Learner, Tensors, hidden_logits
@@ -44,7 +46,7 @@ class Corrective(nn.Module):
 
     def forward(self, logits: Tensor, previous: Tensor) -> Tensor:
         """`logits` [n, vocab] behind the tokens `previous`, int64 [n]."""
-        return logits * torch.exp(-self.log_temperature) + self.left[previous] @ self.right
+        return corrected(logits, self.left[previous] @ self.right, self.log_temperature)
 
 
 class CorrectiveLearner(Learner):
@@ -73,3 +75,9 @@ class CorrectiveLearner(Learner):
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
         raise LearnError("a corrective layer is no draft model of its own; it works on its floor's logits")
+
+    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "correction.safetensors"
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file)
+        return {"correction": str(file)}

@@ -54,6 +54,8 @@ class LoadLearning(msgspec.Struct, frozen=True, array_like=True):
     max_bytes: int
     denied: list[str]
     """Tenants of whom nothing is kept, and accounts."""
+    by: str = "everyone"
+    learner: str | None = None
 
 
 class Load(EngineMessage, tag="load", frozen=True):

@@ -77,5 +77,9 @@ def learning_message(server: ServeConfig) -> LoadLearning | None:
     if server.learn is None:
         return None
     return LoadLearning(
-        str(Path(server.learn).resolve()), server.learn_bytes, sorted(privacy_rules(server).denied)
+        str(Path(server.learn).resolve()),
+        server.learn_bytes,
+        sorted(privacy_rules(server).denied),
+        server.learn_by,
+        server.learner,
     )

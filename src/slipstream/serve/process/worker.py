@@ -20,6 +20,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ProtocolError, SlipstreamError
 from slipstream.labels import engine_labels
+from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.serve import logs
@@ -77,7 +78,13 @@ def main() -> None:
 
 def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | None:
     """Have the drafter learn; where it cannot, the server is told and the engine serves all the same."""
-    settings = SessionSettings(Path(load.folder), load.max_bytes, PrivacyRules.of(denied=load.denied))
+    settings = SessionSettings(
+        Path(load.folder),
+        load.max_bytes,
+        PrivacyRules.of(denied=load.denied),
+        by=LearnBy(load.by),
+        learner=load.learner,
+    )
     session, host.learn_facts = begin_learning(host, settings)
     return session
 

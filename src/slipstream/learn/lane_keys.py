@@ -1,0 +1,42 @@
+"""Whose versions are learned: everyone's, or each tenant's or task's own."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+LaneKey = tuple[str | None, str | None]
+"""A lane's tenant and task; None for all."""
+
+EVERYONES: LaneKey = (None, None)
+
+
+class LearnBy(StrEnum):
+    """What a version is learned from, and for."""
+
+    EVERYONE = "everyone"
+    TENANT = "tenant"
+    """An account's own answers, for that account and nobody else."""
+    TASK = "task"
+    """The answers to a task, for that task."""
+
+    def key_of(self, tenant: str, task: str) -> LaneKey | None:
+        """The lane that learns from an answer; None where it has no name to tell by."""
+        match self:
+            case LearnBy.TENANT:
+                account = tenant.partition("/")[0]
+                return (account, None) if account else None
+            case LearnBy.TASK:
+                return (None, task) if task else None
+            case _:
+                return EVERYONES
+
+    def learns(self, key: LaneKey) -> bool:
+        """Whether versions of that lane are learned; others are promoted by hand."""
+        tenant, task = key
+        match self:
+            case LearnBy.TENANT:
+                return tenant is not None and task is None
+            case LearnBy.TASK:
+                return task is not None and tenant is None
+            case _:
+                return key == EVERYONES

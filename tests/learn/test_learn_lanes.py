@@ -1,0 +1,322 @@
+"""Versions by tenant and task: learned from their own answers alone, loaded while they are busy, judged with costs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from learn_cases import some_record, some_tensors
+
+from slipstream import LLM
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.config import SpeculativeConfig
+from slipstream.core import RequestOptions
+from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
+from slipstream.engine.async_engine import AsyncEngine
+from slipstream.errors import ConfigError
+from slipstream.learn import worker as learner_process
+from slipstream.learn.costs import MIN_CALLS, DraftCosts
+from slipstream.learn.disk_ring import DiskRing
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.lane_keys import EVERYONES, LearnBy
+from slipstream.learn.learners.base import LearnedWeights
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.loop import LoopSettings
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.records import Purpose, tenant_keys
+from slipstream.learn.segments import RingIdentity
+from slipstream.learn.session import LearnSession, SessionSettings
+from slipstream.learn.state import StateFile
+from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.worker import LearnWorker, Rest, WorkerConfig
+from slipstream.sampling.params import SamplingParams
+from slipstream.serve.config import ServeConfig
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+IDLE = {"min_records": 10**9, "poll_s": 60.0}
+
+
+def test_whose_an_answer_is() -> None:
+    assert LearnBy.EVERYONE.key_of("acme/user", "sql") == EVERYONES
+    assert LearnBy.TENANT.key_of("acme/user", "sql") == ("acme", None)
+    assert LearnBy.TASK.key_of("acme/user", "sql") == (None, "sql")
+    assert LearnBy.TENANT.key_of("", "sql") is None
+    assert LearnBy.TASK.key_of("acme", "") is None
+    assert [one.learns(("acme", None)) for one in LearnBy] == [False, True, False]
+    with pytest.raises(ConfigError, match="learn_by"):
+        ServeConfig(learn="folder", learn_by="tenants")
+    with pytest.raises(ConfigError, match="learner"):
+        ServeConfig(learn="folder", learner="all")
+
+
+# --- the learner's process ------------------------------------------------------------------------------------
+
+
+class FixedScorer:
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def hits(self, records: Any) -> list[Any]:
+        return [np.random.default_rng(one.seed).random(len(one.token_ids)) < self.share for one in records]
+
+
+class FakeLearner:
+    """Notes what it was given; what it learns is right nine times of ten, the floor three."""
+
+    name = "whole"
+
+    def __init__(self) -> None:
+        self.given: list[tuple[set[str], set[str], bool]] = []
+
+    def learn(self, records: Any, anchor: Any, *, start: Any, before_step: Any) -> LearnedWeights:
+        tenants, tasks = ({getattr(one, name) for one in (*records, *anchor)} for name in ("tenant", "task"))
+        self.given.append((tenants, tasks, start is not None))
+        return LearnedWeights(some_tensors(len(self.given)), {}, {})
+
+    def scorer(self, tensors: Any) -> FixedScorer:
+        return FixedScorer(0.3 if tensors is None else 0.9)
+
+
+@pytest.fixture
+def learner(monkeypatch: pytest.MonkeyPatch) -> FakeLearner:
+    fake = FakeLearner()
+    monkeypatch.setattr("slipstream.learn.learners.registry.make_learner", lambda *_: fake)
+    return fake
+
+
+class NoRest:
+    rested_s = 0.0
+
+    def __init__(self, costs: tuple[float, float] = (0.0, 0.0)) -> None:
+        self.costs = costs
+
+    def wait(self, *_: object) -> None:
+        return
+
+
+def worker_on(folder: Path, by: LearnBy, costs: tuple[float, float] = (0.0, 0.0)) -> LearnWorker:
+    config = WorkerConfig(str(folder), "", "", "whole", 4, by=by, min_records=20)
+    return LearnWorker(config, NoRest(costs))  # type: ignore[arg-type]
+
+
+def ring_of(folder: Path, answers: list[tuple[str, str]]) -> None:
+    """Forty answers of each tenant and task."""
+    ring = DiskRing(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
+    for number in range(40 * len(answers)):
+        tenant, task = answers[number % len(answers)]
+        purpose = Purpose.JUDGE if number // len(answers) % 2 else Purpose.TRAIN
+        ring.append(
+            some_record(number, num_tokens=40, tenant=tenant, task=task, purpose=purpose, seed=number)
+        )
+    ring.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def test_a_tenants_version_learns_from_its_own_answers_alone(
+    tmp_path: Path, learner: FakeLearner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring_of(tmp_path, [("b/one", ""), ("a", ""), ("b/two", ""), ("", "")])
+    made = worker_on(tmp_path, LearnBy.TENANT)
+    made.turn()
+    made.turn()
+    made.turn()
+    assert [tenants for tenants, _, _ in learner.given] == [{"b/one", "b/two"}, {"a"}], (
+        "nobody's are left out"
+    )
+    candidates = told(capsys, "candidate")
+    assert [one["tenant"] for one in candidates] == ["b", "a"]
+    store = VersionStore(LearnFolder(tmp_path))
+    first, second = (store.get(one["version"]) for one in candidates)
+    assert (first.tenant, second.tenant) == ("b", "a")
+    assert not set(tenant_keys("b")) & set(second.taught_by)
+
+
+def test_a_tasks_version_goes_on_from_what_serves_the_task(
+    tmp_path: Path, learner: FakeLearner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring_of(tmp_path, [("a", "sql"), ("b", "sql"), ("a", "chat")])
+    made = worker_on(tmp_path, LearnBy.TASK)
+    made.turn()
+    [found] = told(capsys, "candidate")
+    assert found["task"] == "sql"
+    StateFile(LearnFolder(tmp_path)).change(
+        lambda state: state.with_lane(state.lane(None, "sql").promoted(found["version"]))
+    )
+    made.turn()
+    ring_of(tmp_path, [("a", "sql")])
+    made.turn()
+    assert [(tasks, begun) for _, tasks, begun in learner.given] == [
+        ({"sql"}, False),
+        ({"chat"}, False),
+        ({"sql"}, True),
+    ]
+
+
+def test_what_drafts_better_but_costs_more_is_refused(
+    tmp_path: Path, learner: FakeLearner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring_of(tmp_path, [("a", "sql")])
+    worker_on(tmp_path, LearnBy.EVERYONE, costs=(0.1, 4.0)).turn()
+    [refused] = told(capsys, "refused")
+    assert "predicted speed -" in refused["why"]
+
+
+def test_a_candidate_without_enough_evidence_learns_on(
+    tmp_path: Path, learner: FakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "scorer", lambda tensors: FixedScorer(0.3 if tensors is None else 0.31))
+    made = worker_on(tmp_path, LearnBy.EVERYONE)
+    made.config = WorkerConfig(**{**asdict(made.config), "max_looks": 1})
+    for _ in range(2):
+        ring_of(tmp_path, [("a", "sql")])
+        made.turn()
+    assert [begun for _, _, begun in learner.given] == [False, True]
+
+
+def test_the_learner_hears_what_drafting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(learner_process.os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("rest\ncosts 0.2 0.5\ngo\n"))
+    rest = Rest()
+    deadline_s = time.monotonic() + 5
+    while not ended and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert rest.costs == (0.2, 0.5)
+    rest.wait()
+
+
+# --- the server -----------------------------------------------------------------------------------------------
+
+
+def test_costs_are_compared_where_both_drafted_for_as_many() -> None:
+    times: dict[str, dict[int, list[float]]] = {
+        FLOOR: {1: [0.01] * MIN_CALLS, 8: [0.04] * 50},
+        "slow": {1: [0.02] * MIN_CALLS, 2: [9.0] * 50},
+        "new": {1: [0.5]},
+    }
+
+    class TimedDrafter:
+        def times_of(self, name: str) -> dict[int, list[float]]:
+            return times.get(name, {})
+
+    costs = DraftCosts(TimedDrafter())  # type: ignore[arg-type]
+    assert costs.of("slow", "corrective") == 0.0
+    costs.add(draft_s=0.2, verify_s=1.0)
+    assert costs.floor == pytest.approx(0.2)
+    assert costs.of("new", "corrective") == pytest.approx(0.2), "nothing is known of such versions yet"
+    assert costs.of("slow", "corrective") == pytest.approx(0.4)
+    assert costs.of("new", "corrective") == pytest.approx(0.4), "as the last version of that learner"
+    assert costs.of("new", "whole") == pytest.approx(0.2)
+
+
+@pytest.fixture
+def client() -> Iterator[AsyncEngine]:
+    config = {"method": "versions", "drafter": DRAFT, "num_lanes": 1}
+    with_thread = AsyncEngine(engine=LLM(speculative_config=config).engine)
+    yield with_thread
+    with_thread.close()
+
+
+def answers(client: AsyncEngine, numbers: range, tenant: str) -> list[Any]:
+    async def one(number: int) -> Any:
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=12, ignore_eos=True)
+        last = None
+        name = f"{tenant}-{number}-{time.monotonic_ns()}"
+        async for update in client.stream(
+            [7 + number, 11, 13], params, request_id=name, options=RequestOptions(tenant=tenant)
+        ):
+            last = update
+        assert last is not None
+        return last.output
+
+    import asyncio
+
+    async def every() -> list[Any]:
+        return list(await asyncio.gather(*(one(number) for number in numbers)))
+
+    return asyncio.run(every())
+
+
+def add_version(session: LearnSession, folder: Path, tenant: str) -> str:
+    """A corrective layer that changes much."""
+    learner = make_learner("corrective", Path(EMBEDDED_DRAFT), LearnerOptions())
+    model, _ = learner.begin(None)
+    tensors = learner.tensors(model)
+    tensors["left"] = tensors["left"] + 0.3
+    identity = session.identity
+    version = Version("corrective", identity.model_hash, identity.template_hash, "", tenant=tenant)
+    return VersionStore(LearnFolder(folder)).add(version, tensors).id
+
+
+def wait_until(what: Any) -> None:
+    deadline_s = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_tenants_corrective_layer_is_tried_on_its_own_requests_alone(
+    client: AsyncEngine, tmp_path: Path
+) -> None:
+    loop = LoopSettings(canary_share=0.55, doubt_share=0.4)
+    settings = SessionSettings(
+        tmp_path, 2**24, loop=loop, by=LearnBy.TENANT, learner="corrective", worker=IDLE
+    )
+    session = LearnSession(client, settings)
+    try:
+        version = add_version(session, tmp_path, "acme")
+        session.process.messages.put(
+            {"event": "candidate", "version": version, "promise": 1.2, "tenant": "acme", "why": "told so"}
+        )
+        wait_until(lambda: version in session.lanes)
+        theirs, others = answers(client, range(16), "acme/user"), answers(client, range(16), "other")
+        assert {one.metrics.draft_version for one in theirs} == {"", version}
+        assert {one.metrics.draft_version for one in others} == {""}
+        texts = [[one.outputs[0].token_ids for one in found] for found in (theirs, others)]
+        assert texts[0] == texts[1]
+        assert "acme" not in json.dumps(session.facts().events)
+        assert StateFile(LearnFolder(tmp_path)).read().lane("acme").canary == version
+        assert session.facts().own_lanes == 0
+    finally:
+        session.close()
+
+
+def test_the_busiest_tenants_versions_are_loaded(client: AsyncEngine, tmp_path: Path) -> None:
+    settings = SessionSettings(tmp_path, 2**24, by=LearnBy.TENANT, learner="corrective", worker=IDLE)
+    session = LearnSession(client, settings)
+    try:
+        versions = {tenant: add_version(session, tmp_path, tenant) for tenant in ("acme", "beta")}
+        for tenant, version in versions.items():
+            StateFile(LearnFolder(tmp_path)).change(
+                lambda state, tenant=tenant, version=version: state.with_lane(  # type: ignore[misc]
+                    state.lane(tenant).promoted(version)
+                )
+            )
+        for tenant, number in (("beta", 6), ("acme", 24)):
+            answers(client, range(number), tenant)
+            wait_until(lambda tenant=tenant: session.lanes == ["", versions[tenant]])
+        assert session.facts().faults == {}
+        assert session.facts().own_lanes == 2
+    finally:
+        session.close()
+
+
+def test_lanes_are_timed(client: AsyncEngine) -> None:
+    drafter = client.engine.drafter_as(VersionsDrafter)
+    answers(client, range(2), "acme")
+    assert sum(len(times) for times in drafter.times_of(FLOOR).values()) > 0
+    assert all(one >= 0 for times in drafter.times_of(FLOOR).values() for one in times)
+    assert drafter.times_of("nobody") == {}
+    assert SpeculativeConfig.from_mapping(DRAFT).method == "draft_model"
