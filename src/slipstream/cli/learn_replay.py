@@ -32,7 +32,10 @@ def replay(
         str,
         typer.Option(help="Folder of the draft model that would have learned; the embedded one by default."),
     ] = "embedded",
-    learner: Annotated[str, typer.Option(help="What learns: whole, low_rank or corrective.")] = "whole",
+    learner: Annotated[
+        str,
+        typer.Option(help="What learns: whole, low_rank or corrective; eagle where an EAGLE-3 head served."),
+    ] = "whole",
     every: Annotated[int, typer.Option(min=1, help="Requests between two candidates.")] = 100,
     window: Annotated[
         int, typer.Option(min=1, help="The latest requests, which a candidate learns from.")
@@ -52,7 +55,7 @@ def replay(
 
     The answers are the same with any draft, so each version's drafts on them are known, not estimated.
     """
-    from slipstream.assets import EMBEDDED_DRAFT
+    from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from slipstream.learn.judge import JudgeOptions
     from slipstream.learn.learners.registry import make_learner
     from slipstream.learn.options import LearnerOptions
@@ -65,7 +68,7 @@ def replay(
     if not floor.is_dir():
         raise ConfigError(f"--draft needs the folder of a draft model, got {draft!r}")
     options = LearnerOptions(num_steps=steps, learning_rate=learning_rate, depth=depth, seed=seed)
-    made = make_learner(learner, floor, options)
+    made = make_learner(learner, floor, options, EMBEDDED_TARGET if model is None else model)
     records = _records(trace, model, temperature, max_tokens, seed)
     notes().print(f"{len(records):,} answers", markup=False)
     report = run(

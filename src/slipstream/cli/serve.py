@@ -63,7 +63,7 @@ def serve(
     speculative = chosen_speculation(settings["speculation"], model)
 
     if server_config.learn is not None:
-        speculative = _with_versions(speculative, server_config.learn_lanes)
+        speculative = _with_versions(speculative, server_config)
 
     from slipstream.serve.network.listening import bind
 
@@ -91,13 +91,15 @@ def serve(
         served.close()
 
 
-def _with_versions(speculative: SpeculativeConfig, num_lanes: int) -> SpeculativeConfig:
+def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> SpeculativeConfig:
     """The drafter as the floor of versions that are learned; raises `ConfigError` for one that cannot learn."""
     from slipstream.learn.learners.registry import check_learns
 
-    check_learns(speculative)
+    check_learns(speculative, config.learner)
     floor = {"method": speculative.method, **speculative.options}
-    return replace(speculative, method="versions", options={"drafter": floor, "num_lanes": num_lanes})
+    return replace(
+        speculative, method="versions", options={"drafter": floor, "num_lanes": config.learn_lanes}
+    )
 
 
 def _engine(

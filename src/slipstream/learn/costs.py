@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
 
 MIN_CALLS = 8
@@ -44,14 +42,10 @@ class DraftCosts:
     def _ratio(self, version: str) -> float | None:
         """A lane's time for a call over the floor's, where both drafted for as many requests at once."""
         own, floor = self._drafter.times_of(version), self._drafter.times_of(FLOOR)
-        common = [
-            number
-            for number in own.keys() & floor.keys()
-            if min(len(own[number]), len(floor[number])) >= MIN_CALLS
-        ]
-        if not common:
-            return None
-        weights = {number: min(len(own[number]), len(floor[number])) for number in common}
-        mine = sum(weights[number] * median(own[number]) for number in common)
-        other = sum(weights[number] * median(floor[number]) for number in common)
+        mine = other = 0.0
+        for number in own.keys() & floor.keys():
+            num_calls = min(own[number][0], floor[number][0])
+            if num_calls >= MIN_CALLS:
+                mine += num_calls * own[number][1]
+                other += num_calls * floor[number][1]
         return min(max(mine / other, 1 / MAX_RATIO), MAX_RATIO) if other > 0 else None

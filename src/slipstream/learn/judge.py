@@ -87,7 +87,7 @@ class VersionJudge:
         self.options = options
         self._costs = incumbent_cost, candidate_cost
         self._lowest = -_farthest(options.depth, incumbent_cost, candidate_cost)
-        self._least_harm = -_farthest(options.depth, candidate_cost, incumbent_cost)
+        self._least_harm = -_farthest(options.depth, 0.0, 0.0)
         self._test = PairedTest(options.confidence, 0.0, self._lowest)
         self._all = _PairedAnswers()
         self._groups: dict[str, _PairedAnswers] = {}
@@ -101,7 +101,8 @@ class VersionJudge:
         one = self._groups.setdefault(group, _PairedAnswers())
         if one.harm is None:
             one.harm = PairedTest(self.options.confidence, self.options.max_loss / 2, self._least_harm)
-        one.harm.add(-value)
+        steps = [float(each.num_steps) for each in (incumbent, candidate)]  # tokens a pass, whatever it costs
+        one.harm.add((steps[1] - steps[0]) / (steps[0] + steps[1]))
         counted = [one] if group == ANCHOR else [one, self._all]
         for sums in counted:
             sums.tokens += candidate.num_tokens

@@ -22,7 +22,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 
 Hits = NDArray[np.bool_]
-"""[n]: whether the draft token at each place of an answer of n tokens is the answer's."""
+"""[n]: whether the draft token at each place of an answer of n tokens is the answer's; or [depth, n] where it matters
+how many draft tokens came before in the chain, row 0 for none."""
 
 _PASS_TOKENS = 4096
 
@@ -53,7 +54,8 @@ class RedraftedAnswer:
 def replayed(hits: Hits, depth: int) -> RedraftedAnswer:
     """Decode the answer again with chains of `depth` draft tokens, from where they are right."""
     reached, accepted = [0] * depth, [0] * depth
-    at, steps, end = 1, 0, len(hits)
+    by_level = np.broadcast_to(hits, (depth, hits.shape[-1])) if hits.ndim == 1 else hits
+    at, steps, end = 1, 0, by_level.shape[1]
     while at < end:
         steps += 1
         for level in range(depth):
@@ -61,7 +63,7 @@ def replayed(hits: Hits, depth: int) -> RedraftedAnswer:
                 break
             reached[level] += 1
             at += 1
-            if not hits[at - 1]:  # the target's own token takes its place
+            if not by_level[level, at - 1]:  # the target's own token takes its place
                 break
             accepted[level] += 1
         else:
@@ -109,8 +111,9 @@ class ModelScorer:
         return hits
 
 
-def drawn(logits: Tensor, record: ServedRecord) -> NDArray[np.int64]:
-    """int64 [n]: the draft tokens that the answer's own noise chooses from `logits` [n, vocab].
+def drawn(logits: Tensor, record: ServedRecord, places: Seq[int] | None = None) -> NDArray[np.int64]:
+    """int64 [n]: the draft tokens that the answer's own noise chooses from `logits` [n, vocab], at its first n places
+    or at `places`.
 
     Masks and penalties are not in a record: answers that had them are judged as if they had none.
     """
@@ -122,5 +125,6 @@ def drawn(logits: Tensor, record: ServedRecord) -> NDArray[np.int64]:
     log_probs = processor.log_probs(logits, [], [()] * len(logits))
     first = len(record.prompt_ids)
     noise = Noise(record.seed, first, nonce=record.nonce)
-    chosen = noise.choose(log_probs, range(first, first + len(logits))).numpy()
+    places = range(len(logits)) if places is None else places
+    chosen = noise.choose(log_probs, [first + place for place in places]).numpy()
     return np.asarray(chosen)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from numpy.typing import NDArray
+
 from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.capture import Capture
+from slipstream.learn.capture import MAX_ANSWER_BYTES, Capture
 from slipstream.learn.costs import DraftCosts
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.events import EventLog
@@ -25,12 +27,12 @@ from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
-from slipstream.learn.learners.registry import learner_for, make_learner
+from slipstream.learn.learners.registry import HEADS, learner_for, make_learner
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
-from slipstream.learn.records import share_of, tenant_key
+from slipstream.learn.records import TAPS, share_of, tenant_key
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
@@ -103,10 +105,13 @@ class LearnSession:
         self._floor: SpeculativeConfig = self._drafter.options.floor()
         floor = str(self._floor.options["model"])
         model = self._drafter.drafting_model()
-        name = settings.learner or learner_for(0 if model is None else model.num_parameters)
+        name = settings.learner or learner_for(
+            self._floor.method, 0 if model is None else model.num_parameters
+        )
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
         self._learner, self._depth = name, depth
+        self._target = engine.config.model
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
         self._checkpoints = self._folder.lanes
@@ -129,6 +134,7 @@ class LearnSession:
             "learner": name,
             "depth": depth,
             "by": str(settings.by),
+            "target": self._target,
             **settings.worker,
         }
         self.process = LearnerProcess(worker)
@@ -137,7 +143,12 @@ class LearnSession:
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
         self._closed = threading.Event()
-        self._capture = Capture(self._ring, settings.rules, version_of=self._drafter.version_of)
+        self._capture = Capture(
+            self._ring,
+            settings.rules,
+            version_of=self._drafter.version_of,
+            features_of=self._features if self._floor.method in HEADS else None,
+        )
         self._apply(self._state)
         engine.on_checked = self._on_checked
         self._thread = threading.Thread(target=self._run, name="learn-session", daemon=True)
@@ -196,6 +207,13 @@ class LearnSession:
                         metrics.verify_s,
                     )
                 )
+
+    def _features(self, sequence: Sequence) -> dict[str, NDArray[Any]]:
+        """What a head has read of an answer; nothing of one that is too long to be kept with it."""
+        taps = self._drafter.features(sequence)
+        if taps is None or 2 * taps.numel() > MAX_ANSWER_BYTES:
+            return {}
+        return {TAPS: taps.half().cpu().numpy()}
 
     def _choose(self, sequence: Sequence) -> str:
         """Who drafts for a request: its tenant's or task's version, else who serves everyone."""
@@ -431,7 +449,7 @@ class LearnSession:
         folder = self._checkpoints / version
         try:
             floor = Path(str(self._floor.options["model"]))
-            learner = make_learner(about.learner, floor, LearnerOptions(depth=self._depth))
+            learner = make_learner(about.learner, floor, LearnerOptions(depth=self._depth), self._target)
             own = learner.lane_options(tensors, folder)
             config = replace(self._floor, options={**self._floor.options, **own})
             return self._drafter.prepare(version, config, owner)

@@ -51,6 +51,8 @@ class WorkerConfig:
     depth: int
     """Draft tokens of the chains that are served."""
     by: str = LearnBy.EVERYONE
+    target: str | None = None
+    """The folder of the target, for heads."""
     num_steps: int = 120
     """Of training, for a candidate."""
     min_records: int = 64
@@ -141,7 +143,7 @@ class LearnWorker:
         self._store = VersionStore(self._folder)
         self._state = StateFile(self._folder)
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
-        self._learner: Learner = make_learner(config.learner, Path(config.floor), options)
+        self._learner: Learner = make_learner(config.learner, Path(config.floor), options, config.target)
         self._by = LearnBy(config.by)
         self._candidate: _Candidate | None = None
         self._last: dict[LaneKey, int] = {}
@@ -182,7 +184,8 @@ class LearnWorker:
         anchor = anchor_of(records[: -len(recent)], Purpose.TRAIN, self.config.max_records)
         serving = state.lane(*key).serving
         served = self._store.load(serving) if serving else None
-        window, start = DataWindow.of([*recent, *anchor], read_s), served
+        window = DataWindow.of([*recent, *anchor], read_s)
+        start: Tensors | None = served
         before = self._unfinished.pop(key, None)
         if before is not None and before.parent == serving:
             window, start = window.with_(before.window), before.tensors

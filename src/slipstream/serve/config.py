@@ -95,10 +95,11 @@ class ServeConfig:
     draft are trained beside the server, tried on a share of the requests and served where they are faster. The text
     does not change."""
     learn_by: str = "everyone"
-    """Whose answers a version learns from, and whom it drafts for: everyone, tenant (each account its own) or task."""
+    """everyone: versions learn from all answers and draft for all requests. tenant, task: each account, or each task,
+    has versions that learn from its own answers and draft for its own requests alone."""
     learner: str | None = None
     """What learns: whole (all weights of the draft), low_rank (adapters) or corrective (a light layer on its logits).
-    None is whole for drafts of up to 20 million parameters, else low_rank."""
+    None is whole for drafts of up to 20 million parameters, else low_rank. Heads learn by eagle."""
     learn_lanes: int = 3
     """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
     learn_bytes: int = 256 * 2**20

@@ -9,7 +9,7 @@ EAGLE-1 is step 0 alone, with a loss on the features beside the one on the token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,26 +59,10 @@ def training_time_test(
 
     EAGLE-1 needs the target's output layer, `project`; its loss on the features is weighted by `feature_weight`.
     """
-    length = text.documents.shape[1]
-    documents, learns = text.documents.flatten(), text.learns.flatten()
-    embeds, place = text.embeds.flatten(0, 1), learns.cumsum(0) - 1  # index of a token's logits
-    state = head.encode(text.features).flatten(0, 1)
-    roots = torch.arange(
-        len(documents), device=state.device
-    )  # flat indices of the tokens that drafts start from
-    entries: list[_Entries] = []
-    result = TrainingTimeTest(state.new_zeros(()))
-    for step in range(num_steps if head.config.version == 3 else 1):
-        later = roots + 1 + step
-        continues = roots % length + 1 + step < length
-        later = later.clamp(max=len(documents) - 1)
-        continues &= (documents[later] == documents[roots]) & (documents[roots] >= 0)
-        if step > 0:  # step 0's rows are context for the others; drafts begin only where a token is learned
-            continues &= learns[roots.clamp(max=len(learns) - 2) + 1] & learns[later]
-        roots, later, state = roots[continues], later[continues], state[continues]
-        attention = _DraftAttention(documents, length, entries, roots)
-        positions = text.positions.flatten()[roots] + step
-        state = head(embeds[later][None], state[None], positions[None], attention)[0]
+    learns = text.learns.flatten()
+    place = learns.cumsum(0) - 1  # index of a token's logits
+    result = TrainingTimeTest(text.features.new_zeros(()))
+    for step, later, state in draft_states(head, text, num_steps if head.config.version == 3 else 1):
         learned = learns[later]
         if not learned.any():
             break
@@ -93,6 +77,35 @@ def training_time_test(
         result.loss = result.loss + decay**step * loss
         result.agreement.append(agreement)
     return result
+
+
+def draft_states(head: EagleHead, text: TargetText, num_steps: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What the head computes step by step when it drafts behind every place of a text.
+
+    Each is (step, int64 [n]: flat indices of the tokens that were read last, [n, hidden]: the states behind them, which
+    predict the next token). A draft that began `step` tokens earlier read the text's own tokens since. `text.logits` is
+    not read.
+    """
+    length = text.documents.shape[1]
+    documents, learns = text.documents.flatten(), text.learns.flatten()
+    embeds = text.embeds.flatten(0, 1)
+    state = head.encode(text.features).flatten(0, 1)
+    roots = torch.arange(
+        len(documents), device=state.device
+    )  # flat indices of the tokens that drafts start from
+    entries: list[_Entries] = []
+    for step in range(num_steps):
+        later = roots + 1 + step
+        continues = roots % length + 1 + step < length
+        later = later.clamp(max=len(documents) - 1)
+        continues &= (documents[later] == documents[roots]) & (documents[roots] >= 0)
+        if step > 0:  # step 0's rows are context for the others; drafts begin only where a token is learned
+            continues &= learns[roots.clamp(max=len(learns) - 2) + 1] & learns[later]
+        roots, later, state = roots[continues], later[continues], state[continues]
+        attention = _DraftAttention(documents, length, entries, roots)
+        positions = text.positions.flatten()[roots] + step
+        state = head(embeds[later][None], state[None], positions[None], attention)[0]
+        yield step, later, state
 
 
 def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types
 from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
@@ -31,6 +34,10 @@ from slipstream.models.causal_lm import CausalLM
 FLOOR = ""
 """The name of the lane that is always there."""
 _NUM_TIMES = 32
+"""Calls whose time is averaged."""
+_LONGEST = 2.0
+"""A call that takes longer than so many means counts as so many."""
+_MOST_TIMED = 64
 
 Choose = Callable[[Sequence], str]
 """A request's lane, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
@@ -85,15 +92,21 @@ class DraftLane:
     """Whether requests that begin may be given to it."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """Those that it drafts for."""
-    times: dict[int, deque[float]] = field(default_factory=dict)
-    """Seconds of its last calls, by the number of sequences that it drafted for."""
+    num_calls: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_MOST_TIMED + 1, np.int64))
+    """By the number of sequences that it drafted for; more than `_MOST_TIMED` count as so many."""
+    call_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_MOST_TIMED + 1))
+    """Mean seconds of the last calls, in the same order."""
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """Its proposals; the call is timed."""
         began_s = time.perf_counter()
         proposals = self.guard.ask(sequences, budgets)
-        taken_s = time.perf_counter() - began_s
-        self.times.setdefault(len(sequences), deque(maxlen=_NUM_TIMES)).append(taken_s)
+        taken_s, number = time.perf_counter() - began_s, min(len(sequences), _MOST_TIMED)
+        self.num_calls[number] += 1
+        num, mean_s = self.num_calls[number], self.call_s[number]
+        if num > 1:  # a prompt's call takes many times as long
+            taken_s = min(taken_s, _LONGEST * mean_s)
+        self.call_s[number] = mean_s + (taken_s - mean_s) / min(num, _NUM_TIMES)
         return proposals
 
     def may_serve(self, sequence: Sequence) -> bool:
@@ -213,10 +226,23 @@ class VersionsDrafter(Drafter):
         lane = self._of.get(sequence.id)
         return FLOOR if lane is None else lane.name
 
-    def times_of(self, name: str) -> dict[int, list[float]]:
-        """Seconds of a lane's last calls, by the number of sequences; may be called from any thread."""
+    def features(self, sequence: Sequence) -> Tensor | None:
+        """[n - 1, width]: the hidden states that heads read, of all of the sequence's tokens but the last; None where
+        some are not there."""
+        num = len(sequence.token_ids) - 1
+        if self._cache is None or not self._cache.feature_width or sequence.num_computed < num:
+            return None
+        return self._cache.features(sequence.id, 0, num)
+
+    def times_of(self, name: str) -> dict[int, tuple[int, float]]:
+        """A lane's calls and their mean seconds, by the number of sequences; may be called from any thread."""
         lane = self._lanes.get(name)
-        return {} if lane is None else {number: list(times) for number, times in list(lane.times.items())}
+        if lane is None:
+            return {}
+        return {
+            int(number): (int(lane.num_calls[number]), float(lane.call_s[number]))
+            for number in np.flatnonzero(lane.num_calls)
+        }
 
     def _lane(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftLane:
         context = self.context

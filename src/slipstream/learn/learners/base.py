@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import LearnError
 from slipstream.learn.batches import LearnBatch, batches
-from slipstream.learn.objective import learn_loss
+from slipstream.learn.objective import LearnLoss, learn_loss
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import ServedRecord
 from slipstream.learn.scoring import Scorer
@@ -61,9 +61,23 @@ class Learner(ABC):
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
         """A model to train, the floor's or that of the tensors `start`, and what of it learns."""
 
-    @abstractmethod
     def logits(self, model: Any, batch: LearnBatch) -> Tensor:
         """float32 [n, vocab]: the draft's logits at the batch's places."""
+        return hidden_logits(model, batch)
+
+    def batches(self, records: Seq[ServedRecord], anchor: Seq[ServedRecord]) -> Iterator[Any]:
+        """What `loss` reads, without end; raises `LearnError` where there is nothing to learn."""
+        options = self.options
+        return batches(records, anchor, rows=options.batch_rows, length=options.row_length, seed=options.seed)
+
+    def num_tokens(self, batch: Any) -> int:
+        """Of a batch, padding included."""
+        return int(batch.token_ids.numel())
+
+    def loss(self, model: Any, batch: Any) -> LearnLoss:
+        """What is made small."""
+        options = self.options
+        return learn_loss(self.logits(model, batch), batch.target, options.depth, options.overlap_weight)
 
     @abstractmethod
     def tensors(self, model: Any) -> dict[str, Tensor]:
@@ -100,16 +114,14 @@ class Learner(ABC):
         model, parameters = self.begin(start)
         optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        source = batches(
-            records, anchor, rows=options.batch_rows, length=options.row_length, seed=options.seed
-        )
+        source = self.batches(records, anchor)
         seen: list[tuple[float, float, float]] = []
         num_tokens, busy_s = 0, 0.0
         for step in range(options.num_steps):
             before_step(step, options.num_steps)
             step_started_s = time.monotonic()
             batch = next(source)
-            found = learn_loss(self.logits(model, batch), batch.target, options.depth, options.overlap_weight)
+            found = self.loss(model, batch)
             if not math.isfinite(float(found.loss.detach())):
                 raise LearnError(f"the loss of {self.name} is no number at step {step + 1}; nothing is kept")
             optimizer.zero_grad(set_to_none=True)
@@ -118,7 +130,7 @@ class Learner(ABC):
             optimizer.step()
             schedule.step()
             seen.append((float(found.loss.detach()), found.overlap, found.divergence))
-            num_tokens += batch.token_ids.numel()
+            num_tokens += self.num_tokens(batch)
             busy_s += time.monotonic() - step_started_s
         figures = {
             "overlap_first": _mean(seen[:_WINDOW], 1),

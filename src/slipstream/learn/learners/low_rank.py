@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slipstream.errors import LearnError
-from slipstream.learn.batches import LearnBatch
-from slipstream.learn.learners.base import Learner, Tensors, hidden_logits, write_checkpoint
+from slipstream.learn.learners.base import Learner, Tensors, write_checkpoint
 from slipstream.learn.scoring import ModelScorer, Scorer
 
 _UP, _DOWN = ".up", ".down"
@@ -46,9 +45,6 @@ class LowRankLearner(Learner):
         for one in learned:
             one.requires_grad_(True)
         return model, learned
-
-    def logits(self, model: Any, batch: LearnBatch) -> Tensor:
-        return hidden_logits(model, batch)
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -23,32 +23,52 @@ _PLACES = {
     "whole": "slipstream.learn.learners.whole:WholeLearner",
     "low_rank": "slipstream.learn.learners.low_rank:LowRankLearner",
     "corrective": "slipstream.learn.learners.corrective:CorrectiveLearner",
+    "eagle": "slipstream.learn.learners.eagle:EagleLearner",
 }
 LEARNERS = tuple(_PLACES)
 
 
-def make_learner(name: str, floor: Path, options: LearnerOptions) -> Learner:
-    """A learner on top of a draft model's folder; raises `ConfigError` for an unknown name."""
+HEADS = {"eagle3": "eagle"}
+"""Methods whose drafter is a head, and what learns there."""
+
+
+def make_learner(name: str, floor: Path, options: LearnerOptions, target: str | None = None) -> Learner:
+    """A learner on top of a draft's folder; a head's needs the `target` too. Raises `ConfigError` for an unknown name,
+    and for a head without a target."""
     reject_unknown([name], LEARNERS, "learner")
     module, _, attribute = _PLACES[name].partition(":")
-    made: Learner = getattr(import_module(module), attribute)(floor, options)
+    if name in HEADS.values():
+        if target is None:
+            raise ConfigError(f"learner {name!r} needs the target that the head drafts for")
+        given: tuple[str, ...] = (target,)
+    else:
+        given = ()
+    made: Learner = getattr(import_module(module), attribute)(floor, options, *given)
     return made
 
 
-def check_learns(speculative: SpeculativeConfig | None) -> str:
-    """The folder of the draft that learns; raises `ConfigError` with one line for a drafter that does not."""
+def check_learns(speculative: SpeculativeConfig | None, learner: str | None = None) -> str:
+    """The folder of the draft that learns; raises `ConfigError` with one line for a drafter that does not, or not by
+    the `learner` that is asked for."""
     method = "off" if speculative is None else speculative.method
     if method in LEARN_BY_THEMSELVES:
         raise ConfigError(
             f"drafter {method!r} learns by itself: its tables take in every answer; omit --learn, or use draft_model"
         )
-    if speculative is None or method != "draft_model":
+    if speculative is None or method not in ("draft_model", *HEADS):
         raise ConfigError(
-            f"drafter {method!r} cannot learn while it serves; --learn needs method draft_model"
+            f"drafter {method!r} cannot learn while it serves; --learn needs method draft_model or eagle3"
         )
+    if learner is not None and (method in HEADS) != (learner in HEADS.values()):
+        fitting = (
+            [HEADS[method]] if method in HEADS else [one for one in LEARNERS if one not in HEADS.values()]
+        )
+        raise ConfigError(f"drafter {method!r} learns by {' or '.join(fitting)}, not by {learner!r}")
     return str(speculative.options["model"])
 
 
-def learner_for(num_parameters: int) -> str:
-    """The learner that suits a draft model of a size."""
+def learner_for(method: str, num_parameters: int) -> str:
+    """The learner that suits a drafter, and a draft model of a size."""
+    if method in HEADS:
+        return HEADS[method]
     return "whole" if num_parameters <= LARGEST_WHOLE else "low_rank"

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.errors import LearnError
-from slipstream.learn.batches import LearnBatch
-from slipstream.learn.learners.base import Learner, Tensors, hidden_logits, write_checkpoint
+from slipstream.learn.learners.base import Learner, Tensors, write_checkpoint
 from slipstream.learn.scoring import ModelScorer, Scorer
 
 
@@ -21,9 +20,6 @@ class WholeLearner(Learner):
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
         model = self._model(start)
         return model, list(model.parameters())
-
-    def logits(self, model: Any, batch: LearnBatch) -> Tensor:
-        return hidden_logits(model, batch)
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
         return {name: one.detach().half() for name, one in model.named_parameters()}
