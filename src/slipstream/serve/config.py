@@ -91,9 +91,9 @@ class ServeConfig:
     max_task_labels: int = 32
     """Tasks with metrics of their own where no task_labels are given."""
     learn: str | None = None
-    """Folder in which the draft model goes on learning from what is served: answers are kept there, versions of the
-    draft are trained beside the server, tried on a share of the requests and served where they are faster. The text
-    does not change."""
+    """Folder in which the draft model or EAGLE-3 head goes on learning from what is served: answers are kept there,
+    versions of the draft are trained beside the server, tried on a share of the requests and served where they are
+    faster. The text does not change."""
     learn_by: str = "everyone"
     """everyone: versions learn from all answers and draft for all requests. tenant, task: each account, or each task,
     has versions that learn from its own answers and draft for its own requests alone."""
