@@ -42,7 +42,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[psutil.Process, str]]:
     command = [sys.executable, "-m", "slipstream.cli.main", "serve", "--port", "0", "--threads", "1"]
     with log.open("w") as stderr:
         started = subprocess.Popen(
-            [*command, "--no-one-process", "--spec", "draft", "--kv-cache-bytes", "40MiB", *flags],
+            [*command, "--spec", "draft", "--kv-cache-bytes", "40MiB", *flags],
             stderr=stderr,
         )
     try:
@@ -146,7 +146,6 @@ def test_a_process_of_another_version_is_refused() -> None:
 
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.cli.main", "serve", str(tmp_path / "nowhere"), "--port", "0"]
-    command.append("--no-one-process")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr

@@ -75,9 +75,9 @@ class ServeConfig:
     stream_interval_s: float = 0.02
     """Tokens of a stream that come within this time are sent as one event; its first and last tokens are sent at
     once. 0 sends an event a step."""
-    one_process: bool = True
-    """Run the engine in the server's own process, where they share one interpreter. Off, it has a process of its own,
-    which is started again where it dies."""
+    one_process: bool = False
+    """Run the engine in the server's own process, where they share one interpreter: for debuggers and profilers, and
+    to save memory. Off, it has a process of its own, which is started again where it dies."""
     engine_restarts: int = 3
     """How often within ten minutes the engine's process is started again where it died; answers under way go on behind
     the tokens that they have. 0 ends them with an error."""
