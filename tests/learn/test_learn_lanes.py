@@ -141,6 +141,7 @@ def test_a_tenants_version_learns_from_its_own_answers_alone(
     first, second = (store.get(one["version"]) for one in candidates)
     assert (first.tenant, second.tenant) == ("b", "a")
     assert not set(tenant_keys("b")) & set(second.taught_by)
+    assert [one.figures["judge"]["num_requests"] for one in (first, second)] == [40, 20], "their own held out"
 
 
 def test_a_tasks_version_goes_on_from_what_serves_the_task(
