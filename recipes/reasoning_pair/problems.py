@@ -130,38 +130,77 @@ def held_out_problems(num: int, seed: int = 0) -> list[Problem]:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Characters of a text, and how much each token that begins in them weighs in the loss."""
+
+    begin: int
+    end: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """A side branch of a text: a step, or nothing, then the question and the mark. Only the mark counts."""
+
+    at: int
+    """The branch follows the text's first so many characters."""
+    text: str
+    mark: str
+
+
+@dataclass(frozen=True)
 class Example:
-    """A text to learn from, and the part of it that counts: characters from `begin` on."""
+    """A text to learn from, what of it counts, and the checks beside it."""
 
     text: str
-    begin: int
+    taught: tuple[Span, ...]
+    """Later spans go before earlier ones."""
+    checks: tuple[Check, ...] = ()
 
 
-def solution(rng: random.Random, problem: Problem, writer: Writer) -> Example:
-    """The problem with its steps and its answer; the steps and the answer count."""
-    steps, value = "", problem.start
+RESULT_WEIGHT = 6.0
+"""Of a step's result and of the answer: they are what is to be learned; most other words are the writer's whim."""
+NUM_CHECKS = 4
+"""Right steps and wrong steps each that a text with checks asks about."""
+
+
+def example(rng: random.Random, problem: Problem, writer: Writer, has_checks: bool) -> Example:
+    """The problem with its steps and its answer. With checks, a third of the steps are another writer's words, as
+    kept steps are in an answer: of these only the results count."""
+    text, value = problem.prompt, problem.start
+    ends, taught = [len(text)], [Span(len(text), 1 << 30, 1.0)]
     for operation in problem.operations:
         result = operation.apply(value)
-        steps += writer.step(rng, operation, value, result)
+        is_foreign = has_checks and rng.random() < 1 / 3
+        step = (DRAFT_WRITER if is_foreign else writer).step(rng, operation, value, result)
+        if is_foreign:
+            taught.append(Span(len(text), len(text) + len(step), 0.0))
+        place = len(text) + step.rindex(f" {result}")
+        taught.append(Span(place, place + 1, RESULT_WEIGHT))
+        text += step
+        ends.append(len(text))
         value = result
-    return Example(f"{problem.prompt}{steps}{THINK_END} {value}", len(problem.prompt))
+    text += THINK_END
+    taught.append(Span(len(text), len(text) + 1, RESULT_WEIGHT))
+    return Example(f"{text} {value}", tuple(taught), _checks(rng, problem, ends) if has_checks else ())
 
 
-def check(rng: random.Random, problem: Problem, writer: Writer) -> Example:
-    """Some steps, of which the last one may be wrong, and whether it is; only that counts."""
-    last = rng.randrange(len(problem.operations))
-    text, value = problem.prompt, problem.start
-    for operation in problem.operations[:last]:
-        result = operation.apply(value)
-        text += writer.step(rng, operation, value, result)
-        value = result
-    operation = problem.operations[last]
-    is_right = rng.random() < 0.5
-    written = (
-        (operation, value, operation.apply(value)) if is_right else _mistake(rng, problem, operation, value)
-    )
-    text += writer.step(rng, *written) + QUESTION
-    return Example(text + (RIGHT if is_right else WRONG), len(text))
+def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Check, ...]:
+    """Questions about the text's own steps, and about right and wrong ones in their places; as many right as wrong."""
+    before = [problem.start, *problem.values]
+    checks = list[Check]()
+    for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
+        operation = problem.operations[number]
+        wrong = ANY_WRITER.step(rng, *_mistake(rng, problem, operation, before[number]))
+        checks.append(Check(ends[number], wrong + QUESTION, WRONG))
+    for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
+        operation = problem.operations[number]
+        if rng.random() < 0.5:
+            checks.append(Check(ends[number + 1], QUESTION, RIGHT))
+        else:
+            step = ANY_WRITER.step(rng, operation, before[number], before[number + 1])
+            checks.append(Check(ends[number], step + QUESTION, RIGHT))
+    return tuple(checks)
 
 
 def _mistake(
@@ -186,11 +225,8 @@ def _mistake(
             return said, begun, result
 
 
-def examples(seed: int, writer: Writer, check_share: float) -> Iterator[Example]:
-    """Training texts without end: solutions, and checks of steps in any wording."""
+def examples(seed: int, writer: Writer, has_checks: bool) -> Iterator[Example]:
+    """Training texts without end."""
     rng = random.Random(f"training {seed}")
     while True:
-        problem = draw_problem(rng, held_out=False)
-        yield (
-            check(rng, problem, ANY_WRITER) if rng.random() < check_share else solution(rng, problem, writer)
-        )
+        yield example(rng, draw_problem(rng, held_out=False), writer, has_checks)

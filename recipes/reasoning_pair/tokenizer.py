@@ -24,8 +24,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (example.text for example in itertools.islice(examples(1, ANY_WRITER, 0.3), NUM_SAMPLES))
-    bpe.train_from_iterator(texts, trainer)
+    drawn = itertools.islice(examples(1, ANY_WRITER, True), NUM_SAMPLES)
+    bpe.train_from_iterator((f"{each.text}\n{each.checks[0].text}" for each in drawn), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=END, model_max_length=MAX_POSITIONS
     )

@@ -4,8 +4,9 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,17 +24,20 @@ SAVE_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """One model: its shape, how it writes, how much it learns. `check_share` is the share of texts that ask whether a
-    step is right."""
+    """One model: its shape, how it writes, how much it learns."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     writer: Writer
-    check_share: float
     num_steps: int
-    batch_rows: int = 24
+    has_checks: bool = False
+    """Whether it learns to say whether a step is right."""
+    enough: float = 1.0
+    """Training ends where, of the results of the last `ENOUGH_BATCHES` batches, so many were right before they were
+    learned from."""
+    batch_rows: int = 16
     muon_lr: float = 0.02
     adam_lr: float = 0.005
     hold_fraction: float = 0.5
@@ -42,19 +46,34 @@ class Plan:
 
 
 PLANS = {
-    "target": Plan(4, 96, 256, 3, TARGET_WRITER, 0.3, 2400),
-    "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 0.0, 1200, seed=1),
+    "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.91, batch_rows=24, seed=1),
+    "target": Plan(4, 96, 256, 3, TARGET_WRITER, 2400, has_checks=True),
 }
+MARK_WEIGHT = 6.0
+"""Of a mark in the loss, where a word weighs 1."""
+ENOUGH_BATCHES = 15
+WINDOW = 4
+"""Batches that are drawn at once and sorted by length, so that little is padded."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows; `labels` are the next tokens, -100 where none counts."""
+    """Padded rows. A row is a text, and behind it the branches of its checks, which see it up to their place."""
 
     token_ids: torch.Tensor
     """int64 [B, T]"""
-    labels: torch.Tensor
+    positions: torch.Tensor
     """int64 [B, T]"""
+    seen: torch.Tensor
+    """bool [B, 1, T, T]: which tokens each token sees."""
+    labels: torch.Tensor
+    """int64 [B, T], the next tokens; any where they do not count."""
+    weights: torch.Tensor
+    """float [B, T], 0 where the next token does not count."""
+    is_result: torch.Tensor
+    """bool [B, T]: the label is a step's result, or the answer."""
+    is_mark: torch.Tensor
+    """bool [B, T]: the label is a mark."""
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -75,34 +94,86 @@ def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausa
     )
 
 
-def to_batch(tokenizer: PreTrainedTokenizerBase, rows: list[Example]) -> Batch:
-    """Tokenized rows; a text ends with the end token, and tokens that begin before `Example.begin` do not count."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    encoded = tokenizer([row.text for row in rows], return_offsets_mapping=True)
-    tokens = [[*ids, end] for ids in encoded["input_ids"]]
-    width = max(map(len, tokens))
-    token_ids = torch.full((len(rows), width), pad)
-    labels = torch.full((len(rows), width), -100)
-    for number, (row, ids, offsets) in enumerate(zip(rows, tokens, encoded["offset_mapping"], strict=True)):
-        token_ids[number, : len(ids)] = torch.tensor(ids)
-        first = sum(begin < row.begin for begin, _ in offsets)
-        labels[number, first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
-    return Batch(token_ids, labels)
+@dataclass
+class _Row:
+    """One text and its checks as they are laid out in a row."""
+
+    token_ids: list[int]
+    positions: list[int]
+    branches: list[range]
+    parents: list[int]
+    """How many of the text's tokens each branch sees."""
+    labels: list[int]
+    weights: list[float]
+
+
+def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
+    encoded = tokenizer(example.text, return_offsets_mapping=True)
+    begins = [begin for begin, _ in encoded["offset_mapping"]]
+    ids = [*encoded["input_ids"], tokenizer.eos_token_id]
+    weights = [0.0] * len(ids)
+    for number, begin in enumerate([*begins, len(example.text)]):
+        said = [span.weight for span in example.taught if span.begin <= begin < span.end]
+        weights[max(number - 1, 0)] = said[-1] if said else 0.0
+    row = _Row(ids, list(range(len(ids))), [], [], [*ids[1:], ids[-1]], weights)
+    for check in example.checks:
+        parent = sum(begin < check.at for begin in begins)
+        *branch, mark = tokenizer(check.text + check.mark)["input_ids"]
+        row.branches.append(range(len(row.token_ids), len(row.token_ids) + len(branch)))
+        row.parents.append(parent)
+        row.token_ids += branch
+        row.positions += range(parent, parent + len(branch))
+        row.labels += [*branch[1:], mark]
+        row.weights += [0.0] * (len(branch) - 1) + [MARK_WEIGHT]
+    return row
+
+
+def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Batch:
+    """Tokenized rows; a text ends with the end token."""
+    rows = [_row(tokenizer, example) for example in examples]
+    shape = len(rows), max(len(row.token_ids) for row in rows)
+    token_ids = torch.full(shape, tokenizer.pad_token_id)
+    positions, labels, weights = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.zeros(shape)
+    is_branch = torch.zeros(shape, dtype=torch.bool)
+    seen = torch.ones(shape[1], shape[1], dtype=torch.bool).tril().repeat(len(rows), 1, 1, 1)
+    for number, row in enumerate(rows):
+        width = len(row.token_ids)
+        token_ids[number, :width] = torch.tensor(row.token_ids)
+        positions[number, :width] = torch.tensor(row.positions)
+        labels[number, :width] = torch.tensor(row.labels)
+        weights[number, :width] = torch.tensor(row.weights)
+        for branch, parent in zip(row.branches, row.parents, strict=True):
+            is_branch[number, branch.start : branch.stop] = True
+            seen[number, 0, branch.start : branch.stop, parent : branch.start] = False
+    counted = weights > 1
+    return Batch(token_ids, positions, seen, labels, weights, counted & ~is_branch, counted & is_branch)
 
 
 def batches(plan: Plan, tokenizer: PreTrainedTokenizerBase, done: int) -> Iterator[Batch]:
     """The batches from number `done` on."""
-    stream = itertools.islice(
-        examples(plan.seed, plan.writer, plan.check_share), done * plan.batch_rows, None
-    )
-    while True:
-        yield to_batch(tokenizer, list(itertools.islice(stream, plan.batch_rows)))
+    stream = examples(plan.seed, plan.writer, plan.has_checks)
+    for window in itertools.count():
+        drawn = list(itertools.islice(stream, WINDOW * plan.batch_rows))
+        drawn.sort(key=lambda each: len(each.text))
+        for place in range(WINDOW):
+            if window * WINDOW + place >= done:
+                yield to_batch(tokenizer, drawn[place * plan.batch_rows : (place + 1) * plan.batch_rows])
 
 
 def rate_factor(plan: Plan, step: int) -> float:
     """Warm-up over 20 steps, constant, then linear to zero."""
     left = (plan.num_steps - step) / (plan.num_steps * (1 - plan.hold_fraction))
     return min(1.0, (step + 1) / 20, left)
+
+
+@dataclass
+class Progress:
+    """What is known of a training that is under way; plain values."""
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    right: list[float] = field(default_factory=list)
+    """Of the last batches: the share of results that were foretold."""
 
 
 def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> LlamaForCausalLM:
@@ -112,49 +183,77 @@ def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint:
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
-    muon = Muon(matrices, lr=plan.muon_lr)
-    optimizers = [muon, torch.optim.AdamW(rest, lr=plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
-    step, elapsed_s = 0, 0.0
+    optimizers = [
+        Muon(matrices, lr=plan.muon_lr),
+        torch.optim.AdamW(rest, lr=plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    progress = Progress()
     if checkpoint.exists():
         state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        step, elapsed_s = state["step"], state["elapsed_s"]
-    started = logged = saved_at = time.monotonic()
-    recent = list[float]()
-    for batch in batches(plan, tokenizer, step):
-        if step >= plan.num_steps:
+        progress = Progress(**state["progress"])
+    clock = time.monotonic() - progress.elapsed_s
+    logged = saved_at = progress.elapsed_s
+    recent = list[Learned]()
+    for batch in batches(plan, tokenizer, progress.step):
+        if _is_done(plan, progress):
             break
-        factor = rate_factor(plan, step)
-        for optimizer, rate in zip(optimizers, (plan.muon_lr, plan.adam_lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-        logits = model(input_ids=batch.token_ids, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        recent.append(float(loss.detach()))
-        step += 1
-        now = time.monotonic()
-        if now - logged >= LOG_EVERY_S or step == plan.num_steps:
-            _log(name, plan, step, sum(recent) / len(recent), elapsed_s + now - started)
-            recent, logged = [], now
-        if now - saved_at >= SAVE_EVERY_S or step == plan.num_steps:
+        recent.append(_learn(model, optimizers, batch, rate_factor(plan, progress.step)))
+        progress.right = [*progress.right, recent[-1].right][-ENOUGH_BATCHES:]
+        progress.step += 1
+        progress.elapsed_s = time.monotonic() - clock
+        is_done = _is_done(plan, progress)
+        if progress.elapsed_s - logged >= LOG_EVERY_S or is_done:
+            _log(name, plan, progress, recent)
+            recent, logged = [], progress.elapsed_s
+        if progress.elapsed_s - saved_at >= SAVE_EVERY_S or is_done:
             states = [optimizer.state_dict() for optimizer in optimizers]
             _save(
                 checkpoint,
-                {
-                    "model": model.state_dict(),
-                    "optimizers": states,
-                    "step": step,
-                    "elapsed_s": elapsed_s + now - started,
-                },
+                {"model": model.state_dict(), "optimizers": states, "progress": asdict(progress)},
             )
-            saved_at = now
+            saved_at = progress.elapsed_s
     return model.eval()
+
+
+def _is_done(plan: Plan, progress: Progress) -> bool:
+    has_enough = len(progress.right) == ENOUGH_BATCHES and mean(progress.right) >= plan.enough
+    return has_enough or progress.step >= plan.num_steps
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one batch gave: the loss, and the shares of results and of marks that were foretold (nan without any)."""
+
+    loss: float
+    right: float
+    marks: float
+
+
+def _learn(
+    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Batch, factor: float
+) -> Learned:
+    """One step of the optimizers, at `factor` of their rates."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group.setdefault("full_lr", group["lr"])
+    counted = batch.weights > 0
+    mask = torch.zeros(batch.seen.shape).masked_fill_(~batch.seen, -torch.inf)
+    hidden = model.model(
+        input_ids=batch.token_ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    logits = model.lm_head(hidden[counted])  # [counted tokens, vocab]
+    labels, weights = batch.labels[counted], batch.weights[counted]
+    loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    is_right = logits.detach().argmax(-1) == labels
+    shares = [float(is_right[kind[counted]].float().mean()) for kind in (batch.is_result, batch.is_mark)]
+    return Learned(float(loss.detach()), *shares)
 
 
 def provenance(plan: Plan) -> dict[str, Any]:
@@ -162,10 +261,12 @@ def provenance(plan: Plan) -> dict[str, Any]:
     return asdict(plan)
 
 
-def _log(name: str, plan: Plan, step: int, loss: float, seconds: float) -> None:
-    left_min = seconds * (plan.num_steps / step - 1) / 60
+def _log(name: str, plan: Plan, progress: Progress, recent: list[Learned]) -> None:
+    left_min = progress.elapsed_s * (plan.num_steps / progress.step - 1) / 60
+    loss, right, marks = (mean(values) for values in zip(*map(astuple, recent), strict=True))
+    said = f"loss {loss:.4f} results {right:.1%}" + (f" marks {marks:.1%}" if plan.has_checks else "")
     print(
-        f"{time.strftime('%H:%M:%S')} {name} step {step} of {plan.num_steps} loss {loss:.4f} eta {left_min:.0f} min",
+        f"{time.strftime('%H:%M:%S')} {name} step {progress.step} of {plan.num_steps} {said} eta {left_min:.0f} min",
         file=sys.stderr,
         flush=True,
     )

@@ -235,3 +235,54 @@ def test_an_answer_with_drafted_steps_is_not_continued(make_llm: MakeLLM) -> Non
     with pytest.raises(ReasoningError, match="cannot be continued"):
         engine.add_request("begun", PROMPT, PARAMS[0], options=asked, emitted=[EmittedTokens([5])])
     assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ({"bad_words": [" zebras"]}, " two zebras, violins."),
+        ({"bad_words": [" violins, and"]}, " zebras, violins, and quarks."),
+        ({"allowed_token_ids": "all but zebras"}, " two zebras, violins."),
+        ({"min_tokens": 30, "stop_token_ids": "zebras"}, " two zebras, violins."),
+    ],
+    ids=["word", "phrase", "allowed", "early stop"],
+)
+def test_no_kept_step_breaks_a_rule(plain: LLM, make_llm: MakeLLM, rule: dict[str, Any], text: str) -> None:
+    """Kept tokens are not sampled, so no mask keeps them out: a step that breaks a rule is the target's own."""
+    tokenizer = plain.engine.tokenizer
+    zebras = tokenizer(" zebras", add_special_tokens=False).input_ids
+    if "allowed_token_ids" in rule:
+        rule = {"allowed_token_ids": [n for n in range(plain.engine.model.vocab_size) if n not in zebras]}
+    elif "stop_token_ids" in rule:
+        rule = rule | {"stop_token_ids": zebras[-1:]}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **rule)
+    [first] = plain.generate(PROMPT, params)
+    told = written(plain, tokenizer.decode(first.outputs[0].token_ids[:1]) + text)
+    llm = lossy(make_llm, {"method": ORACLE, "texts": [told], "separator": "."})
+    [on] = llm.generate(PROMPT, params, reasoning=ALL)
+    assert on.outputs[0].token_ids == first.outputs[0].token_ids
+    assert on.outputs[0].finish_reason == first.outputs[0].finish_reason == "length"
+    assert on.metrics.num_kept_steps == 0
+    reasons = {entry.get("reason") for entry in on.metrics.reasoning_log}
+    assert reasons & {
+        "the draft wrote what the request's bad words or allowed tokens forbid",
+        "the draft ended its text",
+    }
+
+
+def test_a_draft_that_is_also_the_draft_model_is_loaded_once(plain: LLM, make_llm: MakeLLM) -> None:
+    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+    alone = make_llm(draft, **SMALL).engine.memory_plan
+    for spec in (draft, {"method": "auto", "drafters": [draft, {"method": "suffix"}]}):
+        llm = lossy(make_llm, {"model": EMBEDDED_DRAFT}, spec=spec)
+        reasoning = llm.engine.reasoning
+        assert reasoning is not None
+        [model] = reasoning.writer.drafting_models()
+        assert any(model is one for one in llm.engine.drafter.drafting_models())
+        assert llm.engine.memory_plan.draft_bytes == alone.draft_bytes
+    other = lossy(make_llm, {"model": EMBEDDED_DRAFT, "quantization": "int8"}, spec=draft)
+    assert other.engine.memory_plan.draft_bytes > alone.draft_bytes
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    [off] = plain.generate(PROMPT, params)
+    [on] = llm.generate(PROMPT, params, reasoning=NONE)
+    assert on.outputs[0].token_ids == off.outputs[0].token_ids

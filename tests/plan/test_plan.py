@@ -49,6 +49,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "method": "ensemble",
         "members": [{"method": "ngram"}, {"method": "eagle3", "model": EMBEDDED_EAGLE3}],
     },
+    "steps": {"method": "off", "reasoning": {"model": EMBEDDED_DRAFT}},
+    "steps beside the same draft": {**DRAFT, "reasoning": {"model": EMBEDDED_DRAFT}},
+    "steps beside another draft": {
+        "method": "eagle3",
+        "model": EMBEDDED_EAGLE3,
+        "reasoning": {"model": EMBEDDED_DRAFT},
+    },
 }
 
 
@@ -72,6 +79,7 @@ def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
         "max_num_seqs": plan.batch,
         "max_model_len": plan.context,
         "kv_cache_bytes": plan.kv_cache_bytes,
+        "allow_lossy": "reasoning" in spec,
     }
     engine = make_engine(None, spec, options, like=target.engine)
     held, draft = engine.memory_plan, planner(spec).draft

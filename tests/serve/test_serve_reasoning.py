@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serve_cases import DRAFT, MESSAGES, MODEL
 from starlette.testclient import TestClient
 
@@ -20,6 +23,7 @@ PATH = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
 STEPS = {"judge": "logprob", "threshold": -50, "protect_first_steps": 0}
 HEADER = "x-slipstream-lossy"
+SPANS = InMemorySpanExporter()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,10 @@ def lossy() -> Iterator[TestClient]:
     spec = DRAFT | {"reasoning": {"model": EMBEDDED_DRAFT, "separator": " "}}
     llm = LLM(speculative_config=spec, allow_lossy=True, kv_cache_bytes=60 * 2**20, max_num_seqs=4)
     host = ThreadedHost(llm.engine)
-    with TestClient(create_app(host.remote, ServeConfig(per_request_metrics=True), MODEL)) as client:
+    traces = TracerProvider()
+    traces.add_span_processor(SimpleSpanProcessor(SPANS))
+    config = ServeConfig(per_request_metrics=True)
+    with TestClient(create_app(host.remote, config, MODEL, traces=traces)) as client:
         yield client
     host.close()
     assert llm.engine.integrity() == []
@@ -42,6 +49,7 @@ def test_a_lossy_answer_says_so_everywhere(lossy: TestClient) -> None:
     assert answer["lossy"] is answer["usage"]["lossy"] is answer["metrics"]["lossy"] is True
     details = answer["usage"]["completion_tokens_details"]
     assert details["kept_steps"] > 1
+    assert answer["system_fingerprint"].endswith("-lossy-step-reasoning")
     [steps] = answer["reasoning_steps"]
     assert sum(step["verdict"] == "kept" for step in steps) == details["kept_steps"]
     kept = next(step for step in steps if step["verdict"] == "kept")
@@ -68,11 +76,24 @@ def test_other_answers_do_not(lossy: TestClient, shared: TestClient) -> None:
     assert "lossy" not in answer
     assert "lossy" not in answer["usage"]
     assert answer["metrics"]["lossy"] is False
+    assert answer["system_fingerprint"] == shared.post(PATH, json=BODY).json()["system_fingerprint"]
+    assert "lossy" not in answer["system_fingerprint"]
     assert answer["choices"] == shared.post(PATH, json=BODY).json()["choices"]
     [model] = lossy.get("/v1/models").json()["data"]
     assert model["speculation"]["lossy"] is True
     [exact] = shared.get("/v1/models").json()["data"]
     assert exact["speculation"]["lossy"] is False
+
+
+def test_a_trace_says_whether_an_answer_is_lossy(lossy: TestClient) -> None:
+    SPANS.clear()
+    lossy.post(PATH, json=BODY | {"speculation": {"reasoning": STEPS}})
+    lossy.post(PATH, json=BODY)
+    on, off = (dict(span.attributes or {}) for span in SPANS.get_finished_spans())
+    assert (on["slipstream.lossy"], off["slipstream.lossy"]) == (True, False)
+    assert on["slipstream.reasoning.num_kept_steps"] > 1  # type: ignore[operator]
+    assert on["slipstream.reasoning.num_lossy_tokens"] > 1  # type: ignore[operator]
+    assert not any(name.startswith("slipstream.reasoning") for name in off)
 
 
 def test_a_response_says_so_too(lossy: TestClient) -> None:
@@ -92,6 +113,7 @@ def test_a_stream_says_it_at_its_end(lossy: TestClient) -> None:
     assert response.headers[HEADER] == "step-reasoning"
     events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     assert "lossy" not in events[0]
+    assert all(event["system_fingerprint"].endswith("-lossy-step-reasoning") for event in events)
     assert events[-1]["lossy"] is True
     assert len(events[-1]["reasoning_steps"]) == 1
     counted = lossy.post(PATH, json=body | {"stream_options": {"include_usage": True}}).text.split("\n\n")

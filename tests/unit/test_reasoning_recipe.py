@@ -6,20 +6,23 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from recipes.reasoning_pair.problems import (
     ANY_WRITER,
+    NUM_CHECKS,
     QUESTION,
     RIGHT,
+    SYNONYMS,
+    TARGET_WRITER,
     THINK_END,
-    check,
     draw_problem,
+    example,
     examples,
     held_out_problems,
-    solution,
 )
 from recipes.reasoning_pair.tokenizer import make_tokenizer
-from recipes.reasoning_pair.train import PLANS, Plan, rate_factor, to_batch
+from recipes.reasoning_pair.train import PLANS, Plan, build_model, rate_factor, to_batch
 from slipstream.reasoning.paired import PairedAccuracy, wilson
 
 
@@ -27,7 +30,7 @@ def test_a_solution_is_right_and_a_changed_one_is_not() -> None:
     rng = random.Random(1)
     for _ in range(30):
         problem = draw_problem(rng, held_out=False)
-        text = solution(rng, problem, ANY_WRITER).text
+        text = example(rng, problem, ANY_WRITER, has_checks=True).text
         steps = text[len(problem.prompt) :].splitlines()
         assert len(steps) == len(problem.operations) + 1
         for line, operation, value in zip(steps, problem.operations, problem.values, strict=False):
@@ -41,23 +44,25 @@ def test_a_solution_is_right_and_a_changed_one_is_not() -> None:
 def test_half_of_the_checked_steps_are_wrong_and_so_marked() -> None:
     """A step is marked right if and only if it is what the problem says."""
     rng = random.Random(2)
-    marks = []
-    for _ in range(200):
+    for _ in range(50):
         problem = draw_problem(rng, held_out=False)
-        example = check(rng, problem, ANY_WRITER)
-        shown, mark = example.text[: example.begin], example.text[example.begin :]
-        line = shown[len(problem.prompt) :].splitlines()[-2]
-        assert shown.endswith(QUESTION)
-        number = [operation.label for operation in problem.operations].index(line[0])
-        before = [problem.start, *problem.values][number]
-        words = line.replace(".", "").split()
-        numbers = [int(word) for word in words if word.isdigit()]
-        operation = problem.operations[number]
-        names = {operation.name, {"plus": "add", "minus": "subtract", "times": "multiply"}[operation.name]}
-        right = numbers == [before, operation.operand, problem.values[number]] and names & set(words)
-        assert (mark == RIGHT) == bool(right)
-        marks.append(mark == RIGHT)
-    assert 70 < sum(marks) < 130
+        lesson = example(rng, problem, ANY_WRITER, has_checks=True)
+        marks = []
+        for check in lesson.checks:
+            shown = lesson.text[: check.at] + check.text
+            assert shown.endswith(QUESTION)
+            line = shown[len(problem.prompt) :].splitlines()[-2]
+            number = [operation.label for operation in problem.operations].index(line[0])
+            assert shown.count("\n") == number + 2
+            before = [problem.start, *problem.values][number]
+            words = line.replace(".", "").split()
+            numbers = [int(word) for word in words if word.isdigit()]
+            operation = problem.operations[number]
+            names = {operation.name, SYNONYMS[operation.name]} & set(words)
+            right = numbers == [before, operation.operand, problem.values[number]] and names
+            assert (check.mark == RIGHT) == bool(right)
+            marks.append(check.mark == RIGHT)
+        assert (len(marks), sum(marks)) == (2 * NUM_CHECKS, NUM_CHECKS)
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
@@ -66,21 +71,45 @@ def test_what_is_held_out_is_never_trained_on() -> None:
     assert all(problem.is_held_out for problem in held)
     prompts = {problem.prompt for problem in held}
     assert len(prompts) == 50
-    for example in itertools.islice(examples(0, ANY_WRITER, 0.3), 300):
-        prompt = example.text[: example.text.index("\n") + 1]
+    for lesson in itertools.islice(examples(0, ANY_WRITER, True), 300):
+        prompt = lesson.text[: lesson.text.index("\n") + 1]
         assert prompt not in prompts
 
 
 def test_rows_teach_what_counts() -> None:
+    """The steps and the answer, results above all; of another writer's steps the results alone."""
     tokenizer = make_tokenizer()
     rng = random.Random(3)
     problem = draw_problem(rng, held_out=False)
-    rows = [solution(rng, problem, ANY_WRITER), check(rng, problem, ANY_WRITER)]
-    batch = to_batch(tokenizer, rows)
-    for number, row in enumerate(rows):
-        taught = batch.labels[number][batch.labels[number] >= 0].tolist()
-        assert tokenizer.decode(taught) == row.text[row.begin :] + "<|end|>"
+    plain, checked = (example(rng, problem, TARGET_WRITER, has) for has in (False, True))
+    batch = to_batch(tokenizer, [plain, checked])
+    results = "".join(f" {value}" for value in [*problem.values, problem.answer])
+    for number, lesson in enumerate((plain, checked)):
+        assert tokenizer.decode(batch.labels[number][batch.is_result[number]]) == results
+        said = tokenizer.decode(batch.labels[number][batch.weights[number] > 0])
+        marks = "".join(check.mark for check in lesson.checks)
+        assert tokenizer.decode(batch.labels[number][batch.is_mark[number]]) == marks
+        if not marks:
+            assert said == lesson.text[len(problem.prompt) :] + "<|end|>"
+        else:
+            assert len(said) < len(lesson.text) - len(problem.prompt)
     assert all(len(tokenizer(f" {value}").input_ids) == 1 for value in range(100))
+
+
+def test_a_branch_of_a_row_is_a_text_of_its_own() -> None:
+    """A mark's logits are those behind the text with the check's step and question, written plainly."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    model = build_model(PLANS["draft"], tokenizer).eval()
+    [lesson] = itertools.islice(examples(3, TARGET_WRITER, True), 1)
+    batch = to_batch(tokenizer, [lesson])
+    mask = torch.zeros(batch.seen.shape).masked_fill_(~batch.seen, -torch.inf)
+    with torch.no_grad():
+        tree = model(input_ids=batch.token_ids, attention_mask=mask, position_ids=batch.positions).logits[0]
+        places = batch.is_mark[0].nonzero().flatten()
+        for place, check in zip(places, lesson.checks, strict=True):
+            token_ids = tokenizer(lesson.text[: check.at] + check.text, return_tensors="pt").input_ids
+            torch.testing.assert_close(tree[place], model(token_ids).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_the_rate_rises_and_falls_to_zero() -> None:

@@ -42,6 +42,8 @@ class DraftContext:
     """What is known of a target that is not loaded, for `Drafter.outline`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
+    lender: Drafter | None = None
+    """One that is loaded already, whose draft model may be used again where the same is asked for: see `lend`."""
     is_priced: bool = False
     """True where a policy measures what its calls cost and leaves it out where it does not pay, as `auto` does. A
     drafter must not spare it what it cannot use: one that costs nothing looks as if it could stay."""
@@ -242,6 +244,11 @@ class Drafter(ABC):
     def worker_stats(self) -> Seq[WorkerStats]:
         """The state of every draft worker that it gets drafts from; none for drafters of this process."""
         return ()
+
+    def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
+        """The draft model that was loaded as this says, for another drafter to compute with too; None without one.
+        `DraftModelDrafter` says what the tuple holds."""
+        return None
 
     def drafting_model(self) -> CausalLM | None:
         """The language model that drafts; None for lookups, heads and all others without one."""

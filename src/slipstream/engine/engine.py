@@ -128,7 +128,8 @@ class Engine:
             + (self.reasoning.writer.kv_bytes_per_token() if self.reasoning else 0),
             self.drafter.max_nodes(),
         )
-        self.memory_plan = with_passes(planned, config, self.model, self.drafter, drafter_options)
+        writer = None if self.reasoning is None else self.reasoning.writer
+        self.memory_plan = with_passes(planned, config, self.model, self.drafter, drafter_options, writer)
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)
@@ -198,7 +199,7 @@ class Engine:
             return StepSpeculation(
                 ReasoningConfig.from_mapping(speculative.reasoning),
                 speculative,
-                self.drafter.context,
+                replace(self.drafter.context, lender=self.drafter),
                 max(config.max_num_batched_tokens - config.max_num_seqs, 0),
             )
 
@@ -333,7 +334,7 @@ class Engine:
             sequence = answer.sequence
             self._answers[sequence.id] = answer
             if self.reasoning is not None and sequence.options.reasoning is not None:
-                self.reasoning.open(sequence)
+                self.reasoning.open(sequence, answer.processor)
             self.scheduler.add(sequence)
 
     def encode(

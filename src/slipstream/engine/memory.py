@@ -138,11 +138,20 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int
 
 
 def with_passes(
-    plan: MemoryPlan, config: EngineConfig, model: CausalLM, drafter: Drafter, options: Any
+    plan: MemoryPlan,
+    config: EngineConfig,
+    model: CausalLM,
+    drafter: Drafter,
+    options: Any,
+    further: Drafter | None = None,
 ) -> MemoryPlan:
-    """The plan with what passes compute with and what the tables of a drafter with these `options` come to hold."""
+    """The plan with what passes compute with and what the tables of a drafter with these `options` come to hold.
+
+    `further` is another drafter beside it; a model that both use is counted once."""
     limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, drafter.max_nodes())
     models = [model, *drafter.drafting_models()]
+    if further is not None:
+        models += [each for each in further.drafting_models() if not any(each is one for one in models)]
     num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
     return replace(
         plan,

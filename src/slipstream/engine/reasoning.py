@@ -28,6 +28,7 @@ from slipstream.reasoning.question import digit_token_ids, question_token_ids
 from slipstream.reasoning.record import StepScore, StepVerdict
 from slipstream.reasoning.steps import StepMarks, StepStage, StepTracker
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
 from slipstream.text.common_prefix import common_prefix_length
 from slipstream.text.token_bytes import TokenBytes
 
@@ -42,6 +43,7 @@ class _Thinker:
     sequence: Sequence
     tracker: StepTracker
     judge: StepJudge
+    processor: LogitsProcessor
     shadow: Sequence
     """The text as the draft sees it: the committed one and what it has written behind it."""
     draft: list[int] = field(default_factory=list)
@@ -53,6 +55,12 @@ class _Thinker:
     @property
     def num_nodes(self) -> int:
         return len(self.draft) + len(self.judge.question)
+
+    def permits(self, token_id: int) -> bool:
+        """Whether the request's rules allow a token, no end token, behind what is written. A kept token is not
+        sampled, so no mask would have kept it out."""
+        processor = self.processor
+        return not processor.masks or processor.permits(self.shadow.output_token_ids, token_id)
 
 
 class StepSpeculation:
@@ -66,14 +74,7 @@ class StepSpeculation:
         Raises `ConfigError` or `ModelError` where the draft cannot be made.
         """
         self.config = config
-        writer = SpeculativeConfig(
-            config.method,
-            speculative.verifier,
-            self._writer_options(config),
-            draft_device=speculative.draft_device,
-            draft_timeout_s=speculative.draft_timeout_s,
-        )
-        self.writer: Drafter = create_drafter(writer, context)
+        self.writer: Drafter = create_drafter(config.writer(speculative), context)
         if not self.writer.reads_text_only:
             raise ConfigError(
                 f"reasoning method {config.method!r} reads more of the target than the text; use draft_model"
@@ -105,10 +106,6 @@ class StepSpeculation:
         self._max_model_len = context.max_model_len
         self._thinkers: dict[int, _Thinker] = {}
 
-    @staticmethod
-    def _writer_options(config: ReasoningConfig) -> dict[str, Any]:
-        return {**config.options, "num_speculative_tokens": config.chunk_tokens}
-
     def begin(self, end_token_ids: frozenset[int], max_model_len: int) -> None:
         """What is known once memory is planned: the tokens that end an answer, and the longest text."""
         self._end_token_ids, self._max_model_len = end_token_ids, max_model_len
@@ -126,8 +123,8 @@ class StepSpeculation:
                 "reasoning drafts steps of free text; leave out reasoning, or the structured output"
             )
 
-    def open(self, sequence: Sequence) -> None:
-        """Follow an answer that asked for it; tokens that came with it are read."""
+    def open(self, sequence: Sequence, processor: LogitsProcessor) -> None:
+        """Follow an answer that asked for it; tokens that came with it are read. The `processor` is its own."""
         options = sequence.options.reasoning
         assert options is not None
         tracker = StepTracker(self._marks, options, self.unfit)
@@ -147,7 +144,9 @@ class StepSpeculation:
             options=sequence.options,
             nonce=sequence.nonce,
         )
-        self._thinkers[sequence.id] = _Thinker(sequence, tracker, self._judges[options.judge], shadow)
+        self._thinkers[sequence.id] = _Thinker(
+            sequence, tracker, self._judges[options.judge], processor, shadow
+        )
         sequence.metrics.lossy = True
 
     def close(self, sequence: Sequence) -> None:
@@ -219,9 +218,14 @@ class StepSpeculation:
 
     def _take(self, thinker: _Thinker, proposal: Proposal) -> int:
         """Append a chain to the step, up to its end; how many of its tokens were taken."""
-        tracker = thinker.tracker
+        tracker, stops = thinker.tracker, thinker.sequence.params.stop_token_ids
         for number, token_id in enumerate(proposal.token_ids):
-            stage = tracker.push_draft(self._bytes.get(token_id, b""), token_id in self._end_token_ids)
+            is_end = token_id in self._end_token_ids or token_id in stops
+            stage = tracker.push_draft(self._bytes.get(token_id, b""), is_end)
+            if stage is not StepStage.OWN and not thinker.permits(token_id):
+                stage = tracker.abandon(
+                    "the draft wrote what the request's bad words or allowed tokens forbid"
+                )
             if stage is StepStage.OWN:
                 self._stop_writing(thinker)
                 return number

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
 from slipstream.draft.base import DraftContext
+from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
@@ -16,6 +19,7 @@ from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
 from slipstream.plan.process import ProcessMemory
+from slipstream.reasoning.config import ReasoningConfig
 from slipstream.verify.registry import VERIFIERS
 
 HEAP_SHARE = 0.015
@@ -49,19 +53,27 @@ class Planner:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         elsewhere = self.speculative.draft_device
-        self.draft = self._drafter.outline(
-            self._options,
-            DraftContext(
-                engine_config=config,
-                tokenizer=None,
-                vocab_size=self.target.vocab_size,
-                max_model_len=config.max_model_len or self.target.context_length,
-                device=self.target.device if elsewhere is None else torch.device(elsewhere),
-                dtype=self.target.dtype,
-                verifier=verifier,
-                target_outline=self.target,
-            ),
+        context = DraftContext(
+            engine_config=config,
+            tokenizer=None,
+            vocab_size=self.target.vocab_size,
+            max_model_len=config.max_model_len or self.target.context_length,
+            device=self.target.device if elsewhere is None else torch.device(elsewhere),
+            dtype=self.target.dtype,
+            verifier=verifier,
+            target_outline=self.target,
         )
+        self.draft = self._drafter.outline(self._options, context)
+        if self.speculative.reasoning is not None:
+            self.draft = self._beside_writer(self.speculative.reasoning, context)
+
+    def _beside_writer(self, reasoning: Mapping[str, Any], context: DraftContext) -> DraftOutline:
+        """The drafter with the one that writes whole steps, whose model is loaded once where it is the same."""
+        cls, options = validate(ReasoningConfig.from_mapping(reasoning).writer(self.speculative))
+        writer = cls.outline(options, context)
+        loaded = {_loaded_as(model) for model in self.draft.models}
+        own = tuple(model for model in writer.models if _loaded_as(model) not in loaded)
+        return DraftOutline.joined([self.draft, replace(writer, models=own)], self.draft.max_nodes)
 
     @property
     def max_context(self) -> int:
@@ -191,6 +203,11 @@ class Planner:
             held += model.held.total_bytes
         if self.draft.head_bytes:
             yield LoadingStage("heads read", held + 2 * self.draft.head_stored_bytes + self.draft.head_bytes)
+
+
+def _loaded_as(model: ModelOutline) -> tuple[object, ...]:
+    """What two outlines of one loaded model have in common."""
+    return model.path, model.dtype, model.weight_type, model.device
 
 
 def read_bytes(model: ModelOutline) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from slipstream.config import check_types
+from slipstream.config import SpeculativeConfig, check_types
 from slipstream.errors import ConfigError
 
 CHUNK_TOKENS = 8
@@ -51,6 +51,16 @@ class ReasoningConfig:
         if not self.name:
             model = str(self.options.get("model", ""))
             object.__setattr__(self, "name", PurePath(model).name or self.method)
+
+    def writer(self, speculative: SpeculativeConfig) -> SpeculativeConfig:
+        """The configuration of the drafter that writes the steps, in an engine of `speculative`."""
+        return SpeculativeConfig(
+            self.method,
+            speculative.verifier,
+            {**self.options, "num_speculative_tokens": self.chunk_tokens},
+            draft_device=speculative.draft_device,
+            draft_timeout_s=speculative.draft_timeout_s,
+        )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ReasoningConfig:

@@ -211,13 +211,15 @@ class StepTracker:
             self.abandon(f"no separator within max_step_tokens {self.options.max_step_tokens}")
         return self.stage
 
-    def abandon(self, reason: str, counts: bool = True) -> None:
-        """Give up the draft of this step, whole or not; the target writes it. `counts` where the draft is at fault."""
+    def abandon(self, reason: str, counts: bool = True) -> StepStage:
+        """Give up the draft of this step, whole or not; the target writes it. `counts` where the draft is at fault.
+        The stage afterwards, as `push_draft` returns it."""
         if self.stage is StepStage.OWN:
             raise ValueError("nothing is being drafted")
         self.stage = StepStage.OWN
         self._verdict, self._reason = StepVerdict.OWN, reason
         self._failed_in_a_row += counts
+        return self.stage
 
     def judge(self, score: StepScore, keep: bool, is_last: bool = False) -> None:
         """The judge's verdict on the whole step. `is_last`: it is good, but the target ends its thinking behind it."""

@@ -174,6 +174,7 @@ def _of_answer(answer: ApiAnswer) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.usage.input_tokens", sum(map(len, job.prompts))
     yield "gen_ai.usage.output_tokens", answer.num_output_tokens
     yield "slipstream.stream", job.stream
+    yield "slipstream.lossy", answer.is_lossy
     if job.options.task:
         yield "slipstream.task", job.options.task
     outputs = [completion for output in answer.outputs for completion in output.outputs]
@@ -197,3 +198,7 @@ def _of_metrics(metrics: RequestMetrics) -> Iterator[tuple[str, Any]]:
     if metrics.num_draft_tokens:
         yield "slipstream.speculation.acceptance_rate", metrics.acceptance_rate
     yield "slipstream.speculation.acceptance_length", metrics.acceptance_length
+    if metrics.lossy:
+        yield "slipstream.reasoning.num_drafted_steps", metrics.num_drafted_steps
+        yield "slipstream.reasoning.num_kept_steps", metrics.num_kept_steps
+        yield "slipstream.reasoning.num_lossy_tokens", metrics.num_lossy_tokens

@@ -83,6 +83,10 @@ class DrafterGroup(Drafter):
     def drafting_models(self) -> Seq[CausalLM]:
         return [model for member in self.members for model in member.drafter.drafting_models()]
 
+    def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
+        lent = (member.drafter.lend(loaded_as) for member in self.members)
+        return next((model for model in lent if model is not None), None)
+
     def kv_bytes_per_token(self) -> int:
         return sum(member.drafter.kv_bytes_per_token() for member in self.members)
 

@@ -67,13 +67,17 @@ class DraftModelDrafter(CachedDrafter):
         self.tokenizer = self._load_tokenizer(options, context.engine_config) or context.tokenizer
         self._check_tokenizer(options, context)
         device = str(context.device) if options.device == "auto" else options.device
-        self.model = load_model(
+        quantization = options.quantization or _inherited_format(context.engine_config, device)
+        self._loaded_as = (options.model, options.revision, options.dtype, device, quantization, options.lora)
+        lent = None if context.lender is None else context.lender.lend(self._loaded_as)
+        self._is_lent = lent is not None
+        self.model = lent or load_model(
             options.model,
             dtype=options.dtype,
             device=device,
             revision=options.revision,
             trust_remote_code=trust,
-            quantization=options.quantization or _inherited_format(context.engine_config, device),
+            quantization=quantization,
             cpu_kernels=context.engine_config.cpu_kernels,
             lora=options.lora,
             max_model_len=context.engine_config.max_model_len,
@@ -94,11 +98,15 @@ class DraftModelDrafter(CachedDrafter):
     def drafting_model(self) -> CausalLM:
         return self.model
 
+    def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
+        return self.model if loaded_as == self._loaded_as else None
+
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         return self.model.new_cache(num_tokens, prefix_caching=prefix_caching)
 
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes
+        """0 for a model that another drafter has loaded and counts."""
+        return 0 if self._is_lent else self.model.weight_bytes
 
     @staticmethod
     def _load_tokenizer(options: DraftModelOptions, target: EngineConfig) -> Any | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from slipstream import __version__
 from slipstream.core import TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.serve.api.errors import ApiError
@@ -73,6 +74,11 @@ class ApiAnswer(ABC):
             details |= lossy_usage(self.outputs)
             counted["lossy"] = True
         return counted
+
+    @property
+    def system_fingerprint(self) -> str:
+        """OpenAI's name for what served a request: another one where the text may not be the target's own."""
+        return f"slipstream-{__version__}" + ("-lossy-step-reasoning" if self.is_lossy else "")
 
     @property
     def is_lossy(self) -> bool:
@@ -145,7 +151,13 @@ class Choices(ApiAnswer):
         return chunk
 
     def _header(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self._model}
+        return {
+            "id": self.job.id,
+            "object": kind,
+            "created": self.job.created,
+            "model": self._model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 def finite(logprob: float) -> float:

@@ -108,7 +108,13 @@ def _answer(kind: str, *reasons: str, **choice: Schema) -> Schema:
     }
     choices = _list(_object((), **choice, **common))
     return _object(
-        id=STRING, object={"const": kind}, created=INTEGER, model=STRING, choices=choices, usage=_USAGE
+        id=STRING,
+        object={"const": kind},
+        created=INTEGER,
+        model=STRING,
+        system_fingerprint=STRING,
+        choices=choices,
+        usage=_USAGE,
     )
 
 
