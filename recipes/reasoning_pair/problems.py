@@ -146,6 +146,8 @@ class Check:
     """The branch follows the text's first so many characters."""
     text: str
     mark: str
+    judged_from: int
+    """Characters of `text` after which it can be known whether the step is right: those before its result."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +193,21 @@ def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Chec
     checks = list[Check]()
     for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
         operation = problem.operations[number]
-        wrong = ANY_WRITER.step(rng, *_mistake(rng, problem, operation, before[number]))
-        checks.append(Check(ends[number], wrong + QUESTION, WRONG))
+        said, begun, result = _mistake(rng, problem, operation, before[number])
+        checks.append(_check(ends[number], ANY_WRITER.step(rng, said, begun, result), result, WRONG))
     for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
         operation = problem.operations[number]
         if rng.random() < 0.5:
-            checks.append(Check(ends[number + 1], QUESTION, RIGHT))
+            checks.append(Check(ends[number + 1], QUESTION, RIGHT, 0))
         else:
-            step = ANY_WRITER.step(rng, operation, before[number], before[number + 1])
-            checks.append(Check(ends[number], step + QUESTION, RIGHT))
+            result = before[number + 1]
+            step = ANY_WRITER.step(rng, operation, before[number], result)
+            checks.append(_check(ends[number], step, result, RIGHT))
     return tuple(checks)
+
+
+def _check(at: int, step: str, result: int, mark: str) -> Check:
+    return Check(at, step + QUESTION, mark, step.rindex(f" {result}"))
 
 
 def _mistake(
@@ -211,10 +218,10 @@ def _mistake(
     while True:
         kind = rng.random()
         said, begun = operation, value
-        if kind < 0.6:
-            change = rng.choice((1, -1, 2, -2, 10, -10, 20, -20, rng.randrange(1, MODULUS)))
-            result = (right + change) % MODULUS
-        elif kind < 0.8:
+        if kind < 0.8:
+            near = rng.choice((1, -1, 2, -2, 10, -10, 20, -20))
+            result = (right + (near if rng.random() < 0.3 else rng.randrange(1, MODULUS))) % MODULUS
+        elif kind < 0.9:
             other = rng.choice(problem.operations)
             said = Operation(operation.label, other.name, other.operand)
             result = said.apply(value)

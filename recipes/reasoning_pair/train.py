@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from slipstream.train.muon import Muon
 
-from .problems import DRAFT_WRITER, TARGET_WRITER, Example, Writer, examples
+from .problems import DRAFT_WRITER, RIGHT, TARGET_WRITER, Example, Writer, examples
 from .tokenizer import MAX_POSITIONS
 
 LOG_EVERY_S = 20.0
@@ -47,8 +48,13 @@ class Plan:
 
 PLANS = {
     "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.91, batch_rows=24, seed=1),
-    "target": Plan(4, 96, 256, 3, TARGET_WRITER, 2400, has_checks=True),
+    "target": Plan(6, 96, 256, 3, TARGET_WRITER, 1500, has_checks=True),
 }
+JUDGING_LAYER = 4
+"""Behind so many layers a target knows whether a step is right: a probe that is thrown away afterwards asks for it
+there. The mark needs it in the row of the question, one layer later at the earliest; without the probe it finds no way
+to compare a result with what it would have written itself."""
+PROBE_WEIGHT = 0.3
 MARK_WEIGHT = 6.0
 """Of a mark in the loss, where a word weighs 1."""
 ENOUGH_BATCHES = 15
@@ -74,6 +80,9 @@ class Batch:
     """bool [B, T]: the label is a step's result, or the answer."""
     is_mark: torch.Tensor
     """bool [B, T]: the label is a mark."""
+    is_right: torch.Tensor
+    """float [B, T]: 1 where the step that a token of a branch belongs to is right, 0 where it is wrong, -1 where that
+    cannot be known yet, and in texts."""
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -105,6 +114,7 @@ class _Row:
     """How many of the text's tokens each branch sees."""
     labels: list[int]
     weights: list[float]
+    is_right: list[float]
 
 
 def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
@@ -115,10 +125,13 @@ def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
     for number, begin in enumerate([*begins, len(example.text)]):
         said = [span.weight for span in example.taught if span.begin <= begin < span.end]
         weights[max(number - 1, 0)] = said[-1] if said else 0.0
-    row = _Row(ids, list(range(len(ids))), [], [], [*ids[1:], ids[-1]], weights)
+    row = _Row(ids, list(range(len(ids))), [], [], [*ids[1:], ids[-1]], weights, [-1.0] * len(ids))
     for check in example.checks:
         parent = sum(begin < check.at for begin in begins)
-        *branch, mark = tokenizer(check.text + check.mark)["input_ids"]
+        asked = tokenizer(check.text + check.mark, return_offsets_mapping=True)
+        *branch, mark = asked["input_ids"]
+        known = [begin >= check.judged_from for begin, _ in asked["offset_mapping"][:-1]]
+        row.is_right += [float(check.mark == RIGHT) if is_known else -1.0 for is_known in known]
         row.branches.append(range(len(row.token_ids), len(row.token_ids) + len(branch)))
         row.parents.append(parent)
         row.token_ids += branch
@@ -134,7 +147,7 @@ def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Bat
     shape = len(rows), max(len(row.token_ids) for row in rows)
     token_ids = torch.full(shape, tokenizer.pad_token_id)
     positions, labels, weights = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.zeros(shape)
-    is_branch = torch.zeros(shape, dtype=torch.bool)
+    is_branch, is_right = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1.0)
     seen = torch.ones(shape[1], shape[1], dtype=torch.bool).tril().repeat(len(rows), 1, 1, 1)
     for number, row in enumerate(rows):
         width = len(row.token_ids)
@@ -142,11 +155,13 @@ def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Bat
         positions[number, :width] = torch.tensor(row.positions)
         labels[number, :width] = torch.tensor(row.labels)
         weights[number, :width] = torch.tensor(row.weights)
+        is_right[number, :width] = torch.tensor(row.is_right)
         for branch, parent in zip(row.branches, row.parents, strict=True):
             is_branch[number, branch.start : branch.stop] = True
             seen[number, 0, branch.start : branch.stop, parent : branch.start] = False
     counted = weights > 1
-    return Batch(token_ids, positions, seen, labels, weights, counted & ~is_branch, counted & is_branch)
+    is_result, is_mark = counted & ~is_branch, counted & is_branch
+    return Batch(token_ids, positions, seen, labels, weights, is_result, is_mark, is_right)
 
 
 def batches(plan: Plan, tokenizer: PreTrainedTokenizerBase, done: int) -> Iterator[Batch]:
@@ -179,18 +194,19 @@ class Progress:
 def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> LlamaForCausalLM:
     """The trained model; `checkpoint` is written every minute and gone on from where it exists."""
     torch.manual_seed(plan.seed)
-    model = build_model(plan, tokenizer).train()
+    model, probe = build_model(plan, tokenizer).train(), nn.Linear(plan.hidden_size, 1)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
     optimizers = [
         Muon(matrices, lr=plan.muon_lr),
-        torch.optim.AdamW(rest, lr=plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW([*rest, *probe.parameters()], lr=plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     progress = Progress()
     if checkpoint.exists():
         state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
+        probe.load_state_dict(state["probe"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         progress = Progress(**state["progress"])
@@ -200,7 +216,7 @@ def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint:
     for batch in batches(plan, tokenizer, progress.step):
         if _is_done(plan, progress):
             break
-        recent.append(_learn(model, optimizers, batch, rate_factor(plan, progress.step)))
+        recent.append(_learn(model, probe, optimizers, batch, rate_factor(plan, progress.step)))
         progress.right = [*progress.right, recent[-1].right][-ENOUGH_BATCHES:]
         progress.step += 1
         progress.elapsed_s = time.monotonic() - clock
@@ -212,7 +228,12 @@ def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint:
             states = [optimizer.state_dict() for optimizer in optimizers]
             _save(
                 checkpoint,
-                {"model": model.state_dict(), "optimizers": states, "progress": asdict(progress)},
+                {
+                    "model": model.state_dict(),
+                    "probe": probe.state_dict(),
+                    "optimizers": states,
+                    "progress": asdict(progress),
+                },
             )
             saved_at = progress.elapsed_s
     return model.eval()
@@ -225,15 +246,21 @@ def _is_done(plan: Plan, progress: Progress) -> bool:
 
 @dataclass(frozen=True)
 class Learned:
-    """What one batch gave: the loss, and the shares of results and of marks that were foretold (nan without any)."""
+    """What one batch gave: the loss, and the shares that were foretold of results, marks and what the probe is asked
+    for (nan without any)."""
 
     loss: float
     right: float
     marks: float
+    probed: float
 
 
 def _learn(
-    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Batch, factor: float
+    model: LlamaForCausalLM,
+    probe: nn.Linear,
+    optimizers: list[torch.optim.Optimizer],
+    batch: Batch,
+    factor: float,
 ) -> Learned:
     """One step of the optimizers, at `factor` of their rates."""
     for optimizer in optimizers:
@@ -241,19 +268,29 @@ def _learn(
             group["lr"] = factor * group.setdefault("full_lr", group["lr"])
     counted = batch.weights > 0
     mask = torch.zeros(batch.seen.shape).masked_fill_(~batch.seen, -torch.inf)
-    hidden = model.model(
-        input_ids=batch.token_ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
-    ).last_hidden_state
-    logits = model.lm_head(hidden[counted])  # [counted tokens, vocab]
+    computed = model.model(
+        input_ids=batch.token_ids,
+        attention_mask=mask,
+        position_ids=batch.positions,
+        use_cache=False,
+        output_hidden_states=True,
+    )
+    logits = model.lm_head(computed.last_hidden_state[counted])  # [counted tokens, vocab]
     labels, weights = batch.labels[counted], batch.weights[counted]
     loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
+    judged, probed = batch.is_right >= 0, float("nan")
+    if judged.any():
+        rows = F.rms_norm(computed.hidden_states[JUDGING_LAYER][judged], (probe.in_features,))
+        said, wanted = probe(rows).squeeze(-1), batch.is_right[judged]
+        loss = loss + PROBE_WEIGHT * F.binary_cross_entropy_with_logits(said, wanted)
+        probed = float(((said > 0) == (wanted > 0)).float().mean())
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     is_right = logits.detach().argmax(-1) == labels
     shares = [float(is_right[kind[counted]].float().mean()) for kind in (batch.is_result, batch.is_mark)]
-    return Learned(float(loss.detach()), *shares)
+    return Learned(float(loss.detach()), *shares, probed)
 
 
 def provenance(plan: Plan) -> dict[str, Any]:
@@ -263,8 +300,10 @@ def provenance(plan: Plan) -> dict[str, Any]:
 
 def _log(name: str, plan: Plan, progress: Progress, recent: list[Learned]) -> None:
     left_min = progress.elapsed_s * (plan.num_steps / progress.step - 1) / 60
-    loss, right, marks = (mean(values) for values in zip(*map(astuple, recent), strict=True))
-    said = f"loss {loss:.4f} results {right:.1%}" + (f" marks {marks:.1%}" if plan.has_checks else "")
+    loss, right, marks, probed = (mean(values) for values in zip(*map(astuple, recent), strict=True))
+    said = f"loss {loss:.4f} results {right:.1%}"
+    if plan.has_checks:
+        said += f" marks {marks:.1%} probe {probed:.1%}"
     print(
         f"{time.strftime('%H:%M:%S')} {name} step {progress.step} of {plan.num_steps} {said} eta {left_min:.0f} min",
         file=sys.stderr,
