@@ -28,13 +28,14 @@ from benchmarks.kept import Kept, say
 from benchmarks.reasoning_page import draw, page
 from recipes.reasoning_pair.problems import QUESTION, SEPARATOR, THINK_END, Problem, held_out_problems
 from slipstream import LLM, SamplingParams
+from slipstream.engine.outputs import RequestOutput
 from slipstream.provenance import provenance
 from slipstream.reasoning.paired import PairedAccuracy, wilson
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/reasoning.json"
 THRESHOLDS = {
-    "score": (0.0, 1.0, 3.0, 5.0, 7.0, 8.0, 8.5),
-    "logprob": (-9.0, -1.2, -0.9, -0.75, -0.6, -0.45, -0.3),
+    "score": (0.0, 2.0, 4.0, 6.0, 8.0),
+    "logprob": (-9.0, -0.9, -0.75, -0.6, -0.45),
 }
 """The lowest keeps every step that the judge may keep."""
 DEPTHS = (2, 4, 8)
@@ -44,6 +45,7 @@ DEPTH_BESIDE = 4
 PARAMS = SamplingParams(temperature=0, max_tokens=240)
 BAR = 1.3
 CHECKED_AT_ONCE = 16
+SIZES: dict[str, Any] = {"max_model_len": 384, "max_num_seqs": CHECKED_AT_ONCE, "kv_memory_fraction": 0.05}
 
 
 @dataclass(frozen=True)
@@ -77,51 +79,57 @@ def ways() -> list[Way]:
 
 
 class Engines:
-    """An engine for each way, with the target's weights shared by the few that there are."""
+    """The target with the draft beside it, which answers every way but one, and the draft alone. Each is loaded once: a
+    request says how many tokens may be drafted for it, and whether steps are."""
 
     def __init__(self, target: Path, draft: Path, quantization: str | None) -> None:
         self._target, self._draft, self._quantization = target, draft, quantization
-        self._made: dict[tuple[str, int], LLM] = {}
+        self._made: dict[bool, LLM] = {}
 
     def of(self, way: Way) -> LLM:
         """The engine that answers this way."""
-        key = ("draft" if way.kind == "draft" else "target", way.depth)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
+        is_draft = way.kind == "draft"
+        if is_draft not in self._made:
+            self._made[is_draft] = self._draft_alone() if is_draft else self._both()
+        return self._made[is_draft]
 
-    def _make(self, who: str, depth: int) -> LLM:
-        sizes: dict[str, Any] = {
-            "max_model_len": 384,
-            "max_num_seqs": CHECKED_AT_ONCE,
-            "kv_memory_fraction": 0.05,
-        }
-        if who == "draft":
-            return LLM(str(self._draft), **sizes)
+    def _draft_alone(self) -> LLM:
+        return LLM(str(self._draft), **SIZES)
+
+    def _both(self) -> LLM:
         steps = {
             "model": str(self._draft),
             "separator": SEPARATOR,
             "think_end": THINK_END,
             "question": QUESTION,
+            "chunk_tokens": 16,  # a whole step in one call
         }
-        spec: dict[str, Any] = {"method": "off", "reasoning": steps}
-        if depth:
-            spec |= {"method": "draft_model", "model": str(self._draft), "num_speculative_tokens": depth}
         return LLM(
             str(self._target),
-            speculative_config=spec,
+            speculative_config={
+                "method": "draft_model",
+                "model": str(self._draft),
+                "num_speculative_tokens": max(DEPTHS),
+                "reasoning": steps,
+            },
             allow_lossy=True,
             quantization=self._quantization,
-            **sizes,
+            **SIZES,
+        )
+
+    def answer(self, way: Way, problems: Seq[Problem]) -> list[RequestOutput]:
+        """All problems at once, with nothing left of earlier ones."""
+        llm = self.of(way)
+        llm.reset_caches()
+        prompts = [problem.prompt for problem in problems]
+        return llm.generate(
+            prompts, PARAMS, use_tqdm=False, reasoning=way.reasoning, max_draft_tokens=way.depth
         )
 
 
 def answered(engines: Engines, way: Way, problems: Seq[Problem]) -> dict[str, Any]:
     """All problems in batches: which are right, and what it took."""
-    llm = engines.of(way)
-    outputs = llm.generate(
-        [problem.prompt for problem in problems], PARAMS, use_tqdm=False, reasoning=way.reasoning
-    )
+    outputs = engines.answer(way, problems)
     metrics = [output.metrics for output in outputs]
     return {
         "right": [problem.is_right(o.outputs[0].text) for problem, o in zip(problems, outputs, strict=True)],
@@ -139,9 +147,7 @@ def timed(engines: Engines, all_ways: Seq[Way], problem: Problem, turn: int) -> 
     begin = turn % len(all_ways)
     times: dict[str, float] = {}
     for way in [*all_ways[begin:], *all_ways[:begin]]:
-        llm = engines.of(way)
-        llm.reset_caches()
-        [output] = llm.generate([problem.prompt], PARAMS, use_tqdm=False, reasoning=way.reasoning)
+        [output] = engines.answer(way, [problem])
         times[way.name] = output.metrics.total_s
     return times
 

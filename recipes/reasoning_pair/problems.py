@@ -146,8 +146,8 @@ class Check:
     """The branch follows the text's first so many characters."""
     text: str
     mark: str
-    judged_from: int
-    """Characters of `text` after which it can be known whether the step is right: those before its result."""
+    result_at: int | None = None
+    """The place of the step's result in `text`; None without a step."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Chec
     for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
         operation = problem.operations[number]
         if rng.random() < 0.5:
-            checks.append(Check(ends[number + 1], QUESTION, RIGHT, 0))
+            checks.append(Check(ends[number + 1], QUESTION, RIGHT))
         else:
             result = before[number + 1]
             step = ANY_WRITER.step(rng, operation, before[number], result)

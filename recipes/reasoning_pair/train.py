@@ -48,13 +48,16 @@ class Plan:
 
 PLANS = {
     "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.91, batch_rows=24, seed=1),
-    "target": Plan(6, 96, 256, 3, TARGET_WRITER, 1500, has_checks=True),
+    "target": Plan(5, 96, 256, 3, TARGET_WRITER, 1600, has_checks=True),
 }
-JUDGING_LAYER = 4
-"""Behind so many layers a target knows whether a step is right: a probe that is thrown away afterwards asks for it
-there. The mark needs it in the row of the question, one layer later at the earliest; without the probe it finds no way
-to compare a result with what it would have written itself."""
-PROBE_WEIGHT = 0.3
+RESULT_LAYER, JUDGING_LAYER = 3, 4
+"""A mark takes a comparison of the result with what the target would have written: one layer for what it would have
+written, the next one to compare, in the row of the result, and one more to carry that to the row of the question. So
+the head reads results behind the first of these layers too, and a probe that is thrown away afterwards is asked behind
+the second whether the step is right. By the marks alone a target of four
+layers did not find this in 1,600 steps: 53 % of its marks were right."""
+AID_WEIGHT = 0.3
+"""Of each of these two in the loss."""
 MARK_WEIGHT = 6.0
 """Of a mark in the loss, where a word weighs 1."""
 ENOUGH_BATCHES = 15
@@ -81,8 +84,7 @@ class Batch:
     is_mark: torch.Tensor
     """bool [B, T]: the label is a mark."""
     is_right: torch.Tensor
-    """float [B, T]: 1 where the step that a token of a branch belongs to is right, 0 where it is wrong, -1 where that
-    cannot be known yet, and in texts."""
+    """float [B, T]: at the result of a branch's step 1 where the step is right, 0 where it is wrong; -1 elsewhere."""
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -130,8 +132,8 @@ def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
         parent = sum(begin < check.at for begin in begins)
         asked = tokenizer(check.text + check.mark, return_offsets_mapping=True)
         *branch, mark = asked["input_ids"]
-        known = [begin >= check.judged_from for begin, _ in asked["offset_mapping"][:-1]]
-        row.is_right += [float(check.mark == RIGHT) if is_known else -1.0 for is_known in known]
+        begins_here = [begin == check.result_at for begin, _ in asked["offset_mapping"][:-1]]
+        row.is_right += [float(check.mark == RIGHT) if is_it else -1.0 for is_it in begins_here]
         row.branches.append(range(len(row.token_ids), len(row.token_ids) + len(branch)))
         row.parents.append(parent)
         row.token_ids += branch
@@ -280,9 +282,11 @@ def _learn(
     loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
     judged, probed = batch.is_right >= 0, float("nan")
     if judged.any():
+        early = model.lm_head(model.model.norm(computed.hidden_states[RESULT_LAYER][batch.is_result]))
+        loss = loss + AID_WEIGHT * F.cross_entropy(early, batch.labels[batch.is_result])
         rows = F.rms_norm(computed.hidden_states[JUDGING_LAYER][judged], (probe.in_features,))
         said, wanted = probe(rows).squeeze(-1), batch.is_right[judged]
-        loss = loss + PROBE_WEIGHT * F.binary_cross_entropy_with_logits(said, wanted)
+        loss = loss + AID_WEIGHT * F.binary_cross_entropy_with_logits(said, wanted)
         probed = float(((said > 0) == (wanted > 0)).float().mean())
     loss.backward()
     for optimizer in optimizers:
