@@ -165,8 +165,9 @@ def test_every_change_fits_when_it_is_planned_again() -> None:
     assert fitting_changes(planned, 1, 64, 2**20) == []
 
 
-def test_the_flags_of_a_change_ask_for_what_was_planned() -> None:
-    planned = planner({"method": "draft_model", "model": EMBEDDED_TARGET})
+@pytest.mark.parametrize("reasoning", [None, {"model": EMBEDDED_DRAFT}], ids=["exact", "steps"])
+def test_the_flags_of_a_change_ask_for_what_was_planned(reasoning: dict[str, Any] | None) -> None:
+    planned = planner({"method": "draft_model", "model": EMBEDDED_TARGET, "reasoning": reasoning})
     memory = planned.at(8, 1024).peak_bytes - 20 * 2**20
     changes = [one for change in fitting_changes(planned, 8, 1024, memory) for one in change.changes]
     drafters = [change for change in changes if change.speculative is not None]
@@ -174,7 +175,7 @@ def test_the_flags_of_a_change_ask_for_what_was_planned() -> None:
     for change in drafters:
         assert change.speculative is not None
         words = dict(itertools.pairwise(shlex.split(change.flags)))
-        if change.speculative.method == "off":
+        if change.speculative == SpeculativeConfig("off"):
             assert words == {"--spec": "off"}
         else:
             told = SpeculativeConfig.from_mapping(json.loads(words["--speculative-config"]))

@@ -152,8 +152,7 @@ def _with(planner: Planner, changes: list[PlanChange]) -> Planner | None:
 
 def setting_changes(planner: Planner) -> Iterator[PlanChange]:
     """Changes of the engine's and the drafter's settings."""
-    config, options = planner.config, dict(planner.speculative.options)
-    method = planner.speculative.method
+    config = planner.config
     if config.max_num_batched_tokens > _FEWEST_ROWS:
         rows = max(_FEWEST_ROWS, config.max_num_batched_tokens // 4)
         yield PlanChange(
@@ -163,13 +162,23 @@ def setting_changes(planner: Planner) -> Iterator[PlanChange]:
             f"--max-num-batched-tokens {rows}",
             {"max_num_batched_tokens": rows},
         )
+    yield from _smaller_drafters(planner)
+    yield from _other_drafters(planner)
+    yield from _caches(planner)
+    yield from _formats(planner)
+
+
+def _smaller_drafters(planner: Planner) -> Iterator[PlanChange]:
+    """The same drafter, holding less."""
+    config, options = planner.config, dict(planner.speculative.options)
+    method, reasoning = planner.speculative.method, planner.speculative.reasoning
     if method == "suffix" and options.get("suffix_decoding_max_cached_tokens", 1_000_000) > 100_000:
         fewer = {**options, "suffix_decoding_max_cached_tokens": 100_000}
         yield PlanChange(
             "100,000 tokens of past answers",
             "fewer past answers to draft from, so fewer draft tokens are accepted; the text stays",
             _TIME + 0.1,
-            _as_flag(method, fewer),
+            _as_flag(method, fewer, reasoning),
             {},
             replace(planner.speculative, options=fewer),
         )
@@ -184,31 +193,43 @@ def setting_changes(planner: Planner) -> Iterator[PlanChange]:
             "the draft in int8",
             "a few draft tokens fewer are accepted; the text stays the target's",
             _DRAFTS,
-            _as_flag(method, smaller),
+            _as_flag(method, smaller, reasoning),
             {},
             replace(planner.speculative, options=smaller),
         )
-    if planner.draft.models or planner.draft.head_bytes:
+
+
+def _other_drafters(planner: Planner) -> Iterator[PlanChange]:
+    """Another drafter that holds less, or none."""
+    method, reasoning = planner.speculative.method, planner.speculative.reasoning
+    if method != "off" and (planner.draft.models or planner.draft.head_bytes):
         few = {"suffix_decoding_max_cached_tokens": 100_000}
         yield PlanChange(
             "suffix in the drafter's place",
             "text that repeats nothing gains nothing from speculation; the text stays",
             _SPEED,
-            _as_flag("suffix", few),
+            _as_flag("suffix", few, reasoning),
             {},
-            SpeculativeConfig("suffix", options=few),
+            SpeculativeConfig("suffix", options=few, reasoning=reasoning),
         )
     if method != "off":
         yield PlanChange(
             "no speculation",
             "all that speculation gains in speed; the text stays",
             _SPEED + 0.5,
-            "--spec off",
+            "--spec off" if reasoning is None else _as_flag("off", {}, reasoning),
             {},
-            SpeculativeConfig("off"),
+            SpeculativeConfig("off", reasoning=reasoning),
         )
-    yield from _caches(planner)
-    yield from _formats(planner)
+    if reasoning is not None:
+        yield PlanChange(
+            "no draft of whole steps",
+            "requests that ask for step-level speculation are refused",
+            _SPEED + 0.6,
+            _as_flag(method, planner.speculative.options, None),
+            {},
+            replace(planner.speculative, reasoning=None),
+        )
 
 
 def _caches(planner: Planner) -> Iterator[PlanChange]:
@@ -292,5 +313,7 @@ def _less(
         yield change, planner.at(batch, shorter)
 
 
-def _as_flag(method: str, options: Mapping[str, Any]) -> str:
-    return f"--speculative-config {shlex.quote(json.dumps({'method': method, **options}))}"
+def _as_flag(method: str, options: Mapping[str, Any], reasoning: Mapping[str, Any] | None) -> str:
+    """The flag that asks for this drafter, and for steps as they were asked for."""
+    told = {"method": method, **options, **({} if reasoning is None else {"reasoning": dict(reasoning)})}
+    return f"--speculative-config {shlex.quote(json.dumps(told))}"
