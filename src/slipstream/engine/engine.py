@@ -169,7 +169,7 @@ class Engine:
                 self.drafter,
                 self.drafting,
                 self.reasoning,
-                self.verifier.reproducible,
+                self.verifier,
                 self._eos_token_ids,
                 self.max_model_len,
                 self.sampling_defaults,

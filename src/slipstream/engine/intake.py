@@ -37,6 +37,7 @@ from slipstream.text.expected import ExpectedText, PredictionEncoder
 from slipstream.text.prediction import Prediction
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request
 from slipstream.text.stream import NoText, TextStream
+from slipstream.verify.base import Verifier
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Served:
     drafter: Drafter
     drafting: Drafting
     reasoning: StepSpeculation | None
-    verifier_reproduces: bool
+    verifier: Verifier
     end_token_ids: frozenset[int]
     max_model_len: int
     """Tokens of a prompt and its answer."""
@@ -76,7 +77,7 @@ class Intake:
     def reproduces(self, params: SamplingParams, options: RequestOptions) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
         return reproduces(
-            self._served.verifier_reproduces, self._served.drafter.max_nodes() > 0, params, options
+            self._served.verifier.reproducible, self._served.drafter.max_nodes() > 0, params, options
         )
 
     def admit(
