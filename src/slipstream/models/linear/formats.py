@@ -127,7 +127,7 @@ def check_quantization(name: str | None, what: str = "") -> None:
 
 
 def weight_format(name: str | None) -> WeightFormat:
-    """The format called `name`; `float32` for None. Raises `ConfigError` for an unknown one, with all that there are."""
+    """The format called `name`; `float32` for None. Raises `ConfigError` for an unknown one, and names all."""
     check_quantization(name)
     name = UNCHANGED if name is None else name
     try:
