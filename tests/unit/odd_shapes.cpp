@@ -357,6 +357,19 @@ struct Cache {
   Side keys, values;
   const int num_slots, type;
 
+  // The first `count` entries, again from slot `to` on.
+  void copy(const Model& model, int to, int count) {
+    const size_t bytes[] = {4, 2, 2, 1}, size = model.head_dim * bytes[type];
+    for (Side* side : {&keys, &values})
+      for (int layer = 0; layer < model.num_layers; ++layer)
+        for (size_t head = 0; head < size_t(model.num_kv_heads); ++head) {
+          uint8_t* numbers = side->numbers[layer]->get() + head * num_slots * size;
+          std::memcpy(numbers + to * size, numbers, count * size);
+          float* scales = side->scales[layer]->get() + head * num_slots;
+          if (type == ENTRY_INT8) std::copy_n(scales, count, scales + to);
+        }
+  }
+
   Cache(const Model& model, int num_slots, int type) : num_slots(num_slots), type(type) {
     const size_t entries = size_t(num_slots) * model.num_kv_heads, bytes[] = {4, 2, 2, 1};
     for (int layer = 0; layer < model.num_layers; ++layer)
@@ -550,6 +563,39 @@ struct TextRows {
   }
 };
 
+// Texts that begin alike: what they share is read from the first one, or from each.
+void check_sharing(int number_of_case) {
+  if (between(0, 4)) return;
+  Network network;
+  const Model& model = network.model;
+  const int count = between(2, 5), common = between(PARTITION - 3, 2 * PARTITION + 9), length = common + between(1, 6);
+  std::vector<int64_t> text(common);
+  for (int64_t& token : text) token = between(0, model.vocab - 1);
+  std::vector<std::vector<int64_t>> texts(count, text);
+  std::vector<int> starts;
+  for (auto& each : texts) {
+    starts.push_back(int(starts.size()) * length);
+    while (int(each.size()) < length) each.push_back(between(0, model.vocab - 1));
+  }
+  Scratch* scratch = slipstream_new_scratch();
+  const int type = between(0, 3), threads = between(1, 3);
+  std::vector<float> results[2];
+  for (bool shares : {false, true}) {
+    Cache cache(model, count * length, type);
+    TextRows prompt(model, cache, {text}, {0}, 0), ends(model, cache, texts, starts, common);
+    in_scarcity([&] { return slipstream_forward(&model, &prompt.batch, scratch, threads); });
+    for (int i = 1; i < count; ++i) cache.copy(model, starts[i], common);
+    Exact<int64_t> begin(ends.batch.num_rows), shared(ends.batch.num_rows);
+    std::fill_n(begin.get(), begin.size, 0);
+    for (int row = 0; row < ends.batch.num_rows; ++row) shared[row] = common - row % 2;
+    if (shares) ends.batch.shared_begin = begin.get(), ends.batch.shared_length = shared.get();
+    in_scarcity([&] { return slipstream_forward(&model, &ends.batch, scratch, threads); });
+    results[shares].assign(ends.logits.get(), ends.logits.get() + ends.logits.size);
+  }
+  if (!same_bits(results[0].data(), results[1].data(), int(results[0].size()))) differs("what is shared", number_of_case);
+  slipstream_free_scratch(scratch);
+}
+
 // Random chains behind `count` rows.
 struct RandomChains {
   int count, depth;
@@ -719,6 +765,7 @@ int main(int, char** arguments) {
     check_products(i);
     check_choices(i);
     check_passes(i);
+    check_sharing(i);
     check_chains(i);
     check_heads(i);
   }

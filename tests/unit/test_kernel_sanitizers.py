@@ -95,6 +95,13 @@ FAULTS = (
         "has other bits than in float32",
     ),
     Fault(
+        "shares-too-far",
+        "attention.h",
+        "return int(std::min(shared_length[a], shared_length[b]) / PARTITION);",
+        "return int((std::min(shared_length[a], shared_length[b]) + (faulty ? PARTITION - 1 : 0)) / PARTITION);",
+        "what is shared",
+    ),
+    Fault(
         "asks-in-a-thread",
         "attention.h",
         "desk.visible.clear();",

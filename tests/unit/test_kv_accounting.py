@@ -70,6 +70,18 @@ class Driver:
         for owner, (_, token_ids) in self.texts.items():
             computed = self.accounting.token_ids(owner)
             assert computed == token_ids[: len(computed)]
+        kin: dict[int, tuple[object, ...]] = {}
+        for owner in self.texts:
+            shared = self.accounting.shared(owner)
+            if shared is None:
+                continue
+            assert shared.length <= self.accounting.num_valid(owner)
+            slots = self.accounting.slots(owner)[: shared.length]
+            cells = tuple(self.cells.slots[slot] for slot in slots)
+            longest = kin.get(shared.family, ())
+            both = min(len(cells), len(longest))
+            assert cells[:both] == longest[:both]
+            kin[shared.family] = max(cells, longest, key=len)
 
 
 class AccountingMachine(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import torch
 from slipstream.core import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.rows import tree_rows
+from slipstream.models.rows import side_by_side, tree_rows
 
 
 class ModelRunner:
@@ -29,6 +29,8 @@ class ModelRunner:
         that does not reach the end). Of an item that decodes, `logits` are the last of them.
         """
         groups = [self._row_group(item) for item in items]
+        order = side_by_side(groups)
+        items, groups = [items[i] for i in order], [groups[i] for i in order]
         output = self.model.forward(groups, self.cache.pool, self.feature_layers)
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
@@ -56,6 +58,7 @@ class ModelRunner:
         first_logit = num_rows - 1 if item.decodes else num_rows
         if sequence.wants_prompt_logprobs:
             first_logit = 0
-        slots = self.cache.accounting.slots(sequence.id)
+        accounting = self.cache.accounting
+        slots, shared = accounting.slots(sequence.id), accounting.shared(sequence.id)
         token_ids = sequence.token_ids[past : past + num_rows]
-        return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens)
+        return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens, shared)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from slipstream.kv.prefix import BLOCK, PrefixIndex, block_keys
-from slipstream.kv.slots import Held, Move, SlotAccounting
+from slipstream.kv.slots import Held, Move, SharedPrefix, SlotAccounting
 
 CHUNK = 64
 """Segments are sized in multiples of this many slots, so that a growing one moves rarely."""
@@ -31,6 +31,9 @@ class Segment:
     token_ids: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     last_used: int = 0
+    family: int | None = None
+    """Of those that hold copies of each other's first `num_shared` entries; None for nobody's copy."""
+    num_shared: int = 0
 
     @property
     def end(self) -> int:
@@ -52,6 +55,7 @@ class SegmentAccounting(SlotAccounting):
         self._by_owner: dict[int, Segment] = {}
         self._index: PrefixIndex[Segment] = PrefixIndex()
         self._clock = 0
+        self._num_families = 0
 
     @property
     def num_owners(self) -> int:
@@ -87,6 +91,7 @@ class SegmentAccounting(SlotAccounting):
             if segment is not None:
                 self._move(source.start, segment.start, common)
                 segment.token_ids = list(token_ids[:common])
+                self._make_kin(source, segment, common)
         if segment is None and source is not None and retained:
             segment = source
             self._truncate(segment, common)
@@ -102,6 +107,10 @@ class SegmentAccounting(SlotAccounting):
             self.close(owner)
             return None
         return common
+
+    def shared(self, owner: int) -> SharedPrefix | None:
+        segment = self._by_owner[owner]
+        return None if segment.family is None else SharedPrefix(segment.family, segment.num_shared)
 
     def reserve(self, owner: int, num_tokens: int) -> bool:
         segment = self._by_owner[owner]
@@ -175,8 +184,19 @@ class SegmentAccounting(SlotAccounting):
         self._index.extend(segment)
         return common == len(segment.token_ids)
 
+    def _make_kin(self, source: Segment, copy: Segment, num_shared: int) -> None:
+        """The first `num_shared` entries of `copy` were copied from `source`.
+
+        The copy joins the source's family unless that has less than half of it; then the two begin one of their own.
+        """
+        if source.family is None or 2 * source.num_shared < num_shared:
+            self._num_families += 1
+            source.family, source.num_shared = self._num_families, num_shared
+        copy.family, copy.num_shared = source.family, min(source.num_shared, num_shared)
+
     def _truncate(self, segment: Segment, num_tokens: int) -> None:
         self._index.truncate(segment, num_tokens)
+        segment.num_shared = min(segment.num_shared, num_tokens)
         del segment.token_ids[num_tokens:]
 
     def _free(self, segment: Segment) -> None:

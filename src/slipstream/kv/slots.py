@@ -18,6 +18,15 @@ Move = Callable[[int, int, int], None]
 """`move(source, destination, count)` copies entries between slots; the ranges may overlap."""
 
 
+class SharedPrefix(NamedTuple):
+    """The first entries of a sequence that were copied from another one, or to it: the same bits, read from either."""
+
+    family: int
+    """Sequences of one family hold the same entries, as far as the shorter `length` of two of them."""
+    length: int
+    """Entries."""
+
+
 class Held(NamedTuple):
     """Valid entries of a running sequence, or retained ones of a finished sequence."""
 
@@ -76,6 +85,13 @@ class SlotAccounting(ABC):
     def num_valid(self, owner: int) -> int:
         """How many leading tokens of `owner` have valid entries."""
         return len(self.token_ids(owner))
+
+    def shared(self, owner: int) -> SharedPrefix | None:
+        """What `owner` holds in common with others, None for a layout that does not keep count of it.
+
+        Only of a layout whose slots are consecutive, for a pass over rows behind these entries.
+        """
+        return None
 
     @abstractmethod
     def open(self, owner: int, token_ids: Sequence[int], tenant: str = "", reuse: bool = True) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core import Proposal
-from slipstream.kv.slots import SlotMap
+from slipstream.kv.slots import SharedPrefix, SlotMap
 
 
 @dataclass(slots=True)
@@ -45,6 +45,8 @@ class RowGroup:
     num_fast: int = 0
     """Leading rows that are computed in the arithmetic of `fast_prompts`, all of the chain; 0 where the model has
     none."""
+    shared: SharedPrefix | None = None
+    """Entries that others of the pass may hold too, all of the past; None where nobody does."""
 
     @property
     def num_before(self) -> int:
@@ -70,10 +72,12 @@ def tree_rows(
     proposal: Proposal,
     first_logit: int,
     num_fast_tokens: int = 0,
+    shared: SharedPrefix | None = None,
 ) -> RowGroup:
     """The rows of `token_ids`, behind `past` entries, and of the tree below the last of them.
 
     Logits are wanted from row `first_logit` on. The text's first `num_fast_tokens` are computed as `fast_prompts` says.
+    `shared` is what the slots' accounting says of them.
     """
     total = len(token_ids) + len(proposal)
     root = past + len(token_ids) - 1  # position of the last token
@@ -87,6 +91,7 @@ def tree_rows(
         tail_seen=None if is_chain else paths(proposal),
         num_chain=0 if is_chain else len(token_ids),
         num_fast=min(max(num_fast_tokens - past, 0), len(token_ids)),
+        shared=shared,
     )
 
 
@@ -121,6 +126,10 @@ class RowTensors(NamedTuple):
     """[wanted]"""
     tail_entries: Tensor
     """[T]"""
+    shared_begin: Tensor
+    """[N], or empty"""
+    shared_length: Tensor
+    """[N], or empty"""
 
 
 class Rows:
@@ -134,7 +143,9 @@ class Rows:
     - `tail_begin`: row i also sees the single entries `tail_begin[i]` to `tail_begin[i + 1]`, which lie behind its run;
     - `tail_slots` and `tail_positions` of these T single entries;
     - `logit_rows`: the rows whose logits are wanted, group after group;
-    - `tail_entries`: which entries of their sequence the T single entries are.
+    - `tail_entries`: which entries of their sequence the T single entries are;
+    - `shared_begin` and `shared_length`: the first so many entries of the row's run lie, with the same bits, from slot
+      `shared_begin` on too, where another sequence of the pass has them. Empty if no two groups share entries.
     """
 
     def __init__(self, groups: Sequence[RowGroup]) -> None:
@@ -157,6 +168,7 @@ class Rows:
         tail_positions: list[int] = []
         tail_entries: list[int] = []
         logit_rows: list[int] = []
+        shared_begin, shared_length = _shared(groups)
         for group in groups:
             n, own, first_row = len(group.token_ids), group.slots, len(token_ids)
             before = group.num_past + len(group.stored_positions)
@@ -194,6 +206,8 @@ class Rows:
                 tail_slots.extend([tail[entry] for entry in seen])
                 tail_positions.extend([held[entry] for entry in seen])
                 tail_begin.append(len(tail_entries))
+        self.shares = bool(shared_begin)
+        """Whether groups share entries."""
         self.num_rows = len(token_ids)
         self.num_logit_rows = len(logit_rows)
         parts = (
@@ -207,6 +221,8 @@ class Rows:
             tail_positions,
             logit_rows,
             tail_entries,
+            shared_begin,
+            shared_length,
         )
         self._sizes = [len(part) for part in parts]
         numbers = array("q")
@@ -248,3 +264,34 @@ class Rows:
         if len(self.groups) == 1:
             return [logits]
         return list(logits.split_with_sizes([len(group.logit_rows) for group in self.groups]))
+
+
+def side_by_side(groups: Sequence[RowGroup]) -> list[int]:
+    """An order of the groups in which those that share entries are neighbours, as they must be to be read together."""
+    places: dict[object, int] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(_family(group, place), place)
+    return sorted(range(len(groups)), key=lambda i: places[_family(groups[i], i)])
+
+
+def _family(group: RowGroup, place: int) -> object:
+    return (place,) if group.shared is None else group.shared.family
+
+
+def _shared(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:
+    """`shared_begin` and `shared_length` of `Rows`."""
+    firsts: dict[int, RowGroup] = {}
+    for group in groups:
+        if group.shared is not None:
+            firsts.setdefault(group.shared.family, group)
+    if len(firsts) == sum(group.shared is not None for group in groups):
+        return [], []
+    begin: list[int] = []
+    length: list[int] = []
+    for group in groups:
+        n, shared = len(group.token_ids), group.shared
+        first = group if shared is None else firsts[shared.family]
+        both = 0 if shared is None or first.shared is None else min(shared.length, first.shared.length)
+        begin.extend([first.slots[0]] * n)
+        length.extend([min(both, group.num_past, first.num_past)] * n)
+    return begin, length

@@ -129,12 +129,13 @@ class PackedModel:
         taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
         run = np.array(range(self.num_layers) if layers is None else layers, dtype=np.int64)
         fast_rows = np.array(rows.fast_rows, dtype=np.int64)
+        addresses = rows.addresses()
         batch = BatchStruct(
             rows.num_rows,
             rows.num_logit_rows,
             len(hidden),
             len(run),
-            *rows.addresses()[:9],  # token_ids to logit_rows
+            *addresses[:9],  # token_ids to logit_rows
             ctypes.addressof(keys),
             ctypes.addressof(values),
             tap_layers.ctypes.data,
@@ -147,6 +148,7 @@ class PackedModel:
             ctypes.addressof(value_scales),
             len(fast_rows),
             fast_rows.ctypes.data,
+            *(addresses[-2:] if rows.shares else ()),
         )
         # As long as the kernels may read them:
         batch.kept = (rows, keys, values, key_scales, value_scales, tap_layers, taps, run, fast_rows)

@@ -7,7 +7,9 @@
 // cut, on whether an entry is in the run or behind it, or on which thread took which partition.
 //
 // Rows that look at the same run are a tile: they go through a partition together, with all heads that share a key head,
-// and each entry is read from memory once. Scores are sums over `wide` lanes; values are added entry by entry.
+// and each entry is read from memory once. Sequences that begin with the same entries are one tile too: the partitions that
+// lie wholly in what they share are read from one of them, those behind it from each sequence's own slots. Scores are sums
+// over `wide` lanes; values are added entry by entry.
 //
 // Where there are few tiles, threads share one tile's partitions, and what each partition gives is kept until it is
 // merged. A long text is taken in waves of partitions, merged behind each wave, so that what is kept stays bounded.
@@ -34,6 +36,13 @@ inline int padded(int dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
 // What the rows of a pass see: see Rows in models/rows.py.
 struct Sight {
   const int64_t *positions, *run_begin, *run_length, *tail_begin, *tail_slots, *tail_positions;
+  const int64_t *shared_begin, *shared_length;  // null where no row shares anything
+
+  // Partitions that row `b` may read where row `a` reads them.
+  int shared_partitions(int a, int b) const {
+    if (!shared_begin || shared_begin[a] != shared_begin[b]) return 0;
+    return int(std::min(shared_length[a], shared_length[b]) / PARTITION);
+  }
 };
 
 // What one row sees in a layer, by the numbers of entries.
@@ -152,10 +161,28 @@ inline void finish(const Partial& total, const float* sums, int dim, const float
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
 
-// Rows first .. end - 1 see entries from the same slot on. A wave's partitions are cut into `parts` pieces.
+// Rows first .. end - 1 see entries from the same slot on, or are of several sequences: then the first `shared` partitions
+// lie from the slot `begin` on for all of them. A wave's partitions are cut into `parts` pieces.
 struct Tile {
   int first, end, parts, num_partitions;
   size_t partials;  // where those of its queries begin, if there is more than one part
+  int num_sequences = 1, shared = 0;
+  int64_t begin = 0;
+
+  // What a partition costs: how often it is read.
+  int64_t cost(int from, int to) const {
+    const int64_t own = std::max(to - std::max(from, shared), 0);
+    return num_sequences == 1 ? to - from : (to - from - own) + own * num_sequences;
+  }
+
+  // Where piece `piece` of the partitions from .. to - 1 begins: pieces cost about the same.
+  int cut(int from, int to, int piece) const {
+    if (num_sequences == 1) return from + int64_t(to - from) * piece / parts;
+    const int64_t wanted = cost(from, to) * piece / parts;
+    int at = from;
+    while (at < to && cost(from, at) < wanted) ++at;
+    return at;
+  }
 };
 
 // Room for `size` numbers; what was there is lost. Growing in place would hold both, and room for twice as many.
@@ -206,11 +233,12 @@ struct AttentionPlan {
     tiles.clear();
     tiles.reserve(num_rows);
     part_begin.reserve(num_rows + 1);
-    for (int row = 0, first = 0; row < num_rows; ++row) {
-      bool last = row + 1 == num_rows || sight.run_begin[row + 1] != sight.run_begin[row] || row + 1 - first == most_rows;
-      if (!last) continue;
-      tiles.push_back({first, row + 1, 1, 0, 0});
-      first = row + 1;
+    for (int first = 0, end = 0; first < num_rows; first = end) {
+      while (end < num_rows && end - first < most_rows && sight.run_begin[end] == sight.run_begin[first]) ++end;
+      Tile tile{first, end, 1, 0, 0};
+      join_sequences(tile, sight, num_rows, most_rows);
+      end = tile.end;
+      tiles.push_back(tile);
     }
     // Few tiles are cut, so that every thread has several parts to take.
     const int wanted = (PARTS_A_THREAD * threads + int(tiles.size()) * num_kv_heads - 1) / std::max(1, int(tiles.size()) * num_kv_heads);
@@ -257,6 +285,21 @@ struct AttentionPlan {
  private:
   static constexpr int PARTS_A_THREAD = 4;
 
+  // Take the next sequences into the tile, each whole, while a partition or more is the same for all.
+  static void join_sequences(Tile& tile, const Sight& sight, int num_rows, int most_rows) {
+    if (!sight.shared_begin) return;
+    tile.begin = sight.shared_begin[tile.first];
+    for (int next = tile.end; next < num_rows && sight.run_begin[next] != sight.run_begin[next - 1]; next = tile.end) {
+      int end = next;
+      while (end < num_rows && sight.run_begin[end] == sight.run_begin[next]) ++end;
+      const int shared = sight.shared_partitions(tile.first, next);
+      if (end - tile.first > most_rows || !shared) return;
+      tile.shared = tile.num_sequences == 1 ? shared : std::min(tile.shared, shared);
+      tile.end = end;
+      ++tile.num_sequences;
+    }
+  }
+
   // `each` bytes are kept of every partition, and as many of what is merged so far.
   void cut_into_waves(int num_partitions, size_t each, size_t most) {
     const size_t fitting = each ? most / each : size_t(num_partitions) + 1;
@@ -288,19 +331,21 @@ struct Attention {
     const int from = tile.parts > 1 ? number_of_wave * plan.wave : 0;
     const int to = tile.parts > 1 ? std::min(from + plan.wave, tile.num_partitions) : tile.num_partitions;
     if (from >= to || (tile.parts == 1 && number_of_wave)) return;
-    const int begin = from + (to - from) * piece / tile.parts, end = from + (to - from) * (piece + 1) / tile.parts;
+    const int begin = tile.cut(from, to, piece), end = tile.cut(from, to, piece + 1);
     if (begin == end) return;
     Desk& desk = plan.desks[rank];
     seat(desk, tile, kv_head);
     const int group = num_heads / num_kv_heads, width = padded(keys.dim), count = (tile.end - tile.first) * group;
     for (int partition = begin; partition < end; ++partition) {
-      if (!any_sees(desk, partition)) continue;
-      switch (keys.type) {
-        case ENTRY_FLOAT32: compute<float>(desk, kv_head, partition); break;
-        case ENTRY_BFLOAT16: compute<bfloat16>(desk, kv_head, partition); break;
-        case ENTRY_FLOAT16: compute<float16>(desk, kv_head, partition); break;
-        case ENTRY_INT8: compute<int8_t>(desk, kv_head, partition); break;
-      }
+      each_reading(desk, tile, partition, [&](Seats seats, int64_t slot) {
+        if (!any_sees(desk, seats, partition)) return;
+        switch (keys.type) {
+          case ENTRY_FLOAT32: compute<float>(desk, seats, kv_head, partition, slot); break;
+          case ENTRY_BFLOAT16: compute<bfloat16>(desk, seats, kv_head, partition, slot); break;
+          case ENTRY_FLOAT16: compute<float16>(desk, seats, kv_head, partition, slot); break;
+          case ENTRY_INT8: compute<int8_t>(desk, seats, kv_head, partition, slot); break;
+        }
+      });
       for (int q = 0; q < count; ++q) {
         const Visible& visible = desk.visible[q / group];
         if (partition < visible.first_partition() || partition >= visible.end_partition()) continue;
@@ -352,9 +397,26 @@ struct Attention {
     return tile.partials + (size_t(row) * num_heads + head) * (1 + plan.wave);
   }
 
-  static bool any_sees(const Desk& desk, int partition) {
-    for (const Visible& visible : desk.visible)
-      if (partition >= visible.first_partition() && partition < visible.end_partition()) return true;
+  // Rows of a tile that read a partition's entries from the same slots: first .. end - 1, counted from the tile's first.
+  struct Seats {
+    int first, end;
+  };
+
+  // read(rows, the slot of the partition's first entry): all rows where they share it, else sequence by sequence.
+  template <typename Read>
+  static void each_reading(const Desk& desk, const Tile& tile, int partition, Read read) {
+    const int count = int(desk.visible.size());
+    const int64_t offset = int64_t(partition) * PARTITION;
+    if (tile.num_sequences > 1 && partition < tile.shared) return read(Seats{0, count}, tile.begin + offset);
+    for (int first = 0, end = 0; first < count; first = end) {
+      while (end < count && desk.visible[end].begin == desk.visible[first].begin) ++end;
+      read(Seats{first, end}, desk.visible[first].begin + offset);
+    }
+  }
+
+  static bool any_sees(const Desk& desk, Seats seats, int partition) {
+    for (int row = seats.first; row < seats.end; ++row)
+      if (partition >= desk.visible[row].first_partition() && partition < desk.visible[row].end_partition()) return true;
     return false;
   }
 
@@ -382,28 +444,27 @@ struct Attention {
     return {first, std::max(first, std::clamp(visible.run - base, 0, PARTITION))};
   }
 
-  // Partials and sums of all queries in one partition.
+  // Partials and sums of these rows' queries in one partition, whose first entry lies in `slot`.
   template <typename Number>
-  void compute(Desk& desk, int kv_head, int partition) const {
+  void compute(Desk& desk, Seats seats, int kv_head, int partition, int64_t slot) const {
     Span all{PARTITION, 0};
-    for (const Visible& visible : desk.visible) {
-      Span run = run_of(visible, partition);
+    for (int row = seats.first; row < seats.end; ++row) {
+      Span run = run_of(desk.visible[row], partition);
       if (run.first == run.end) continue;
       all = {std::min(all.first, run.first), std::max(all.end, run.end)};
     }
-    const int dim = keys.dim, width = padded(dim), count = int(desk.visible.size()) * (num_heads / num_kv_heads);
-    const int64_t slot = desk.visible[0].begin + int64_t(partition) * PARTITION;
+    const int dim = keys.dim, width = padded(dim), count = (seats.end - seats.first) * (num_heads / num_kv_heads);
     const Number *key = keys.at<Number>(kv_head, slot), *value = values.at<Number>(kv_head, slot);
     if (width == dim && (count < MANY || std::is_same_v<Number, float>)) {
-      score_all(desk, partition, all, key, size_t(dim));
-      make_weights(desk, partition, kv_head, slot);
-      weigh_all(desk, partition, all, kv_head, value, size_t(dim));
+      score_all(desk, seats, partition, all, key, size_t(dim));
+      make_weights(desk, seats, partition, kv_head, slot);
+      weigh_all(desk, seats, partition, all, kv_head, value, size_t(dim));
     } else {
       widen_all(key, all, desk.widened);
-      score_all(desk, partition, all, (const float*)desk.widened.data(), size_t(width));
-      make_weights(desk, partition, kv_head, slot);
+      score_all(desk, seats, partition, all, (const float*)desk.widened.data(), size_t(width));
+      make_weights(desk, seats, partition, kv_head, slot);
       widen_all(value, all, desk.widened);
-      weigh_all(desk, partition, all, kv_head, (const float*)desk.widened.data(), size_t(width));
+      weigh_all(desk, seats, partition, all, kv_head, (const float*)desk.widened.data(), size_t(width));
     }
   }
 
@@ -427,12 +488,12 @@ struct Attention {
 
   // The scores of a partition's run.
   template <typename Number>
-  void score_all(Desk& desk, int partition, Span all, const Number* key, size_t stride) const {
-    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
+  void score_all(Desk& desk, Seats seats, int partition, Span all, const Number* key, size_t stride) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads, last = seats.end * group;
     for (int block = all.first; block < all.end; block = (block / BLOCK + 1) * BLOCK) {
       const int end = std::min(all.end, (block / BLOCK + 1) * BLOCK);
-      for (int q = 0; q < count;) {
-        const int together = std::min(QUERIES, count - q);
+      for (int q = seats.first * group; q < last;) {
+        const int together = std::min(QUERIES, last - q);
         Span span{PARTITION, 0};  // what any of them sees
         for (int row = q / group; row <= (q + together - 1) / group; ++row) {
           Span run = run_of(desk.visible[row], partition);
@@ -453,11 +514,11 @@ struct Attention {
   }
 
   // Scores become weights, partials are filled in.
-  void make_weights(Desk& desk, int partition, int kv_head, int64_t slot) const {
-    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
+  void make_weights(Desk& desk, Seats seats, int partition, int kv_head, int64_t slot) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads;
     const float* key_scales = keys.type == ENTRY_INT8 ? &keys.scale(kv_head, slot) : nullptr;
     const float* value_scales = keys.type == ENTRY_INT8 ? &values.scale(kv_head, slot) : nullptr;
-    for (int q = 0; q < count; ++q) {
+    for (int q = seats.first * group; q < seats.end * group; ++q) {
       const Visible& visible = desk.visible[q / group];
       float* scores = &desk.scores[size_t(q) * PARTITION];
       const Span run = run_of(visible, partition);
@@ -474,13 +535,13 @@ struct Attention {
   }
 
   template <typename Number>
-  void weigh_all(Desk& desk, int partition, Span all, int kv_head, const Number* value, size_t stride) const {
-    const int width = padded(keys.dim), group = num_heads / num_kv_heads, count = int(desk.visible.size()) * group;
-    std::fill_n(desk.sums.begin(), size_t(count) * width, 0.0f);
+  void weigh_all(Desk& desk, Seats seats, int partition, Span all, int kv_head, const Number* value, size_t stride) const {
+    const int width = padded(keys.dim), group = num_heads / num_kv_heads, first = seats.first * group, last = seats.end * group;
+    std::fill(&desk.sums[size_t(first) * width], &desk.sums[size_t(first) * width] + size_t(last - first) * width, 0.0f);
     for (int block = all.first; block < all.end; block = (block / BLOCK + 1) * BLOCK) {
       const int end = std::min(all.end, (block / BLOCK + 1) * BLOCK);
-      for (int q = 0; q < count;) {
-        const int together = std::min(QUERIES, count - q);
+      for (int q = first; q < last;) {
+        const int together = std::min(QUERIES, last - q);
         const float* weights = &desk.scores[size_t(q) * PARTITION];
         float* sums = &desk.sums[size_t(q) * width];
         Span common{block, end};  // what all of them see
@@ -506,7 +567,7 @@ struct Attention {
         q += together;
       }
     }
-    for (int q = 0; q < count; ++q)
+    for (int q = first; q < last; ++q)
       each_single(desk.visible[q / group], partition, [&](int i, int64_t single) {
         weigh_single(desk, desk.scores[size_t(q) * PARTITION + i], kv_head, single, &desk.sums[size_t(q) * width]);
       });

@@ -87,7 +87,8 @@ struct Scratch {
   }
 
   void plan_attention(const Model& m, const Batch& b, int threads) {
-    sight = {b.positions, b.run_begin, b.run_length, b.tail_begin, b.tail_slots, b.tail_positions};
+    sight = {b.positions, b.run_begin, b.run_length, b.tail_begin,   b.tail_slots,
+             b.tail_positions, b.shared_begin, b.shared_length};
     attention.make(sight, b.num_rows, m.num_heads, m.num_kv_heads, m.head_dim, threads);
   }
 
