@@ -67,6 +67,26 @@ def test_what_cannot_serve_is_a_line_before_anything_starts(args: list[str], wor
 
 
 @pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize("more", [[], ["--print-config"], ["--address", "127.0.0.1:1"]])
+@pytest.mark.parametrize(
+    ("serve", "words"),
+    [
+        ({"learn": "learned"}, "serve learn is not supported with replicas"),
+        ({"lern": "learned"}, "unknown serve key 'lern'; did you mean 'learn'?"),
+    ],
+)
+def test_the_servers_settings_are_checked_before_a_cluster_is_asked(
+    tmp_path: Path, serve: dict[str, Any], words: str, more: list[str]
+) -> None:
+    file = tmp_path / "deploy.yaml"
+    file.write_text(yaml.safe_dump({"model": "embedded", "num_replicas": 1, "serve": serve}))
+    result = run("--config", str(file), *more)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_cluster")
 def test_a_port_that_is_taken_is_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

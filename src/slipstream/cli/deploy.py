@@ -100,6 +100,9 @@ def deploy(
         return
     given = {"num_replicas": replicas, "max_replicas": max_replicas, "num_cpus": cpus, "num_gpus": gpus}
     settings = _settings(model, config, given, speculation, engine)
+    from slipstream.deploy.check import check_server
+
+    check_server(settings)
     if print_config:
         print(settings.as_serve_yaml(name, host or HOST, port or PORT), end="")
         return

@@ -27,6 +27,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from slipstream.deploy import autoscaling
+from slipstream.deploy.check import check_server
 from slipstream.deploy.directory import Directory
 from slipstream.deploy.process import ReplicaDescription, start_replica
 from slipstream.deploy.settings import DeploySettings
@@ -103,6 +104,7 @@ class Replica:
 def build(args: Mapping[str, Any]) -> Application:
     """The application of `args`, the fields of `DeploySettings`; raises `ConfigError`."""
     settings = DeploySettings.from_mapping(args)
+    check_server(settings)
     replica = serve.deployment(
         Replica,
         name="Replica",

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from slipstream.config import SpeculativeConfig
+from slipstream.config import SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
 from slipstream.engine.factory import engine_config
 from slipstream.engine.speculation import validate
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.outline import outline_model
 from slipstream.serve.config import ServeConfig
+
+
+def check_server(settings: DeploySettings) -> None:
+    """Check the server's own settings, without reading anything; raises `ConfigError`."""
+    server = options_from(ServeConfig, settings.serve, "serve")
+    if server.learn is not None:
+        raise ConfigError(
+            "serve learn is not supported with replicas, whose drafters do not learn together; "
+            "leave it out, or serve the model by one engine: slipstream serve --learn DIR"
+        )
 
 
 def check_settings(settings: DeploySettings) -> None:
@@ -17,7 +27,7 @@ def check_settings(settings: DeploySettings) -> None:
 
     Raises what loading would raise: `ConfigError`, `ModelError`.
     """
-    ServeConfig(**settings.serve)
+    check_server(settings)
     config = engine_config(settings.target, settings.engine_options)
     speculation = settings.speculation
     if speculation is not None:
