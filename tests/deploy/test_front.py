@@ -208,3 +208,67 @@ def test_the_front_bounds_replays_and_says_what_it_knows() -> None:
         assert json.loads(models)["data"][0]["id"] == "pair"
 
     run(scenario, num=1, router={"max_waiting": 4})
+
+
+def value(metrics: bytes, name: str) -> float:
+    """The sum of a metric's series."""
+    lines = [line for line in metrics.decode().splitlines() if line.startswith(name + "{")]
+    assert lines, name
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+SUMS = (
+    "slipstream_generation_tokens_total",
+    "slipstream_engine_steps_total",
+    "slipstream_prefix_cache_queries_total",
+    "slipstream_fleet_generation_tokens_total",
+    "slipstream_fleet_replica_generation_tokens_total",
+    "slipstream_fleet_replica_steps_total",
+)
+
+
+def test_counts_of_replicas_are_summed_shown_and_never_fall() -> None:
+    async def figures(front: Front, num_tokens: int) -> tuple[bytes, dict[str, Any]]:
+        """Once so many tokens were reported: a report comes a moment behind its answer."""
+        for _ in range(200):
+            _, _, metrics = await front.call("/metrics")
+            if value(metrics, "slipstream_generation_tokens_total") >= num_tokens:
+                break
+            await asyncio.sleep(0.02)
+        _, _, data = await front.call("/dashboard/data")
+        return metrics, json.loads(data)
+
+    async def scenario(front: Front) -> None:
+        asked = {"prompt": "The sea is wide. " * 20, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+        asked |= {"task": "poem"}
+        for _ in range(3):
+            assert (await front.call("/v1/completions", asked))[0] == 200
+        before, data = await figures(front, 60)
+        for name in SUMS[:1] + SUMS[3:5]:
+            assert value(before, name) == 60, name
+        assert value(before, "vllm:generation_tokens_total") == 60
+        assert value(before, "slipstream_task_generation_tokens_total") == 60
+        cached = value(before, "slipstream_prefix_cache_hits_total")
+        assert 0 < cached == value(before, "slipstream_fleet_prompt_tokens_cached_total")
+        assert [row["task"] for row in data["tasks"]] == ["poem"]
+        assert sum(row["counts"]["num_output_tokens"] for row in data["replicas"]) == 60
+        assert data["num_steps"] > 0
+
+        [busy] = [row["replica"] for row in data["replicas"] if row["counts"]["num_output_tokens"]]
+        await front.kill(busy)
+        while len(json.loads((await front.call("/replicas/data"))[2])["replicas"]) > 1:
+            await asyncio.sleep(0.01)
+        gone, _ = await figures(front, 60)
+        await front.add(busy)  # another engine under the old name
+        while len(json.loads((await front.call("/replicas/data"))[2])["replicas"]) < 2:
+            await asyncio.sleep(0.01)
+        again, _ = await figures(front, 60)
+        for name in SUMS:
+            assert value(before, name) <= value(gone, name) <= value(again, name), name
+        for n in range(4):
+            assert (await front.call("/v1/completions", asked | {"prompt": f"Song {n}"}))[0] == 200
+        after, _ = await figures(front, 140)
+        for name in SUMS[:1] + SUMS[3:5]:
+            assert value(after, name) == 140, name
+
+    run(scenario, serve={"metrics_alias": "vllm"})

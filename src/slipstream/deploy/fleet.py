@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from typing import Any
 
+from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.errors import DeployError
 
@@ -33,10 +35,28 @@ class ReplicaReport:
     num_running: int = 0
     num_waiting: int = 0
     cache_usage: float = 0.0
+    num_retained_slots: int = 0
+    """Of the cache, those of finished answers."""
+    num_drafted_sequences: int = 0
+    """Answers for which drafters keep state."""
+    retired_drafters: tuple[str, ...] = ()
+    """Drafters that are not asked any more, or not for now."""
     tokens_per_s: float = 0.0
     """Emitted since the last report."""
     acceptance_length: float = 0.0
     """Mean tokens a target pass since the last report; 0 where there was none."""
+    engine: str = ""
+    """Names the engine that counts: another one counts from zero."""
+    counts: ReplicaCounts = NOTHING
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ReplicaReport:
+        """From its fields as plain values, as `dataclasses.asdict` gives them."""
+        nested = {
+            "counts": ReplicaCounts(**values["counts"]),
+            "retired_drafters": tuple(values["retired_drafters"]),
+        }
+        return cls(**{**values, **nested})
 
 
 class Health(StrEnum):

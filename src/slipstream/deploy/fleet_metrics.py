@@ -1,4 +1,7 @@
-"""Metrics of the router and of each replica, and their sums, for Prometheus."""
+"""Metrics of the router and of each replica, and their sums, for Prometheus.
+
+What replicas count outlives them here: neither a replica's count nor the sum falls where it dies or begins anew.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,20 @@ _GAUGES = {
     "tokens_per_second": "Tokens that the replica emits.",
     "acceptance_length": "Mean tokens a target pass at the replica.",
     "up": "1 while the replica is ready, else 0.",
+}
+_COUNTS = {
+    "num_steps": ("steps", "Steps of the engines."),
+    "num_passes": ("passes", "Target passes that produced tokens, an answer at a time."),
+    "num_output_tokens": ("generation_tokens", "Output tokens."),
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that a replica began or went on with."),
+    "num_cached_tokens": ("prompt_tokens_cached", "Those of them that it found in its own cache."),
+    "num_drafts": ("drafts", "Steps in which a sequence's draft was checked."),
+    "num_draft_tokens": ("draft_tokens", "Draft tokens that were checked."),
+    "num_accepted_tokens": ("accepted_tokens", "Draft tokens that were accepted and emitted."),
+    "num_preemptions": ("preemptions", "Times a full cache took an answer's place."),
+    "num_draft_failures": ("draft_failures", "Times a drafter was retired for an answer that it failed."),
+    "draft_s": ("draft_seconds", "Time spent drafting."),
+    "verify_s": ("verify_seconds", "Time spent in target passes and verification."),
 }
 
 
@@ -73,3 +90,14 @@ class FleetCollector(Collector):
             for name, value in values.items():
                 families[name].add_metric([state.id], float(value))
         yield from families.values()
+        yield from self._counts()
+
+    def _counts(self) -> Iterator[Metric]:
+        """What replicas have counted: of all, under the name alone, and of each, those that are gone too."""
+        ledger = self._router.ledger
+        for field, (name, about) in _COUNTS.items():
+            yield CounterMetricFamily(PREFIX + name, about, value=float(getattr(ledger.total, field)))
+            family = CounterMetricFamily(PREFIX + "replica_" + name, about, labels=["replica"])
+            for replica, counts in ledger:
+                family.add_metric([replica], float(getattr(counts, field)))
+            yield family

@@ -9,7 +9,8 @@
                                                     finish, output)
     replica  -> refused  id, attempt, message          the request cannot be served by any replica
     replica  -> failed   id, attempt, message          this replica cannot go on with it
-    replica  -> beat     report                        from the engine's thread, between two steps
+    replica  -> beat     report, steps                 from the engine's thread, between two steps; what it
+                                                       has counted in all, and each step since the last beat
     replica  -> draining
 
 A front sends token ids and parameters, never a distribution. JSON keeps a float's bits.
@@ -26,7 +27,7 @@ from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import ReplicaFacts
 from slipstream.errors import DeployError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH_BYTES = 4
 

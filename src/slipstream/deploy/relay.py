@@ -20,6 +20,7 @@ from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.protocol import Message
 from slipstream.deploy.router import Cancel, Order, Router, Start
+from slipstream.deploy.stepped import Stepped, steps_from_json
 from slipstream.deploy.work import Work
 from slipstream.errors import DeployError, OverloadedError, RequestError, SlipstreamError
 
@@ -73,6 +74,8 @@ class Relay:
     def __init__(self, router: Router, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.router = router
         self.name = f"front-{uuid.uuid4().hex[:12]}"
+        self.on_steps: Callable[[Seq[Stepped]], None] | None = None
+        """Told of the steps that a replica has made, a few times a second."""
         self._secret = secret
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}
@@ -222,7 +225,9 @@ class Relay:
     def _heard(self, name: str, message: Message) -> None:
         kind = message["type"]
         if kind == "beat":
-            self._obey(self.router.hear(name, ReplicaReport(**message["report"]), self._clock()))
+            self._obey(self.router.hear(name, ReplicaReport.from_json(message["report"]), self._clock()))
+            if self.on_steps is not None and message["steps"]:
+                self.on_steps(steps_from_json(message["steps"]))
         elif kind == "draining":
             self.drain(name)
         elif kind == "update":

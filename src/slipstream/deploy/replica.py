@@ -8,14 +8,15 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
 from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
 from slipstream.deploy.served import engine_facts
+from slipstream.deploy.stepped import StepCounter, Stepped, steps_to_json
 from slipstream.deploy.wire import emitted_from_json, request_from_json, update_to_json
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, EngineStoppedError, RequestError
 
@@ -42,12 +43,15 @@ class _Front:
     attempts: dict[tuple[str, int], _Attempt] = field(default_factory=dict)
 
     def send(self, message: Message) -> None:
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytes) -> None:
         if self.writer.is_closing():
             return
         if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.writer.transport.abort()
             return
-        self.writer.write(frame(message))
+        self.writer.write(data)
 
 
 class ReplicaServer:
@@ -225,45 +229,20 @@ class ReplicaServer:
         with contextlib.suppress(EngineStoppedError):
             await self.engine.ask(counter.attach)
             while True:
-                self.report = await self.engine.ask(counter.report)
-                for front in list(self._fronts):
-                    front.send({"type": "beat", "report": asdict(self.report)})
+                self.report, steps = await self.engine.ask(counter.report)
+                if self._fronts:
+                    beat = _beat_frame(self.report, steps)
+                    for front in list(self._fronts):
+                        front.send_frame(beat)
                 await asyncio.sleep(self._beat_s)
         logger.error("the engine has stopped; the replica goes")
         await self.close()
 
 
-class StepCounter:
-    """Counts an engine's tokens and passes between two reports."""
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._num_passes = 0
-        self._since_s = time.monotonic()
-
-    def attach(self, engine: Engine) -> None:
-        """Count from now on, beside other listeners; called between two steps."""
-        other = engine.on_observe
-
-        def count(items: list) -> None:  # type: ignore[type-arg]
-            self._num_tokens += sum(item.num_emitted for item in items)
-            self._num_passes += len(items)
-            if other is not None:
-                other(items)
-
-        engine.on_observe = count
-
-    def report(self, engine: Engine) -> ReplicaReport:
-        """What happened since the last report."""
-        stats, now_s = engine.stats(), time.monotonic()
-        elapsed_s = max(now_s - self._since_s, 1e-9)
-        report = ReplicaReport(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            cache_usage=stats.cache_usage,
-            tokens_per_s=self._num_tokens / elapsed_s,
-            acceptance_length=self._num_tokens / self._num_passes if self._num_passes else 0.0,
-        )
-        self._num_tokens = self._num_passes = 0
-        self._since_s = now_s
-        return report
+def _beat_frame(report: ReplicaReport, steps: Seq[Stepped]) -> bytes:
+    """The same for all fronts. Steps that no message holds are left out: they are counted in the report."""
+    message = {"type": "beat", "report": asdict(report), "steps": steps_to_json(steps)}
+    try:
+        return frame(message)
+    except DeployError:
+        return frame(message | {"steps": []})

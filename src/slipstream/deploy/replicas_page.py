@@ -13,11 +13,12 @@ th { font-weight: 600; border-bottom: 1px solid #bbb } td:first-child, th:first-
 </style></head><body>
 <h1>Replicas</h1><p id="all" aria-live="polite">…</p>
 <table><thead><tr><th>replica<th>health<th>load<th>capacity<th>waiting<th>cache<th>tokens/s<th>tokens/pass
-<th>given<th>heard</tr></thead><tbody id="rows"></tbody></table>
+<th>accepted<th>prompts cached<th>preemptions<th>given<th>heard</tr></thead><tbody id="rows"></tbody></table>
 <p><a href="dashboard">Dashboard</a> · <a href="metrics">metrics</a></p>
 <script>
 const key = new URLSearchParams(location.hash.slice(1)).get("key");
 const cell = (row, text, name) => { const c = row.insertCell(); c.textContent = text; if (name) c.className = name };
+const share = (part, all) => all ? Math.round(100 * part / all) + " %" : "–";
 async function show() {
   try {
     const answer = await fetch("replicas/data", key ? {headers: {Authorization: "Bearer " + key}} : {});
@@ -28,7 +29,11 @@ async function show() {
       const row = rows.insertRow();
       cell(row, r.replica); cell(row, r.health, r.health); cell(row, r.load); cell(row, r.capacity);
       cell(row, r.waiting); cell(row, Math.round(100 * r.cache_usage) + " %"); cell(row, r.tokens_per_s);
-      cell(row, r.acceptance_length); cell(row, r.given); cell(row, r.heard_s_ago + " s ago");
+      cell(row, r.acceptance_length);
+      const n = r.counts;
+      cell(row, share(n.num_accepted_tokens, n.num_draft_tokens));
+      cell(row, share(n.num_cached_tokens, n.num_prompt_tokens));
+      cell(row, n.num_preemptions); cell(row, r.given); cell(row, r.heard_s_ago + " s ago");
     }
     const c = data.counts, hits = c.prompt_blocks ? Math.round(100 * c.known_blocks / c.prompt_blocks) : 0;
     document.getElementById("all").textContent = data.under_way + " requests under way, " + data.queued +

@@ -12,6 +12,7 @@ from functools import partial
 
 from slipstream.deploy.choice import Chooser
 from slipstream.deploy.config import RouterConfig
+from slipstream.deploy.counts import Ledger
 from slipstream.deploy.fleet import Fleet, Health, ReplicaFacts, ReplicaReport, ReplicaState
 from slipstream.deploy.pace import Pace
 from slipstream.deploy.queue import FrontQueue
@@ -81,6 +82,7 @@ class Router:
         self.queue = FrontQueue()
         self.pace = Pace()
         self.counts = RouterCounts()
+        self.ledger = Ledger()
         self._tickets: dict[str, Ticket] = {}
 
     # --- replicas ---------------------------------------------------------------------------------------------
@@ -102,6 +104,7 @@ class Router:
         self.fleet.set_health(state, Health.SILENT)  # it gets nothing while what it had is shared out
         orders = self._take_all(state, now_s)
         self.fleet.remove(replica)
+        self.ledger.forget(len(self.fleet))
         self.chooser.prefixes.drop_replica(replica)
         self.chooser.learned.drop_replica(replica)
         return [*orders, *self._dispatch(now_s)]
@@ -122,6 +125,7 @@ class Router:
         if state is None:
             return []
         state.heard_s, state.report = now_s, report
+        self.ledger.hear(replica, report.engine, report.counts)
         if state.health is not Health.SILENT:
             return []
         self.fleet.set_health(state, Health.READY)

@@ -17,11 +17,13 @@ from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import Item as RoutedItem
 from slipstream.deploy.routed import RoutedEngine
+from slipstream.deploy.stepped import Stepped
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_options
 from slipstream.errors import DeployError, OverloadedError, RequestError
+from slipstream.metrics.decoded import DecodedRow
 from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
@@ -83,10 +85,17 @@ class ServedFleet(EngineClient):
         return not self._is_closed
 
     def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
-        """Nothing is reported: the replicas' steps stay with them."""
+        """As in `ServedEngine`: the steps of all replicas, of requests from other fronts too."""
+
+        def pass_on(steps: Seq[Stepped]) -> None:
+            for step, rows in steps:
+                named = [row._replace(group=accounts.name_of(_options_of(row))) for row in rows]
+                on_step(step, named)
+
+        self.relay.on_steps = pass_on
 
     async def read(self, take: Take[T]) -> T:
-        """As in `ServedEngine`."""
+        """As in `ServedEngine`. Of controllers nothing is said: each replica has its own, which plans for itself."""
         report = ControlReport(False, self.facts.drafts, False, None, None, 0.0, (), (), ())
         return take(self._stats(), report)
 
@@ -151,20 +160,22 @@ class ServedFleet(EngineClient):
     # --- state ------------------------------------------------------------------------------------------------
 
     def _stats(self) -> EngineStats:
-        states, num_slots = list(self.relay.router.fleet), self.facts.num_slots
+        router, num_slots = self.relay.router, self.facts.num_slots
+        states = list(router.fleet)
         slots = max(len(states), 1) * num_slots
         return EngineStats(
             num_running=sum(state.report.num_running for state in states),
-            num_waiting=sum(state.report.num_waiting for state in states)
-            + self.relay.router.queue.num_answers,
+            num_waiting=sum(state.report.num_waiting for state in states) + router.queue.num_answers,
             num_slots=slots,
             num_held_slots=round(sum(state.report.cache_usage * num_slots for state in states)),
-            num_retained_slots=0,
+            num_retained_slots=sum(state.report.num_retained_slots for state in states),
             cache_bytes=max(len(states), 1) * self.facts.kv_bytes,
-            num_preemptions=0,
-            num_drafted_sequences=0,
-            num_draft_failures=0,
-            retired_drafters=(),
+            num_preemptions=router.ledger.total.num_preemptions,
+            num_drafted_sequences=sum(state.report.num_drafted_sequences for state in states),
+            num_draft_failures=router.ledger.total.num_draft_failures,
+            retired_drafters=tuple(
+                sorted({name for state in states for name in state.report.retired_drafters})
+            ),
         )
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -186,6 +197,8 @@ class ServedFleet(EngineClient):
                 * router.config.block_tokens,
                 "given": state.num_given,
                 "heard_s_ago": round(now_s - state.heard_s, 2),
+                "retired_drafters": list(state.report.retired_drafters),
+                "counts": asdict(router.ledger.of(state.id)),
                 "arithmetic": state.facts.fingerprint.arithmetic[:12],
             }
             for state in router.fleet
@@ -195,6 +208,11 @@ class ServedFleet(EngineClient):
     def num_ready(self) -> int:
         """Replicas that take requests."""
         return sum(state.health is Health.READY for state in self.relay.router.fleet)
+
+
+def _options_of(row: DecodedRow) -> RequestOptions:
+    """What statistics go by of the request that a replica's row belongs to."""
+    return RequestOptions(tenant=row.group, task=row.task)
 
 
 def as_api_error(error: DeployError) -> ApiError:

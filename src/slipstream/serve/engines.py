@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 OnStep = Callable[[StepReport | None, Seq[DecodedRow]], None]
 """Called with each step's report and with the rows that it decoded, together or one after the other."""
+ReplicaFigures = dict[str, Any]
 Take = Callable[[EngineStats, ControlReport], T]
 
 
@@ -57,6 +58,10 @@ class ServedEngine(Protocol):
         """How often another process has taken over from one that died."""
         ...
 
+    def replicas(self) -> Seq[ReplicaFigures] | None:
+        """How each replica is that serves here, in plain values; None where there is one engine."""
+        ...
+
     def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
         """Have every step reported; statistics of tasks are kept apart by `accounts`."""
         ...
@@ -85,6 +90,9 @@ class LocalEngine:
     @property
     def is_ready(self) -> bool:
         return not self.client.has_stopped
+
+    def replicas(self) -> None:
+        """None: it is one."""
 
     def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
         """As in `ServedEngine`; called in the engine's thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 
 from slipstream.engine.async_engine import AsyncEngine
@@ -16,7 +17,7 @@ from slipstream.serve.api.sampling import Limits
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.engines import LocalEngine, ServedEngine
+from slipstream.serve.engines import LocalEngine, ReplicaFigures, ServedEngine
 from slipstream.serve.job import Job
 from slipstream.serve.learning import Learning
 from slipstream.serve.limits import Admission
@@ -77,6 +78,10 @@ class Service:
     @property
     def is_ready(self) -> bool:
         return not self.admission.draining and self._served.is_ready
+
+    def replicas(self) -> Seq[ReplicaFigures] | None:
+        """How each replica is that serves here; None where there is one engine."""
+        return self._served.replicas()
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 unless `name` is the served model or None."""

@@ -59,6 +59,7 @@ class EngineSource:
             return alarm_json(alarm, None if alarm.task is None else accounts.task(alarm.task))
 
         history, report = observer.snapshot.as_json(), observer.report
+        replicas = service.replicas()
         tasks = self._tasks(account, history.pop("tasks"))
         return PageData(
             version=__version__,
@@ -68,13 +69,14 @@ class EngineSource:
             age_s=observer.age_s,
             is_ready=service.is_ready,
             has_stopped=service.engine.has_stopped,
-            max_num_seqs=service.facts.max_num_seqs,
+            max_num_seqs=service.facts.max_num_seqs if replicas is None else None,
             max_waiting=service.config.max_waiting,
             num_under_way=service.admission.num_answers,
             latency=observer.latency.as_json(),
             tasks=tasks,
             speculation=speculation_json(report) if report is not None else None,
             learning=service.learning.as_json() if service.learning is not None else None,
+            replicas=replicas,
             methods=[asdict(method) for method in report.methods] if report else [],
             alarms=[shown(alarm) for alarm in observer.alarms.raised if is_shown(alarm)],
             cleared=[

@@ -58,6 +58,8 @@ class PageData:
     learning: Json | None = None
     """Of a drafter that learns: acceptance by version, what became of candidates, what learning costs."""
     methods: Seq[Json] = ()
+    replicas: Seq[Json] | None = None
+    """How each replica of a fleet is; None where one engine serves."""
     alarms: Seq[Json] = ()
     cleared: Seq[Json] = ()
     with_texts: bool = False

@@ -113,6 +113,9 @@ class RemoteEngine(EngineClient):
         """Itself."""
         return self
 
+    def replicas(self) -> None:
+        """None: it is one."""
+
     def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
         """As in `ServedEngine`; called in the event loop.
 
