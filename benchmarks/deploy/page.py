@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent.parent / "docs/benchmarks"
-RESULTS = ("soak", "routing", "scaling", "simulation")
+RESULTS = ("soak", "routing", "scaling", "affinity", "simulation")
 SOAK_BAR = 2000, 40
 """Requests and disruptions."""
 ADDED_BAR_MS, SCALING_BAR, SHARE_BAR = 2.0, 1.8, 0.9
@@ -35,6 +35,7 @@ def page(results: Mapping[str, Result]) -> str:
         _soak(results["soak"]),
         _routing(results.get("routing")),
         _scaling(results.get("scaling")),
+        _affinity(results.get("affinity")),
     ]
     return "\n".join(map(_filled, [*parts, _simulation(results["simulation"])]))
 
@@ -164,6 +165,36 @@ The front has a core {front}.
     return text + "\n```sh\npython -m benchmarks.deploy.scaling\n```\n"
 
 
+def _affinity(result: Result | None) -> str:
+    text = f"""## What is found in real caches
+
+The same turns of conversations, of several tenants with a system prompt each, through replicas behind the router and
+through one replica whose cache is as large as all of theirs. Each says with an answer how many of the prompt's tokens
+it found in its cache. Bar: {SHARE_BAR:g} of what the one finds. It measures no time.
+"""
+    if result is None:
+        text += "\nNot measured yet.\n"
+    else:
+        traffic, rows = result["traffic"], []
+        for replicas, cell in result["cells"].items():
+            fleet, one, share = cell["fleet"], cell["one_cache"], cell["share_of_one_cache"]
+            rows.append(
+                f"| {replicas} | {100 * fleet['share']:.1f} % | {100 * one['share']:.1f} % | {share:.3f} | "
+                f"{'yes' if cell['equal_answers'] else 'no'} | {_met(share >= SHARE_BAR)} |"
+            )
+        requests = next(iter(result["cells"].values()))["requests"]
+        text += f"""
+The embedded target, {requests:,} turns of {traffic["tenants"] * traffic["conversations"]} conversations of
+{traffic["tenants"]} tenants, {traffic["streams"]} at once, {traffic["cache_mib"]} MiB of cache a replica
+({_machine(result)}; [figures](deploy_affinity.json)):
+
+| replicas | found of prompts' tokens | by one cache | share of it | equal answers | bar |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+"""
+    return text + "\n```sh\npython -m benchmarks.deploy.affinity\n```\n"
+
+
 def _simulation(result: Result) -> str:
     cell = result["cells"]["million"]
     world, pause, load = cell["world"], cell["pause_s"], cell["load_max_over_mean"]
@@ -216,8 +247,9 @@ _HEAD = """# Replicas
 
 Written by `python -m benchmarks.deploy.page`, which each of these benchmarks runs at its end; do not edit.
 
-Three questions: is an answer still the lone run's where its replica is lost under way, what does a router in front of
-replicas cost, and does it hold up at a size that no machine here has? [How to deploy](../guides/replicas.md).
+Four questions: is an answer still the lone run's where its replica is lost under way, what does a router in front of
+replicas cost, does it send prompts to where they are cached, and does it hold up at a size that no machine here has?
+[How to deploy](../guides/replicas.md).
 """
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from benchmarks.deploy.affinity import SYSTEM_TOKENS, Traffic, conversations, order_of
 from benchmarks.deploy.page import FOLDER, page, read_results
 from benchmarks.deploy.routing import Timed, compared
 
@@ -36,3 +39,35 @@ def test_what_was_measured_is_said_with_its_bar() -> None:
     text = " ".join(page({**results, "scaling": {**said, "cell": scaled}}).split())
     assert "185 with two: 1.85 (1.80 to 1.90) times, met." in text
     assert "at the cost of 300M parameters in int8" in text
+
+
+def test_the_share_of_one_cache_is_said_with_its_bar() -> None:
+    results = read_results()
+    cells = {
+        str(num): {
+            "requests": 192,
+            "fleet": {"share": 0.75 * share},
+            "one_cache": {"share": 0.75},
+            "share_of_one_cache": share,
+            "equal_answers": True,
+        }
+        for num, share in ((2, 0.92), (3, 0.88))
+    }
+    traffic = {"tenants": 6, "conversations": 8, "streams": 6, "cache_mib": 16}
+    provenance = results["simulation"]["provenance"]
+    measured = {"provenance": provenance, "traffic": traffic, "cells": cells}
+    text = page({**results, "affinity": measured})
+    assert "| 2 | 69.0 % | 75.0 % | 0.920 | yes | met |" in text
+    assert "| 3 | 66.0 % | 75.0 % | 0.880 | yes | missed |" in text
+    assert "192 turns of 48 conversations of 6 tenants, 6 at once" in " ".join(text.split())
+
+
+def test_turns_are_the_same_each_time_and_share_their_tenants_beginning() -> None:
+    traffic = Traffic(tenants=2, conversations=3, turns=4)
+    assert order_of(traffic) == order_of(traffic) != sorted(order_of(traffic))
+    assert Counter(order_of(traffic)) == dict.fromkeys(range(6), 4)
+    told, again = conversations(traffic), conversations(traffic)
+    assert [(one.said, one.turns) for one in told] == [(one.said, one.turns) for one in again]
+    beginnings = {(one.tenant, tuple(one.said)) for one in told}
+    assert len(beginnings) == len({said for _, said in beginnings}) == 2
+    assert {len(said) for _, said in beginnings} == {SYSTEM_TOKENS}

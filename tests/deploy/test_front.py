@@ -241,15 +241,17 @@ def test_counts_of_replicas_are_summed_shown_and_never_fall() -> None:
     async def scenario(front: Front) -> None:
         asked = {"prompt": "The sea is wide. " * 20, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         asked |= {"task": "poem"}
+        said = 0
         for _ in range(3):
-            assert (await front.call("/v1/completions", asked))[0] == 200
+            _, _, answer = await front.call("/v1/completions", asked)
+            said += json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
         before, data = await figures(front, 60)
         for name in SUMS[:1] + SUMS[3:5]:
             assert value(before, name) == 60, name
         assert value(before, "vllm:generation_tokens_total") == 60
         assert value(before, "slipstream_task_generation_tokens_total") == 60
         cached = value(before, "slipstream_prefix_cache_hits_total")
-        assert 0 < cached == value(before, "slipstream_fleet_prompt_tokens_cached_total")
+        assert 0 < cached == said == value(before, "slipstream_fleet_prompt_tokens_cached_total")
         assert [row["task"] for row in data["tasks"]] == ["poem"]
         assert sum(row["counts"]["num_output_tokens"] for row in data["replicas"]) == 60
         assert data["num_steps"] > 0
