@@ -5,7 +5,10 @@
 #     docker build --target cpu -t slipstream:cpu .
 #     docker run --rm -p 127.0.0.1:8000:8000 slipstream:cpu
 #
-# `cuda` is the same for one NVIDIA GPU. It has never been run; the code for GPUs has.
+# `cuda` is the same for one NVIDIA GPU. It has never been run; the code for GPUs has. `ray-cpu` is for the pods of
+# deploy/ray/kuberay.yaml, and serves replicas on one machine by itself:
+#
+#     docker build --target ray-cpu -t slipstream-ray:cpu .
 
 FROM python:3.12-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 \
@@ -40,14 +43,29 @@ COPY src ./src
 RUN --mount=type=cache,target=/root/.cache/pip \
     HATCH_BUILD_HOOK_ENABLE_CUSTOM=true pip wheel --no-deps --wheel-dir /wheels .
 
-FROM base AS cpu
+FROM base AS cpu-torch
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch
+
+FROM cpu-torch AS cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install -c constraints.txt "$(echo /wheels/*.whl)[otel]"
 USER slipstream
+
+FROM cpu-torch AS ray-cpu
+# KubeRay gives pods a command of its own, and asks for their health by wget.
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    rm -f /etc/apt/apt.conf.d/docker-clean \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends wget
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install -c constraints.txt "$(echo /wheels/*.whl)[deploy,otel]"
+USER slipstream
+CMD ["deploy", "--host", "0.0.0.0"]
 
 FROM base AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all \

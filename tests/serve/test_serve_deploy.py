@@ -229,7 +229,7 @@ def test_images_are_pinned_and_run_without_privileges() -> None:
             stages[stage] = list(stages.get(parent, []))
         else:
             stages[stage].append((name, rest))
-    for stage in ("cpu", "cuda"):
+    for stage in ("cpu", "ray-cpu", "cuda"):
         assert [rest for name, rest in stages[stage] if name == "USER"] == ["slipstream"]
         health = next(rest for name, rest in stages[stage] if name == "HEALTHCHECK")
         assert "/health" in health
@@ -238,6 +238,24 @@ def test_images_are_pinned_and_run_without_privileges() -> None:
     runs = [" ".join(rest for name, rest in stages[stage] if name == "RUN") for stage in ("wheel", "cpu")]
     assert "g++" in runs[0]
     assert "HATCH_BUILD_HOOK_ENABLE_CUSTOM=true" in runs[0], "kernels are compiled there"
+
+
+def test_the_pods_of_replicas_run_an_image_that_is_built_with_their_ray() -> None:
+    stages = [rest.partition(" AS ")[2] for name, rest in instructions() if name == "FROM"]
+    manifest = (DEPLOY / "ray/kuberay.yaml").read_text()
+    built = re.findall(r"docker build --target (\S+) -t (\S+) \.", manifest)
+    [(stage, image)] = built
+    assert stage in stages
+    cluster = yaml.safe_load(manifest)["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    images = {one["image"] for group in groups for one in group["template"]["spec"]["containers"]}
+    assert images == {image}
+    assert f"--target {stage} -t {image}" in (ROOT / "docs/guides/replicas.md").read_text()
+    body = (ROOT / "Dockerfile").read_text().partition(f" AS {stage}\n")[2].partition("\nFROM ")[0]
+    assert "[deploy" in body
+    assert "wget" in body
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert cluster["rayVersion"] == pinned["ray"]
 
 
 def commands() -> list[list[str]]:
@@ -250,7 +268,7 @@ def commands() -> list[list[str]]:
 def test_commands_are_those_of_the_command_line(command: list[str]) -> None:
     verbs: Any = get_command(app)
     context = verbs.commands[command[0]].make_context(command[0], command[1:])
-    assert context.info_name == "serve"
+    assert context.info_name in ("serve", "deploy")
 
 
 def test_variables_are_settings() -> None:
