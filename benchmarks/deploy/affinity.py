@@ -1,20 +1,23 @@
 """What routing by prefixes finds in real caches: replicas against one engine whose cache is as large as all of theirs.
 
-    python -m benchmarks.deploy.affinity [--replicas 2 3] [--tenants 6] [--conversations 8] [--turns 4] [--cache-mib 16]
+    python -m benchmarks.deploy.affinity [--replicas 2 3] [--cache-mib 16 64] [--tenants 6] [--conversations 8]
 
 Conversations of several tenants, each tenant with a system prompt of its own: a turn's prompt is all that was said
 before and something new. The same turns in the same order go to so many replicas behind the router, and to one replica.
-Each says with an answer how many tokens of the prompt it found in its cache. Caches are too small for everything. No
-time is measured, so the machine need not be quiet. Writes docs/benchmarks/deploy_affinity.json and the page.
+Each says with an answer how many tokens of the prompt it found in its cache. The smaller of the default caches are too
+small for all that is said, the larger ones are not. No time is measured, so the machine need not be quiet. Writes
+docs/benchmarks/deploy_affinity.json and the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +48,6 @@ class Traffic:
     turns: int = 4
     streams: int = 6
     """Answers at once."""
-    cache_mib: int = 16
-    """Of each replica."""
     seed: int = 1
 
 
@@ -132,9 +133,9 @@ async def run_turns(routed: RoutedEngine, traffic: Traffic, found: Found) -> lis
     return [conversation.said for conversation in told]
 
 
-async def measure(num: int, traffic: Traffic, size: int = 1) -> tuple[Found, list[list[int]]]:
-    """So many replicas, each with a cache of `size` times the usual one."""
-    options = ROOM | {"kv_cache_bytes": size * traffic.cache_mib * 2**20}
+async def measure(num: int, cache_mib: int, traffic: Traffic) -> tuple[Found, list[list[int]]]:
+    """So many replicas with such a cache each."""
+    options = ROOM | {"kv_cache_bytes": cache_mib * 2**20}
     replicas = LocalReplicas(num, EMBEDDED_TARGET, engine_options=options)
     await replicas.start()
     relay = Relay(Router(), replicas.secret)
@@ -163,11 +164,13 @@ async def _wait_for_counts(relay: Relay, found: Found) -> None:
     found.requests_by_replica = {state.id: state.num_given for state in router.fleet}
 
 
-def compare(num: int, traffic: Traffic) -> dict[str, Any]:
+def compare(num: int, cache_mib: int, traffic: Traffic) -> dict[str, Any]:
     """So many replicas against one with a cache as large as theirs together."""
-    fleet, said = asyncio.run(measure(num, traffic))
-    one, said_alone = asyncio.run(measure(1, traffic, num))
+    fleet, said = asyncio.run(measure(num, cache_mib, traffic))
+    one, said_alone = asyncio.run(measure(1, num * cache_mib, traffic))
     return {
+        "replicas": num,
+        "cache_mib": cache_mib,
         "requests": traffic.tenants * traffic.conversations * traffic.turns,
         "equal_answers": said == said_alone,
         "fleet": asdict(fleet) | {"share": fleet.share},
@@ -177,11 +180,12 @@ def compare(num: int, traffic: Traffic) -> dict[str, Any]:
 
 
 def main(arguments: Seq[str] | None = None) -> None:
-    """One cell for each number of replicas."""
+    """One cell for each number of replicas and size of their caches."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--cache-mib", type=int, nargs="+", default=[16, 64], help="of each replica")
     for each in fields(Traffic):
         parser.add_argument("--" + each.name.replace("_", "-"), type=int, default=each.default)
     parser.add_argument("--out", type=Path, default=FOLDER / "deploy_affinity.json")
@@ -189,15 +193,12 @@ def main(arguments: Seq[str] | None = None) -> None:
     traffic = Traffic(**{each.name: getattr(options, each.name) for each in fields(Traffic)})
     kept = Kept(options.out, asdict(traffic))
     cells = {}
-    for num in options.replicas:
-
-        def one(num: int = num) -> dict[str, Any]:
-            return compare(num, traffic)
-
-        cells[str(num)] = kept.cell(f"{num} replicas", one)
+    for num, cache_mib in itertools.product(options.replicas, options.cache_mib):
+        name = f"{num} replicas, {cache_mib} MiB each"
+        cells[name] = kept.cell(name, partial(compare, num, cache_mib, traffic))
     kept.finish({"provenance": provenance(), "traffic": asdict(traffic), "cells": cells})
     for name, cell in cells.items():
-        say(f"{name} replicas: {cell['share_of_one_cache']:.3f} of what one cache finds; {cell}")
+        say(f"{name}: {cell['share_of_one_cache']:.3f} of what one cache finds; {cell}")
     if options.out.parent == FOLDER:
         write_page()
 

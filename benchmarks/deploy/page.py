@@ -176,20 +176,20 @@ it found in its cache. Bar: {SHARE_BAR:g} of what the one finds. It measures no 
         text += "\nNot measured yet.\n"
     else:
         traffic, rows = result["traffic"], []
-        for replicas, cell in result["cells"].items():
+        for cell in result["cells"].values():
             fleet, one, share = cell["fleet"], cell["one_cache"], cell["share_of_one_cache"]
-            rows.append(
-                f"| {replicas} | {100 * fleet['share']:.1f} % | {100 * one['share']:.1f} % | {share:.3f} | "
-                f"{'yes' if cell['equal_answers'] else 'no'} | {_met(share >= SHARE_BAR)} |"
-            )
+            shares = f"{100 * fleet['share']:.1f} % | {100 * one['share']:.1f} % | {share:.3f}"
+            equal = "yes" if cell["equal_answers"] else "no"
+            met = _met(share >= SHARE_BAR)
+            rows.append(f"| {cell['replicas']} | {fleet['num_slots']:,} | {shares} | {equal} | {met} |")
         requests = next(iter(result["cells"].values()))["requests"]
         text += f"""
 The embedded target, {requests:,} turns of {traffic["tenants"] * traffic["conversations"]} conversations of
-{traffic["tenants"]} tenants, {traffic["streams"]} at once, {traffic["cache_mib"]} MiB of cache a replica
+{traffic["tenants"]} tenants, {traffic["streams"]} at once
 ({_machine(result)}; [figures](deploy_affinity.json)):
 
-| replicas | found of prompts' tokens | by one cache | share of it | equal answers | bar |
-|---|---|---|---|---|---|
+| replicas | tokens that all caches hold | found of prompts' tokens | by one cache | share of it | equal answers | bar |
+|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
     return text + "\n```sh\npython -m benchmarks.deploy.affinity\n```\n"

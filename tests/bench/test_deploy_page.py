@@ -46,19 +46,20 @@ def test_the_share_of_one_cache_is_said_with_its_bar() -> None:
     cells = {
         str(num): {
             "requests": 192,
-            "fleet": {"share": 0.75 * share},
+            "replicas": num,
+            "fleet": {"share": 0.75 * share, "num_slots": 2000 * num},
             "one_cache": {"share": 0.75},
             "share_of_one_cache": share,
             "equal_answers": True,
         }
         for num, share in ((2, 0.92), (3, 0.88))
     }
-    traffic = {"tenants": 6, "conversations": 8, "streams": 6, "cache_mib": 16}
+    traffic = {"tenants": 6, "conversations": 8, "streams": 6}
     provenance = results["simulation"]["provenance"]
     measured = {"provenance": provenance, "traffic": traffic, "cells": cells}
     text = page({**results, "affinity": measured})
-    assert "| 2 | 69.0 % | 75.0 % | 0.920 | yes | met |" in text
-    assert "| 3 | 66.0 % | 75.0 % | 0.880 | yes | missed |" in text
+    assert "| 2 | 4,000 | 69.0 % | 75.0 % | 0.920 | yes | met |" in text
+    assert "| 3 | 6,000 | 66.0 % | 75.0 % | 0.880 | yes | missed |" in text
     assert "192 turns of 48 conversations of 6 tenants, 6 at once" in " ".join(text.split())
 
 
