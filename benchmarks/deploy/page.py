@@ -191,6 +191,9 @@ The embedded target, {requests:,} turns of {traffic["tenants"] * traffic["conver
 | replicas | tokens that all caches hold | found of prompts' tokens | by one cache | share of it | equal answers | bar |
 |---|---|---|---|---|---|---|
 {chr(10).join(rows)}
+
+Each is one run. Which turns run at once depends on when others end, so a share moves by a few hundredths from run to
+run.
 """
     return text + "\n```sh\npython -m benchmarks.deploy.affinity\n```\n"
 
