@@ -124,3 +124,58 @@ def test_the_store_is_bounded_and_the_longest_ngram_counts() -> None:
 def test_bad_options_cost_one_line(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make(**options)
+
+
+def test_the_likeliest_nodes_of_all_samples_are_drafted() -> None:
+    """Four rows a step: the sample whose row is sure gets more of them than the one whose row is not."""
+    sure, unsure = torch.zeros(VOCAB), torch.zeros(VOCAB)
+    sure[7] = 30.0
+    unsure[8:11] = 1.0
+    greedy = SamplingParams(n=2, temperature=0)
+    drafter = make(max_draft_rows=4, min_path_prob=0.01)
+    for end in ([1, 2, 3, 4], [2, 3, 4, 7], [3, 4, 7, 7], [4, 7, 7, 7], [7, 7, 7, 7]):
+        teach(drafter, answer([*end, 7], params=greedy), sure)
+    teach(drafter, answer([9, 9, 9, 9, 8], params=greedy), unsure)
+    proposals = drafter.propose(
+        [answer([9, 9, 9, 9], 1, params=greedy), answer([1, 2, 3, 4], 2, params=greedy)], [9, 9]
+    )
+    assert [len(proposal) for proposal in proposals] == [0, 4]
+    assert set(proposals[1].token_ids) == {7}
+
+
+def test_what_was_promised_in_vain_is_trusted_less() -> None:
+    row = torch.zeros(VOCAB)
+    row[7] = 30.0
+    text, greedy = [1, 2, 3, 4], SamplingParams(n=2, temperature=0)
+    drafter = make(num_speculative_tokens=1)
+    teach(drafter, answer([*text, 7], params=greedy), row)
+    for rounds in range(100):
+        [proposal] = drafter.propose([answer(text, 1, params=greedy)], [4])
+        if not len(proposal):
+            break
+        went_on = answer([*text, 20 + rounds % 9], 1, params=greedy)
+        drafter.observe([Observation(went_on, proposal, 0, row.repeat(2, 1), num_before=len(text))])
+    else:
+        pytest.fail("it goes on as if nothing had been in vain")
+    assert rounds > 5
+
+
+@pytest.mark.parametrize(
+    ("rules", "token"),
+    [({}, 3), ({"logit_bias": {2: 9.0}}, 2), ({"top_k": 1}, 1), ({"top_p": 0.5}, 1), ({"min_p": 0.9}, 1)],
+)
+def test_a_requests_rules_on_tokens_are_kept(rules: dict[str, Any], token: int) -> None:
+    """The noise of this sample picks token 3 of those that are about as likely, and may pick what the rules leave."""
+    row = torch.full((VOCAB,), -40.0)
+    row[1], row[2], row[3] = 1.0, 0.0, 0.2
+    drafter = make(min_path_prob=0.01, num_draft_nodes=1)
+    params = SamplingParams(n=2, temperature=1.0, **rules)
+    teach(drafter, answer([1, 2, 3, 4, 5], params=params), row)
+    seed = next(
+        seed
+        for seed in range(1, 200)
+        if Noise(seed, 4).choose(torch.log_softmax(row.double(), -1)[None], [4]).item() == 3
+        and gumbel_at(Noise(seed, 4).key(4), 2) > gumbel_at(Noise(seed, 4).key(4), 1) - 5
+    )
+    [proposal] = drafter.propose([answer([1, 2, 3, 4], seed, params=params)], [1])
+    assert proposal.token_ids == (token,)

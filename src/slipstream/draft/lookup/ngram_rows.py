@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from slipstream.bounded import BoundedDict
 
-ORDERS = (4, 2, 1)
+ORDERS = (4, 3, 2, 1)
 """Lengths of the n-grams, the longest first."""
 ENTRY_BYTES = 120
 """Of an n-gram with its key, as CPython lays them out."""

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from slipstream.bounded import BoundedDict
@@ -22,11 +23,18 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, gumbel_at
+from slipstream.sampling.params import SamplingParams
 
 LEAD = 6.0
 """Nats below the best logit, divided by the temperature: tokens below that are not drawn."""
-SPREAD = {4: 0.35, 2: 0.8, 1: 1.2}
+SPREAD = {4: 0.35, 3: 0.6, 2: 0.8, 1: 1.2}
 """How far the logits behind an n-gram are off, in nats, by its length: with that the chance of each token is told."""
+TRUST = {4: 0.85, 3: 0.8, 2: 0.6, 1: 0.45}
+"""How often an n-gram of this length says what comes at all, before anything was seen: measured on the embedded pair,
+eight samples at temperature 0.7."""
+PRIOR_WEIGHT = 16.0
+MOST_WEIGHT = 4000.0
+"""Promised acceptances that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,8 @@ class SiblingsOptions:
     """The target's best tokens that are kept behind each n-gram."""
     min_path_prob: float = 0.2
     """A node is drafted while the estimated chance that it is accepted is at least this."""
+    max_draft_rows: int = 32
+    """The most nodes of a step, of all samples together: the likeliest are drafted."""
     share: str = "request"
     """Who drafts for each other: `request`, the answers of one request with `n` above 1, or `tenant`, all requests of
     a tenant."""
@@ -61,6 +71,7 @@ class SiblingsOptions:
             "siblings",
             1,
             num_draft_nodes=self.num_draft_nodes,
+            max_draft_rows=self.max_draft_rows,
             num_speculative_tokens=self.num_speculative_tokens,
             num_successors=self.num_successors,
             max_entries=self.max_entries,
@@ -68,11 +79,32 @@ class SiblingsOptions:
         )
 
 
+class _Trust:
+    """How often what stands behind an n-gram of some length is what its rows say, learned from what was accepted."""
+
+    def __init__(self) -> None:
+        self._promised = dict.fromkeys(ORDERS, PRIOR_WEIGHT)
+        self._accepted = {order: PRIOR_WEIGHT * TRUST[order] for order in ORDERS}
+
+    def of(self, order: int) -> float:
+        """The share of promised acceptance that came true."""
+        return self._accepted[order] / self._promised[order]
+
+    def learn(self, order: int, promised: float, accepted: bool) -> None:
+        """A node behind an n-gram of `order` tokens whose parent was accepted."""
+        for counts, new in ((self._promised, promised), (self._accepted, float(accepted))):
+            counts[order] += new
+            if self._promised[order] > MOST_WEIGHT:  # what was long ago counts less
+                self._promised[order] *= 0.5
+                self._accepted[order] *= 0.5
+
+
 @dataclass
 class _Company:
     """What the answers that draft for each other have in common."""
 
     rows: NgramRows
+    trust: _Trust = field(default_factory=_Trust)
     running: set[int] = field(default_factory=set)
     """Ids of the sequences that were met and not released."""
 
@@ -97,6 +129,8 @@ class SiblingsDrafter(Drafter):
         self._num_successors = min(options.num_successors, context.vocab_size)
         self._companies: BoundedDict[tuple[str, str | None], _Company] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
+        self._expected: dict[int, list[tuple[int, float]]] = {}
+        """By sequence: what its last proposal promised."""
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -126,47 +160,44 @@ class SiblingsDrafter(Drafter):
         return (sequence.tenant, sequence.request_id) if sequence.params.n > 1 else None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """One tree a sequence; the empty proposal where nothing is known behind its last tokens."""
-        return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        """One tree a sequence: the nodes that are most likely to be accepted, whosever they are.
 
-    def _propose(self, sequence: Sequence, budget: int) -> Proposal:
+        The empty proposal where nothing is known behind a text's last tokens.
+        """
+        trees = [self._tree(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        frontier = [entry for tree in trees if tree is not None for entry in tree.roots()]
+        heapq.heapify(frontier)
+        num_left = self.options.max_draft_rows
+        while frontier and num_left:
+            candidate = heapq.heappop(frontier)
+            if candidate.tree.is_full():
+                continue
+            num_left -= 1
+            for below in candidate.tree.take(candidate):
+                heapq.heappush(frontier, below)
+        return [EMPTY_PROPOSAL if tree is None else self._drafted(tree) for tree in trees]
+
+    def _tree(self, sequence: Sequence, budget: int) -> _Tree | None:
         key = self._key(sequence) if budget > 0 else None
         company = None if key is None else self._companies.get(key)
         if company is None:
-            return EMPTY_PROPOSAL
-        options, rows = self.options, company.rows
-        max_nodes = min(budget, options.num_draft_nodes)
-        max_depth = min(budget, options.num_speculative_tokens)
+            return None
+        options = self.options
+        max_nodes, max_depth = (
+            min(budget, options.num_draft_nodes),
+            min(budget, options.num_speculative_tokens),
+        )
         coupled = self.context.verifier.accepts_coupled
-        temperature = sequence.params.temperature
-        length = len(sequence.token_ids)
-        noise = Noise(sequence.seed, length) if coupled and temperature > 0 else None
-        keys = {} if noise is None else {d: noise.key(length + d) for d in range(max_depth)}
-        end = tuple(sequence.token_ids[-max(ORDERS) :])
-        token_ids: list[int] = []
-        parents: list[int] = []
-        order = 0  # tells equal chances apart, so that the tree is the same each time
-        frontier: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
+        return _Tree(
+            sequence, company.rows, coupled, company.trust, options.min_path_prob, max_nodes, max_depth
+        )
 
-        def grow(chance: float, node: int, depth: int, text: tuple[int, ...]) -> None:
-            nonlocal order
-            found = rows.find(text)
-            if found is None or depth == max_depth:
-                return
-            for token, prob in _drawn(*found, temperature, keys.get(depth)):
-                if chance * prob < options.min_path_prob:
-                    break
-                order += 1
-                heapq.heappush(frontier, (-chance * prob, order, node, depth, token, text))
-
-        grow(1.0, ROOT, 0, end)
-        while frontier and len(token_ids) < max_nodes:
-            chance, _, parent, depth, token, text = heapq.heappop(frontier)
-            token_ids.append(token)
-            parents.append(parent)
-            grow(-chance, len(token_ids) - 1, depth + 1, (*text, token)[-max(ORDERS) :])
-        kind = ProposalKind.COUPLED if coupled else ProposalKind.ONE_HOT
-        return Proposal(tuple(token_ids), tuple(parents), kind) if token_ids else EMPTY_PROPOSAL
+    def _drafted(self, tree: _Tree) -> Proposal:
+        if not tree.token_ids:
+            return EMPTY_PROPOSAL
+        self._expected[tree.sequence.id] = tree.expected
+        kind = ProposalKind.COUPLED if self.context.verifier.accepts_coupled else ProposalKind.ONE_HOT
+        return Proposal(tuple(tree.token_ids), tuple(tree.parents), kind)
 
     def max_nodes(self) -> int:
         """`num_draft_nodes`."""
@@ -187,12 +218,32 @@ class SiblingsDrafter(Drafter):
             texts = {ROOT: end}
             company.rows.add(end, NgramRow(tuple(best_ids[0]), tuple(best_logits[0])))
             proposal = seen.proposal
+            self._compare(seen, company.trust)
             for node, (token, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
                 text = texts[node] = (*texts[parent], token)[-max(ORDERS) :]
                 company.rows.add(text, NgramRow(tuple(best_ids[node + 1]), tuple(best_logits[node + 1])))
 
+    def _compare(self, seen: Observation, trust: _Trust) -> None:
+        """Learn from the nodes whose parents were accepted. What others drafted is not ours to judge."""
+        expected = self._expected.pop(seen.sequence.id, [])
+        if len(expected) != len(seen.proposal):
+            return
+        came = seen.sequence.token_ids[seen.length_before :]
+        depths = seen.proposal.depths
+        accepted = {ROOT}
+        for node, (token, parent) in enumerate(
+            zip(seen.proposal.token_ids, seen.proposal.parents, strict=True)
+        ):
+            place = depths[node] - 1
+            if parent not in accepted or place >= len(came):
+                continue
+            if came[place] == token:
+                accepted.add(node)
+            trust.learn(*expected[node], came[place] == token)
+
     def release(self, sequence: Sequence) -> None:
         """With the last running answer of a request its n-grams are dropped; a tenant's stay."""
+        self._expected.pop(sequence.id, None)
         key = self._key(sequence)
         company = None if key is None else self._companies.get(key)
         if key is None or company is None:
@@ -204,6 +255,7 @@ class SiblingsDrafter(Drafter):
     def reset(self) -> None:
         """Drop all n-grams."""
         self._companies.clear()
+        self._expected.clear()
 
     def num_held(self) -> int:
         """Answers that draft for each other now."""
@@ -214,21 +266,121 @@ class SiblingsDrafter(Drafter):
         return sum(company.rows.memory_bytes() for company in self._companies.values())
 
 
-def _drawn(row: NgramRow, order: int, temperature: float, key: int | None) -> list[tuple[int, float]]:
+@dataclass(order=True, slots=True)
+class _Candidate:
+    """A node that may be drafted; the likeliest is the smallest."""
+
+    minus_chance: float
+    number: int
+    """Tells equal chances apart, so that trees are the same each time."""
+    tree: _Tree = field(compare=False)
+    parent: int = field(compare=False)
+    depth: int = field(compare=False)
+    token: int = field(compare=False)
+    order: int = field(compare=False)
+    """Of the n-gram behind which it stands."""
+    promised: float = field(compare=False)
+    """The chance of it below its parent, as its row says."""
+    text: tuple[int, ...] = field(compare=False)
+    """The last tokens before it."""
+
+
+class _Tree:
+    """The growing tree of one sequence."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        rows: NgramRows,
+        coupled: bool,
+        trust: _Trust,
+        min_path_prob: float,
+        max_nodes: int,
+        max_depth: int,
+    ) -> None:
+        self.sequence = sequence
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.expected: list[tuple[int, float]] = []
+        """Of each node: the length of its n-gram, and the chance that its row promised."""
+        self._rows, self._trust = rows, trust
+        self._min_path_prob, self._max_nodes = min_path_prob, max_nodes
+        length = len(sequence.token_ids)
+        noise = Noise(sequence.seed, length) if coupled and sequence.params.temperature > 0 else None
+        self._keys = [None if noise is None else noise.key(length + depth) for depth in range(max_depth)]
+        self._num_candidates = 0
+
+    def is_full(self) -> bool:
+        return len(self.token_ids) == self._max_nodes
+
+    def roots(self) -> list[_Candidate]:
+        """The candidates behind the text."""
+        return self._below(1.0, ROOT, 0, tuple(self.sequence.token_ids[-max(ORDERS) :]))
+
+    def take(self, candidate: _Candidate) -> list[_Candidate]:
+        """Draft it; returns the candidates below it."""
+        self.token_ids.append(candidate.token)
+        self.parents.append(candidate.parent)
+        self.expected.append((candidate.order, candidate.promised))
+        text = (*candidate.text, candidate.token)[-max(ORDERS) :]
+        return self._below(-candidate.minus_chance, len(self.token_ids) - 1, candidate.depth + 1, text)
+
+    def _below(self, chance: float, node: int, depth: int, text: tuple[int, ...]) -> list[_Candidate]:
+        found = self._rows.find(text) if depth < len(self._keys) else None
+        if found is None:
+            return []
+        row, order = found
+        trust = self._trust.of(order)
+        candidates = []
+        for token, promised in _drawn(row, order, self.sequence.params, self._keys[depth]):
+            whole = chance * promised * trust
+            if whole < self._min_path_prob:
+                break
+            self._num_candidates += 1
+            number = self._num_candidates
+            candidates.append(_Candidate(-whole, number, self, node, depth, token, order, promised, text))
+        return candidates
+
+
+def _drawn(row: NgramRow, order: int, params: SamplingParams, key: int | None) -> list[tuple[int, float]]:
     """The likely tokens behind an n-gram of `order` tokens with the chance of each, best first.
 
     With a `key` they are ranked as the target would draw them, were these its logits; the chance says how far the best
-    is ahead, given how far off such logits are.
+    is ahead, given how far off such logits are. Of the request's rules, bias, top-k, top-p and min-p are applied, over
+    the tokens that are kept.
     """
+    temperature, bias = params.temperature, params.logit_bias
     scale = 1 / temperature if temperature > 0 else 1.0
-    least = row.logits[0] * scale - LEAD
     scores = [
-        (logit * scale + (0.0 if key is None else gumbel_at(key, token)), token)
+        ((logit + (bias.get(token, 0.0) if bias else 0.0)) * scale, token)
         for token, logit in zip(row.token_ids, row.logits, strict=True)
-        if logit * scale >= least
     ]
     scores.sort(reverse=True)
+    scores = _allowed(scores, params)
+    if key is not None:
+        scores = sorted(((score + gumbel_at(key, token), token) for score, token in scores), reverse=True)
     spread = SPREAD[order] if key is not None or temperature == 0 else max(1.0, SPREAD[order])
     weights = [math.exp((score - scores[0][0]) / spread) for score, _ in scores]
     total = sum(weights)
     return [(token, weight / total) for (_, token), weight in zip(scores, weights, strict=True)]
+
+
+def _allowed(scores: list[tuple[float, int]], params: SamplingParams) -> list[tuple[float, int]]:
+    """Those of `scores`, logits over temperature with the best first, from which a token may be drawn."""
+    scores = [one for one in scores if one[0] >= scores[0][0] - LEAD]
+    if params.temperature == 0:
+        return scores
+    if params.top_k > 0:
+        scores = scores[: params.top_k]
+    if params.min_p > 0:
+        least = scores[0][0] + math.log(params.min_p)
+        scores = [one for one in scores if one[0] >= least]
+    if params.top_p < 1:
+        weights = [math.exp(score - scores[0][0]) for score, _ in scores]
+        before = [0.0, *accumulate(weights)]
+        scores = [
+            one
+            for one, sum_before in zip(scores, before, strict=False)
+            if sum_before < params.top_p * before[-1]
+        ]
+    return scores
