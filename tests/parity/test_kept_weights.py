@@ -93,6 +93,35 @@ def test_tied_or_not(tied: bool, tmp_path: Path) -> None:
     assert torch.equal(*(logits(each, 4) for each in int8))
 
 
+@pytest.mark.parametrize("quantization", [None, "float32", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "mixtral", "phi"])
+def test_float32_is_read_as_stored_and_widened_while_it_is_packed(
+    family: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of a checkpoint that was widened before."""
+    path = checkpoint(family, tmp_path, "bfloat16")
+    wide = load_any(path, dtype="float32", pack=False, canary=False).model
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+    wide.save_pretrained(tmp_path / "wide")
+    read = []
+
+    def read_weights(*arguments: Any, **keywords: Any) -> Any:
+        model, stored_as = load_weights(*arguments, **keywords)
+        read.extend({weight.dtype for weight in matrices.plain_matrices(model)})
+        return model, stored_as
+
+    load_weights = loading.load_weights
+    monkeypatch.setattr(loading, "load_weights", read_weights)
+    narrow = load_model(path, dtype="float32", quantization=quantization)
+    expected = load_model(str(tmp_path / "wide"), dtype="float32", quantization=quantization)
+    assert read == [torch.bfloat16, torch.float32]
+    assert narrow.weight_format.name == expected.weight_format.name == (quantization or "float32")
+    for num_rows in (1, 5, 64):
+        assert torch.equal(logits(narrow, num_rows), logits(expected, num_rows))
+    tokens = torch.arange(VOCAB)
+    assert torch.equal(narrow.embed(tokens), expected.embed(tokens))
+
+
 @pytest.mark.parametrize("family", LAYER_BY_LAYER)
 def test_a_family_that_runs_layer_by_layer_does_too(family: str, tmp_path: Path) -> None:
     path = checkpoint(family, tmp_path, "bfloat16")
@@ -152,7 +181,14 @@ def test_what_the_files_hold_counts_and_not_what_the_configuration_says(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "float16"}, {"dtype": "float32"}, {"quantization": "int8"}, {"quantization": "int4"}],
+    [
+        {},
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"dtype": "float32", "quantization": "int8"},
+    ],
 )
 @pytest.mark.parametrize(
     "family", ["llama", "llama-gqa", "qwen2", "gemma2", "gemma3", "opt", "gpt2", "mixtral"]

@@ -114,11 +114,22 @@ def test_more_never_takes_less() -> None:
     assert sum(plan.of_kind(kind) for kind in {part.kind for part in plan.parts}) == plan.running_bytes
 
 
-def test_a_quantised_target_still_needs_its_unpacked_weights_at_the_start() -> None:
-    small, plain = (planner(quantization=fmt, dtype="float32").at(1, 64) for fmt in ("int8", None))
+def test_without_the_native_kernels_a_quantised_target_needs_its_unpacked_weights_at_the_start() -> None:
+    small, plain = (
+        planner(quantization=fmt, dtype="float32", cpu_kernels="torch").at(1, 64) for fmt in ("int8", None)
+    )
     assert small.running_bytes < plain.running_bytes - 20 * 2**20
     assert small.loading_bytes > small.running_bytes
     assert small.loading_bytes > plain.running_bytes - 16 * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights are read whole")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_weights_that_are_read_as_they_are_stored_are_never_held_unpacked(quantization: str | None) -> None:
+    wide = planner(quantization=quantization, dtype="float32").at(1, 64)
+    kept = planner(quantization=quantization).at(1, 64)
+    assert wide.loading_bytes < wide.running_bytes
+    assert wide.stages[0] == kept.stages[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights are read whole")

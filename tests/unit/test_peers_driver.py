@@ -21,6 +21,7 @@ from benchmarks.peers.model_run import run_models
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, load, resume
 from benchmarks.peers.selection import selected
+from benchmarks.peers.workers import slipstream as ours
 from benchmarks.peers.workload import Question, questions
 from slipstream.errors import ConfigError
 
@@ -280,3 +281,21 @@ def test_prompts_are_held_out_ones_of_every_task() -> None:
     assert len(asked[-1].prompts) == 8
     assert all(len(question.prompts) == 1 for question in asked[:-1])
     assert questions(dataclasses.replace(MODEL, batch=False))[-1].task != BATCH
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, "float32"),
+        ({"quantization": "int4"}, "auto"),
+        ({"quantization": "int8", "dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_our_worker_rounds_what_is_stored(
+    options: dict[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(ours, "LLM", lambda _target, **engine: made.append(engine))
+    ours.load({**LOAD, "max_model_len": 64, "max_num_seqs": 1, "options": options})
+    assert made[0]["dtype"] == dtype

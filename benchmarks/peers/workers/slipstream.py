@@ -25,14 +25,16 @@ class Slipstream:
 
 
 def load(request: dict[str, Any]) -> Loaded:
+    options = request["options"]
     engine = {
-        "dtype": "float32",
+        # Integer formats round what the checkpoint stores; without one, float32 means float32.
+        "dtype": "auto" if options.get("quantization") else "float32",
         "device": "cpu",
         "cpu_kernels": "native",
         "num_threads": request["threads"],
         "max_model_len": request["max_model_len"],
         "max_num_seqs": request["max_num_seqs"],
-        **request["options"],
+        **options,
     }
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     return Loaded(Slipstream(LLM(request["target"], **engine)), {"slipstream": __version__, **versions}, [])

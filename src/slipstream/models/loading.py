@@ -99,8 +99,8 @@ def load_model(
                 _check_stored(source, name, stored)
         backend = choose_backend(attention_backend, ModelTraits(source.config, where, kind, native))
         read_as: torch.dtype | str | None = None
-        if native and kind == torch.float32 and dtype != "float32" and source.stores_its_numbers:
-            read_as = STORED if name is None or fmt.stored_dtype is None else fmt.stored_dtype
+        if native and kind == torch.float32 and source.stores_its_numbers:
+            read_as = STORED if fmt.stored_dtype in (None, torch.float32) else fmt.stored_dtype
         narrow = stored if read_as == STORED else read_as if isinstance(read_as, torch.dtype) else None
         with reading(read_as):
             model, stored_as = load_weights(
@@ -121,7 +121,7 @@ def load_model(
                 "%s weights are widened part by part in every pass without our own kernels", stored_as
             )
         kept = matrix_dtype(model)
-        if name is None and read_as == STORED and kept is not None:
+        if name is None and dtype == "auto" and read_as == STORED and kept is not None:
             name = OF_DTYPE.get(kept)
         lm = adapt(
             model.to(where).eval(),
@@ -192,7 +192,7 @@ def adapt(
     may_widen = dtype == torch.float32
     fmt = checked_format(quantization, model.device, dtype)
     if may_widen:
-        settle_matrices(model, fmt.stored_dtype)
+        settle_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
     length = context_length(model.config, max_model_len)
     settle_frequencies(model, length)
     traits = ModelTraits(model.config, model.device, dtype, native and pack)

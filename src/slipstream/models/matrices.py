@@ -114,13 +114,16 @@ def row_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def settle_matrices(model: nn.Module, dtype: torch.dtype | None) -> None:
+def settle_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: bool = False) -> None:
     """Convert the matrices of a model to `dtype`, or leave them as they are, and make every other weight float32.
 
-    A matrix that something else reads too (an embedding of a class of its own) gets the numbers and stays float32.
+    With `keeps_narrow` those of 16 bits stay so where `dtype` is float32: who packs them widens them then, part by
+    part, and the model is never held in 32 bits beside its packed weights. A matrix that something else reads too (an
+    embedding of a class of its own) gets the numbers and stays float32.
     """
     for parameter, plain in _readers(model).items():
-        if dtype is not None and any(plain):
+        stays = keeps_narrow and dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16)
+        if dtype is not None and any(plain) and not stays:
             parameter.data = parameter.data.to(dtype)
         if not all(plain):
             parameter.data = parameter.data.float()

@@ -319,10 +319,10 @@ def outline_model(
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
     name = quantization or seen.asked
     matrices = seen.matrix_dtype
-    if name is None and matrices != seen.dtype:
+    if name is None and dtype == "auto" and matrices != seen.dtype:
         name = OF_DTYPE[matrices]
     fmt = checked_format(name, seen.device, seen.dtype)
-    if name is not None and fmt.stored_dtype is not None:
+    if name is not None and fmt.stored_dtype not in (None, torch.float32):
         matrices = fmt.stored_dtype
     packs = seen.dtype == torch.float32 and seen.device.type in fmt.devices
     kernels = "native" if seen.native and packs and fmt.kernel is not None else "torch"
@@ -413,8 +413,8 @@ def _described(
     kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
     backend = choose_backend(attention_backend, replace(traits, dtype=kind))
     matrices = kind
-    if plain and stores_its_numbers and dtype == "auto" and getattr(config, "dtype", None) in OF_DTYPE:
-        matrices = config.dtype
+    if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
+        matrices = stored_dtype
     shapes, variants, vocab_size = _probed(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and where.type == "cpu":
