@@ -220,7 +220,8 @@ class EngineConfig:
     """How models attend over their caches: `native`, `packed` (PyTorch), `posed` (for models that ask a cache), or one
     that a package brings. `auto`: the best built-in one that can run the model."""
     num_threads: int | None = None
-    """CPU threads for the arithmetic; None is PyTorch's own number."""
+    """CPU threads for the arithmetic; None is PyTorch's own number, a thread a core, but no more than a control group's
+    CPU quota has use for (2 of 1.5 cores), unless `OMP_NUM_THREADS` says how many."""
     max_model_len: int | None = None
     """The most tokens of prompt and answer together; None is the model's context length. With LongRoPE (Phi 3) None is
     the length for the short frequencies; a larger value uses the long frequencies for every text."""

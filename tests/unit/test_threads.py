@@ -20,7 +20,8 @@ PROCESS = 3
 
 
 @pytest.fixture(autouse=True)
-def process_count() -> Iterator[None]:
+def process_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     before = torch.get_num_threads()
     torch.set_num_threads(PROCESS)
     yield

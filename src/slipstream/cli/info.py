@@ -116,6 +116,8 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: b
 
 
 def _details(llm: LLM, name: str) -> dict[str, Any]:
+    from slipstream.models.cpu.quota import cpu_quota
+
     model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
     fitting = llm.engine.drafter_fits()
     return {
@@ -131,6 +133,8 @@ def _details(llm: LLM, name: str) -> dict[str, Any]:
         "quantization": model.quantization,
         "weights": model.weight_type,
         "runs_as": model.runs_as,
+        "threads": model.num_threads,
+        "cpu_quota": cpu_quota(),
         "cost_expanded": is_cost_expanded(model),
         "tokenizer": _tokenizer_kind(tokenizer),
         "vocabulary": len(tokenizer),
@@ -191,6 +195,12 @@ def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> 
     return "yes"
 
 
+def _threads_line(details: dict[str, Any]) -> str:
+    """'2, under a CPU quota of 1.5 cores'."""
+    quota = details["cpu_quota"]
+    return f"{details['threads']}" + (f", under a CPU quota of {quota:g} cores" if quota is not None else "")
+
+
 def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     template = "with" if details["chat_template"] else "without"
     expanded = ", cost-expanded" if details["cost_expanded"] else ""
@@ -200,6 +210,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{details['num_parameters']:,} in {details['num_layers']} layers"),
         ("context", f"{details['context_length']:,} tokens"),
         ("runs as", details["runs_as"]),
+        ("threads", _threads_line(details)),
         ("tokenizer", f"{details['tokenizer']}, {details['vocabulary']:,} tokens, {template} chat template"),
         ("memory", details["memory_plan_text"]),
     ]

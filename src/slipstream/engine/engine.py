@@ -9,6 +9,7 @@ no second loop.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -88,11 +89,12 @@ class Engine:
         _, drafter_options = validate(speculative, config.allow_lossy)
         self.config = config
         self.speculative = speculative
-        if config.num_threads is not None and config.num_threads > threads.num_cores():
+        cores = threads.usable_cores()
+        if config.num_threads is not None and config.num_threads > math.ceil(cores):
             logger.warning(
-                "num_threads is %d, but this process may use %d cores; more threads than cores are slower",
+                "num_threads is %d, but this process may use %g cores; more threads than cores are slower",
                 config.num_threads,
-                threads.num_cores(),
+                cores,
             )
         with threads.limit(config.num_threads):
             self.model, self.tokenizer = load_target(config) if like is None else like.share_target(config)

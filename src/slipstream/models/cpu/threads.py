@@ -3,6 +3,9 @@
 PyTorch counts for each thread separately, and a thread that is new takes the count that was set last, by anybody. So
 nothing here sets it for good: `limit` and `operators` set it for their body and put it back. A thread that begins
 meanwhile would keep the count of such a body; `available` sees through that.
+
+PyTorch begins with a thread a core, whatever share of them a container may use. Where nobody gave a number, `available`
+answers no more than the quota of the control group has use for.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from collections.abc import Iterator
 
 import torch
 
+from slipstream.models.cpu.quota import cpu_quota, threads_in
+
 _lock = threading.Lock()
 _lowered_from: int | None = None
 """What PyTorch used before a body lowered the count last; None before the first time."""
 _here = threading.local()
 """`available`: what `available` answers in the body that this thread is in."""
+_unasked = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys() else torch.get_num_threads()
+"""PyTorch's count where nobody gave it one; None where the environment did."""
 
 
 def num_cores() -> int:
@@ -28,15 +35,29 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def usable_cores() -> float:
+    """How many cores' time this process may use, a control group's quota included."""
+    quota = cpu_quota()
+    return num_cores() if quota is None else min(num_cores(), quota)
+
+
 def available() -> int:
     """How many threads a pass may use that is computed by the calling thread.
 
     That is PyTorch's count, unless this thread may have taken over the one of another engine's step: a thread other
-    than the main one that is to use a single thread asks for it by `num_threads`.
+    than the main one that is to use a single thread asks for it by `num_threads`. A count that nobody gave is no larger
+    than the quota of the control group has use for.
     """
     here: int | None = getattr(_here, "available", None)
     if here is not None:
         return here
+    own = _of_process()
+    quota = cpu_quota()
+    return own if quota is None or own != _unasked else min(own, threads_in(quota))
+
+
+def _of_process() -> int:
+    """PyTorch's count outside any body of this thread."""
     own = torch.get_num_threads()
     if own > 1 or _lowered_from is None or threading.current_thread() is threading.main_thread():
         return own
@@ -73,7 +94,8 @@ def operators(number: int) -> Iterator[None]:
 def _counting(number: int, within: int) -> Iterator[None]:
     """PyTorch's operators use `number` threads within the body, and `within` are available."""
     global _lowered_from
-    outside, outer = available(), getattr(_here, "available", None)
+    outer = getattr(_here, "available", None)
+    outside = _of_process() if outer is None else outer
     # Outside any body this thread may have another body's count, which is not to be put back.
     before = outside if outer is None else torch.get_num_threads()
     with _lock:
