@@ -29,15 +29,15 @@ def test_a_table_says_what_fits() -> None:
     assert "--max-num-seqs 4 --max-model-len 512 --kv-cache-bytes" in result.stdout
 
 
-def test_what_does_not_fit_exits_with_2_and_says_what_to_change(tmp_path: Path) -> None:
+def test_what_does_not_fit_exits_with_3_and_says_what_to_change(tmp_path: Path) -> None:
     picture = tmp_path / "bytes.svg"
     result = run("--batch", "32", "--memory", "700MiB", "--kv-cache-dtype", "float32", "--plot", str(picture))
-    assert result.exit_code == 2
+    assert result.exit_code == 3
     assert "does not fit" in result.stdout
     assert result.stdout.count("Costs:") == 3
     assert picture.stat().st_size > 1000
     none = run("--memory", "100MiB", "--batch", "1")
-    assert none.exit_code == 2
+    assert none.exit_code == 3
     assert "take a smaller model or more memory" in none.stdout
 
 
@@ -121,3 +121,16 @@ def test_a_batch_that_was_not_looked_beyond_says_so() -> None:
     less = run("--batch", "5000", "--context", "512", "--memory", "20GiB", "--spec", "off", "--json")
     changes = [each["plan"]["batch"] for each in json.loads(less.stdout)["changes"]]
     assert any(4096 < batch < 5000 for batch in changes), changes
+
+
+def test_fast_prompts_are_counted_and_refused_as_the_engine_refuses_them() -> None:
+    plans = [
+        json.loads(run("--batch", "2", "--context", "512", "--json", *more).stdout)["plan"]
+        for more in ([], ["--fast-prompts"])
+    ]
+    plain, fast = ({part["name"]: part["num_bytes"] for part in plan["parts"]} for plan in plans)
+    assert fast["activations"] > plain["activations"]
+    assert fast["draft activations"] == plain["draft activations"]
+    refused = run("--fast-prompts", "--quantization", "int8")
+    assert refused.exit_code == 2
+    assert "fast_prompts is for weights kept in bfloat16 or float16" in refused.stderr

@@ -34,11 +34,11 @@ _UNUSED = {"kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "ge
 ENGINE_TO_PLAN = FlagSet(
     EngineConfig,
     "Engine",
-    skip=frozenset(
-        {*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching", "fast_prompts"}
-    ),
+    skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
 )
 """What a plan depends on beside `--batch` and `--context`."""
+DOES_NOT_FIT = 3
+"""Exit code; 2 is that of bad input, here as everywhere."""
 
 
 @with_model
@@ -73,7 +73,8 @@ def plan(
 ) -> None:
     """Tell from the configuration alone whether a model fits with its drafter: the bytes of every part, what else fits,
     and where it does not fit what to change and what that costs. MODEL is a folder, a hub id, of which the
-    configuration alone is downloaded, or a config.json. Exits with 2 when it does not fit.
+    configuration alone is downloaded, or a config.json. Exits with 3 when it does not fit, and
+    with 2 on bad input.
     """
     check_at_least("plan", 1, batch=batch, **({} if context is None else {"context": context}))
     memory_bytes = None if memory is None else parse_bytes(memory)
@@ -99,7 +100,7 @@ def plan(
     if plot is not None:
         notes().print(f"saved {plot}", markup=False)
     if not report.fits:
-        raise typer.Exit(2)
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _memory_here(device: torch.device) -> int:

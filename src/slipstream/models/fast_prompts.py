@@ -35,15 +35,8 @@ def check_fast_prompts(device: torch.device, native: bool, weights: str | None) 
 
 def turn_on_fast_prompts(lm: CausalLM) -> None:
     """Let a loaded model have `fast_prompts`; raises `ConfigError` where it cannot, and logs what it gives up."""
-    check_format(lm.weight_type)
-    if lm.decoder is None:
-        raise ConfigError(
-            f"fast_prompts needs the fused decoder, and this {lm.family} model runs layer by layer; leave it out"
-        )
-    if lm.decoder.experts:
-        raise ConfigError(
-            "fast_prompts is not for models with experts, whose rows go different ways; leave it out"
-        )
+    fused = lm.decoder is not None
+    check_model(lm.family, lm.weight_type, fused, lm.decoder is not None and bool(lm.decoder.experts))
     lm.fast_prompts = True
     log.info(
         "fast_prompts: the rows of prompts are computed in bfloat16, and text differs a little from that without it"
@@ -53,6 +46,19 @@ def turn_on_fast_prompts(lm: CausalLM) -> None:
             "fast_prompts is no faster here (%s): it needs AMX. Prompts get the bits that they get there, and take "
             "longer than without it",
             instructions(),
+        )
+
+
+def check_model(family: str, weights: str, fused: bool, has_experts: bool) -> None:
+    """Raise `ConfigError` for a model that cannot have `fast_prompts`; `fused`: whether whole passes are one call."""
+    check_format(weights)
+    if not fused:
+        raise ConfigError(
+            f"fast_prompts needs the fused decoder, and this {family} model runs layer by layer; leave it out"
+        )
+    if has_experts:
+        raise ConfigError(
+            "fast_prompts is not for models with experts, whose rows go different ways; leave it out"
         )
 
 

@@ -159,6 +159,11 @@ class ModelOutline:
         return self.kernels != "torch" and has_only_plain_matrices(self.model)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the decoder's layers have experts in the place of an MLP."""
+        return bool(self._experts)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the weights in the checkpoint's files."""
         return round(self.num_parameters * self.stored_bytes_per_weight)

@@ -14,6 +14,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
+from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
@@ -52,6 +53,8 @@ class Planner:
             attention_backend=config.attention_backend,
             kv_cache_dtype=config.kv_cache_dtype,
         )
+        if config.fast_prompts:
+            _check_fast_prompts(self.target)
         elsewhere = self.speculative.draft_device
         context = DraftContext(
             engine_config=config,
@@ -169,7 +172,7 @@ class Planner:
 
     def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
         limits = PassLimits.of(self.config, batch, context, self.draft.max_nodes)
-        sizes = pass_sizes(self.target)
+        sizes = pass_sizes(self.target, self.config.fast_prompts)
         features = 2 * len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
         yield PlannedPart(
             "activations",
@@ -205,6 +208,12 @@ class Planner:
             yield LoadingStage("heads read", held + 2 * self.draft.head_stored_bytes + self.draft.head_bytes)
 
 
+def _check_fast_prompts(target: ModelOutline) -> None:
+    """Raise `ConfigError` where the engine would refuse them for this model."""
+    check_fast_prompts(target.device, target.kernels != "torch", target.weight_type)
+    check_model(target.family, target.weight_type, target.kernels == "decoder", target.has_experts)
+
+
 def _loaded_as(model: ModelOutline) -> tuple[object, ...]:
     """What two outlines of one loaded model have in common."""
     return model.path, model.dtype, model.weight_type, model.device
@@ -228,8 +237,8 @@ def packing_bytes(model: ModelOutline) -> int:
     return (held if model.maps_weights else max(model.unpacked_bytes, held)) + model.packing_extra_bytes()
 
 
-def pass_sizes(model: ModelOutline) -> PassSizes:
-    """The widths of a planned model's passes."""
+def pass_sizes(model: ModelOutline, fast_prompts: bool = False) -> PassSizes:
+    """The widths of a planned model's passes; a draft model's have no `fast_prompts`."""
     return PassSizes.of(
         model.config,
         model.shapes,
@@ -237,4 +246,5 @@ def pass_sizes(model: ModelOutline) -> PassSizes:
         model.dtype,
         model.kernels,
         model.rounds_rows,
+        fast_prompts,
     )
