@@ -56,6 +56,7 @@ def test_the_whole_advice(tmp_path: Path, drafts_loaded_once: None, monkeypatch:
     monkeypatch.setattr(module, "record", again)
     monkeypatch.setattr(module, "measure_costs", again)
     code, output = invoke(*small, "--output", str(folder), "--resume")
+    assert "begins anew" not in output
     assert code == 0, output
     assert "Predicted and measured" in output
     assert not (folder / NAME).exists()
@@ -141,3 +142,16 @@ def test_parts_of_another_advice_are_not_resumed(tmp_path: Path) -> None:
         (tmp_path / NAME).write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):
             KeptParts(tmp_path, {"model": "a"}, resume=True)
+
+
+def test_to_resume_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_job: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "advise", stopped)
+    code, output = invoke(*SMALL, "--output", str(tmp_path), "--resume")
+    assert code == 130
+    assert "no finished parts of an advice in" in output
+    assert "it begins anew" in output
+    (tmp_path / NAME).write_text("{}")
+    assert "begins anew" not in invoke(*SMALL, "--output", str(tmp_path), "--resume")[1]

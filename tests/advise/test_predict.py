@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -10,13 +11,14 @@ import pytest
 from advise_cases import CANDIDATE, chain, hand_made, linear, recorded, request
 
 from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name
-from slipstream.advise.check import CheckedSetting
+from slipstream.advise.check import LEAST_ERROR, PREDICTION_ERROR, UNKNOWN_ERROR, CheckedSetting
 from slipstream.advise.contest import BY_TASK, Contest
 from slipstream.advise.costs import StepCosts
 from slipstream.advise.findings import AdviceFindings, find
 from slipstream.advise.predict import AdvisedPlan, Band, Rates, make_plan, predict
 from slipstream.advise.recording import NOT_DRAFTED, Recorded
 from slipstream.advise.served import serve_file, speculative_of
+from slipstream.bench.statistics import Interval
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.auto import AutoOptions
 from slipstream.profiling.break_even import acceptance_length
@@ -203,8 +205,14 @@ def test_every_setting_is_predicted_for_every_task() -> None:
     assert max(hopeless, key=lambda name: hopeless[name]) == "off"
 
 
-def checked(name: str, speedup: float | None) -> CheckedSetting:
-    return CheckedSetting(name, 1, 1.0, 1.0, speedup, speedup, None, 3)
+def checked(
+    name: str, speedup: float | None, predicted: float | None = None, spread: float = 0.0, pairs: int = 3
+) -> CheckedSetting:
+    """A measured speedup whose interval goes from it times and over 1 + `spread`."""
+    interval = (
+        None if speedup is None else Interval(speedup / (1 + spread), speedup * (1 + spread), 0.95, pairs)
+    )
+    return CheckedSetting(name, 1, 1.0, 1.0, speedup, predicted or speedup, interval, pairs)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +233,55 @@ def test_the_measurement_decides(of_best: float, of_rival: float, expected: str)
     ]
     advised = contest.decide(1, measured).setting
     assert advised == expected.replace(names[rival], f"draft γ={rival.depth}")
+
+
+@pytest.mark.parametrize(
+    ("of_best", "of_rival", "expected"),
+    [
+        # Three noisy pairs beside a prediction that says that it pays, and one that says that it does not.
+        ((0.97, 1.20, 0.25), (0.9, 0.9, 0.02), 4),
+        ((1.25, 0.92, 0.30), (0.9, 0.9, 0.02), None),
+        # A rival that was lucky.
+        ((1.10, 1.20, 0.10), (1.25, 1.02, 0.30), 4),
+        # What is measured well decides against any prediction.
+        ((0.97, 1.20, 0.01), (0.9, 0.9, 0.02), None),
+        ((1.10, 1.30, 0.01), (1.25, 1.05, 0.01), 2),
+    ],
+)
+def test_few_noisy_pairs_do_not_outweigh_the_prediction(
+    of_best: tuple[float, float, float], of_rival: tuple[float, float, float], expected: int | None
+) -> None:
+    """Each is the measured speedup, the predicted one and the spread of the interval."""
+    of = traffic(0.9)
+    known = rates(of, CHEAP)
+    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
+    best, rival = contest.settings_at(1)
+    measured = [
+        checked("off", None),
+        checked(setting_name(best, [CANDIDATE]), *of_best),
+        checked(setting_name(rival, [CANDIDATE]), *of_rival),
+    ]
+    advised = contest.decide(1, measured)
+    wanted = {4: best, 2: rival, None: OFF}[expected]
+    assert advised.setting == setting_name(wanted, [CANDIDATE])
+    told = advised.as_json()["checked"]
+    assert told[0]["weighed_speedup"] is None
+    assert told[1]["weighed_speedup"] == measured[1].weighed_speedup
+
+
+def test_weights_are_the_inverse_squares_of_the_errors() -> None:
+    wide = checked("one", 1.3, 1.0, spread=0.2, pairs=3)
+    bootstrap = math.log(1.2) / 1.96
+    assert wide.measured_error == pytest.approx(bootstrap * math.sqrt(3 / 2) * 4.303 / 1.96, rel=1e-3)
+    weights = wide.measured_error**-2, PREDICTION_ERROR**-2
+    assert wide.weighed_speedup == pytest.approx(1.3 ** (weights[0] / sum(weights)))
+    many = checked("one", 1.3, 1.0, spread=0.2, pairs=1000)
+    assert many.measured_error == pytest.approx(bootstrap, rel=5e-3)
+    assert checked("one", 1.3, 1.0, pairs=3).measured_error == LEAST_ERROR
+    single = CheckedSetting("one", 1, 1.0, 1.0, 1.3, 1.0, None, 1)
+    assert single.measured_error == UNKNOWN_ERROR
+    assert single.weighed_speedup is not None
+    assert 1.0 < single.weighed_speedup < 1.1
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ class LoadAdvice:
         """The measurement of the advised setting."""
         return next((one for one in self.checked if one.name == self.setting), None)
 
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with what was decided by."""
+        checked = [{**one.as_json(), "weighed_speedup": one.weighed_speedup} for one in self.checked]
+        return {**asdict(self), "checked": checked}
+
 
 @dataclass(frozen=True, slots=True)
 class TraceAdvice:
@@ -93,7 +98,7 @@ class Advice:
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "plan": self.plan.as_json(self.candidates),
             "speculative_config": self.speculative,
-            "loads": [asdict(load) for load in self.loads],
+            "loads": [load.as_json() for load in self.loads],
             "predicted": [asdict(cell) for cell in self.predicted],
             "findings": asdict(self.findings),
             "trace": None if self.trace is None else asdict(self.trace),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -19,6 +20,12 @@ MIN_PAIRS = 3
 MAX_ROUNDS = 6
 MIN_BLOCK = 2
 """Requests of a block, for each that runs at once."""
+PREDICTION_ERROR = 0.08
+"""Standard error of the logarithm of a predicted speedup: of the 18 cells of docs/benchmarks/advise_quick.md."""
+LEAST_ERROR = 0.01
+"""Of a measured one: what differs from one run of a process to the next is in no interval of pairs."""
+UNKNOWN_ERROR = 0.15
+"""Of a measured one whose pairs say nothing of it: a single pair."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,38 @@ class CheckedSetting:
         if self.measured_speedup is None or self.predicted_speedup is None:
             return self.predicted_goodput / self.measured_goodput - 1
         return self.predicted_speedup / self.measured_speedup - 1
+
+    @property
+    def weighed_speedup(self) -> float | None:
+        """What prediction and measurement say together, each with the weight of what it is worth; None for off itself.
+
+        The mean of their logarithms, weighted by the inverse squares of their errors.
+        """
+        if self.measured_speedup is None or self.predicted_speedup is None:
+            return None
+        of_measured, of_predicted = self.measured_error**-2, PREDICTION_ERROR**-2
+        measured, predicted = math.log(self.measured_speedup), math.log(self.predicted_speedup)
+        return math.exp((of_measured * measured + of_predicted * predicted) / (of_measured + of_predicted))
+
+    @property
+    def measured_error(self) -> float:
+        """Standard error of the logarithm of the measured speedup, from its interval.
+
+        Intervals over few pairs are too narrow: resampling n pairs loses a factor of √((n - 1) / n), and how far they
+        scatter is hardly known. Student's t says how much wider an honest interval is.
+        """
+        if self.interval is None or self.num_pairs < 2:
+            return UNKNOWN_ERROR
+        from scipy.stats import norm, t
+
+        tail = (1 + self.interval.confidence) / 2
+        usual = math.log(self.interval.high / self.interval.low) / (2 * norm.ppf(tail))
+        lost = (
+            math.sqrt(self.num_pairs / (self.num_pairs - 1))
+            * t.ppf(tail, self.num_pairs - 1)
+            / norm.ppf(tail)
+        )
+        return max(float(usual * lost), LEAST_ERROR)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the way back."""

@@ -1,4 +1,4 @@
-"""Which settings are measured at each load, and what the measurements decide."""
+"""Which settings are measured at each load, and what predictions and measurements together decide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.config import SpeculativeConfig
 NUM_RANKED = 8
 """Settings with the best steady rates, which are told apart by closed loops."""
 MIN_RIVAL_GAIN = 1.01
-"""By which the runner-up must have been faster to take the place of what was predicted to be best."""
+"""By which the runner-up must be faster to take the place of what was predicted to be best."""
 BY_TASK = "by task"
 """Name of the plan with settings of their own for some tasks."""
 
@@ -103,8 +103,8 @@ class Contest:
         return LoadAdvice(load, setting_name(setting, self._candidates), gain, tuple(checked))
 
     def _faster(self, best: Setting, rival: Setting, checked: Seq[CheckedSetting]) -> Setting:
-        """The faster of the two as measured; off where neither gains enough."""
-        speedups = {one.name: one.measured_speedup or 1.0 for one in checked}
+        """The faster of the two, prediction and measurement weighed; off where neither gains enough."""
+        speedups = {one.name: one.weighed_speedup or 1.0 for one in checked}
         of_best = speedups.get(setting_name(best, self._candidates), 0.0)
         of_rival = speedups.get(setting_name(rival, self._candidates), 0.0)
         if of_rival > MIN_RIVAL_GAIN * of_best:
@@ -113,7 +113,7 @@ class Contest:
 
     def _note_tasks(self, checked: Seq[CheckedSetting]) -> None:
         """Settings by task must be faster than what is best for all tasks, and gain enough over off."""
-        speedups = {one.name: one.measured_speedup for one in checked}
+        speedups = {one.name: one.weighed_speedup for one in checked}
         own = speedups.pop(BY_TASK, None)
         if own is not None:
             others = [speedup for speedup in speedups.values() if speedup is not None]

@@ -61,6 +61,11 @@ class KeptParts:
         writing.replace(self._file)
 
 
+def has_parts(folder: Path) -> bool:
+    """Whether there is something to resume."""
+    return (folder / NAME).is_file()
+
+
 def forget_parts(folder: Path) -> None:
     """The whole advice is written: its parts are in it."""
     (folder / NAME).unlink(missing_ok=True)

@@ -31,8 +31,19 @@ def _checks(advice: Advice) -> list[Grid]:
         return []
     grid = Grid(
         "Predicted and measured",
-        ["setting", "requests at once", "tokens/s", "predicted", "speedup", "95 %", "predicted", "pairs"],
-        "Measured on the same blocks of requests in turns, from empty caches.",
+        [
+            "setting",
+            "requests at once",
+            "tokens/s",
+            "predicted",
+            "speedup",
+            "95 %",
+            "predicted",
+            "weighed",
+            "pairs",
+        ],
+        "Measured on the same blocks of requests in turns, from empty caches. Weighed: both speedups together, each by "
+        "its error; it decides.",
     )
     for load in advice.loads:
         for one in load.checked:
@@ -44,6 +55,7 @@ def _checks(advice: Advice) -> list[Grid]:
                 number(one.measured_speedup),
                 interval(one.interval),
                 number(one.predicted_speedup),
+                number(one.weighed_speedup),
                 str(one.num_pairs),
             )
     return [grid]

@@ -25,12 +25,15 @@ def verdict(advice: Advice) -> str:
 
 def _gain(load: LoadAdvice) -> str:
     own = load.own
-    if own is None or own.measured_speedup is None:
+    if own is None or own.measured_speedup is None or own.weighed_speedup is None:
         return (
             f"{load.setting} at {at_once(load.concurrency)}, predicted {load.predicted_speedup:.2f} times off"
         )
-    sure = "" if own.interval is None else f" ({interval(own.interval)})"
-    return f"{load.setting} at {at_once(load.concurrency)}, {own.measured_speedup:.2f} times off{sure}"
+    sure = "" if own.interval is None else f", {interval(own.interval)}"
+    return (
+        f"{load.setting} at {at_once(load.concurrency)}, {own.weighed_speedup:.2f} times off (measured "
+        f"{own.measured_speedup:.2f}{sure}, predicted {own.predicted_speedup:.2f})"
+    )
 
 
 def _listed(numbers: list[int]) -> str:

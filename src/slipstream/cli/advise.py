@@ -141,9 +141,11 @@ def advise(
     # Imported last, because it loads PyTorch: all other errors are raised before.
     from slipstream.advise.candidates import make_candidates
     from slipstream.advise.job import AdviceJob
-    from slipstream.advise.kept_parts import forget_parts
+    from slipstream.advise.kept_parts import forget_parts, has_parts
     from slipstream.advise.run import advise as run
 
+    if resume and output is not None and not has_parts(output):
+        notes().print(f"no finished parts of an advice in {str(output)!r}: it begins anew", markup=False)
     job = AdviceJob(
         requests=requests,
         candidates=make_candidates(chosen, trees),
