@@ -89,15 +89,24 @@ def test_methods_of_vllm_without_a_counterpart(method: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
-def test_lossy_rules_of_vllm_are_refused_by_name(version: str) -> None:
-    fly = '{"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "fly"}'
-    message = (
-        "'fly' of vLLM changes the text" if version == "0.33" else "rejection_sample_method of vLLM 0.32"
-    )
-    with pytest.raises(ConfigError, match=message):
-        imported("vllm", fly, version)
-    with pytest.raises(ConfigError, match="'synthetic' of vLLM changes the text"):
-        imported("vllm", fly.replace("fly", "synthetic"), version)
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"rejection_sample_method": "fly"},
+        {"rejection_sample_method": "fly", "fly_window_size": 4},
+        {"rejection_sample_method": "synthetic"},
+        {"method": "fly"},
+        {"method": "synthetic"},
+        {"synthetic_acceptance_rates": [0.9, 0.8, 0.7]},
+        {"synthetic-acceptance-length": 2},
+    ],
+)
+def test_lossy_rules_of_vllm_are_refused_by_name(lossy: dict[str, Any], version: str) -> None:
+    """Also where the version does not know them, and where a rule is given as the method."""
+    given = {"method": "ngram", "num_speculative_tokens": 3, **lossy}
+    name = next(str(value) if isinstance(value, str) else key for key, value in lossy.items())
+    with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')}'? of vLLM changes the text"):
+        imported("vllm", json.dumps(given), version)
 
 
 def test_keys_of_033_are_unknown_in_032() -> None:
@@ -111,12 +120,18 @@ def test_keys_of_033_are_unknown_in_032() -> None:
     ("engine", "setting"),
     [
         ("sglang", "x --speculative-algorithm EAGLE3 --speculative-accept-threshold-acc 0.8"),
+        ("vllm", "vllm serve t --spec-method fly --spec-model d --spec-tokens 2"),
         ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-synth-len 3"),
+        ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-synth-rates 0.9,0.8"),
+        ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-type synthetic"),
+        ("tensorrt-llm", '{"decoding_type": "MTP", "use_relaxed_acceptance_for_thinking": true}'),
         ("transformers", '{"assistant_model": "d", "assistant_ensemble_weight": 0.5}'),
     ],
 )
 def test_settings_that_change_the_text_are_refused(engine: str, setting: str) -> None:
-    with pytest.raises(ConfigError, match=r"drafts (are )?only (accepted )?where the target agrees"):
+    with pytest.raises(
+        ConfigError, match="changes the text; Slipstream accepts drafts only where the target"
+    ):
         imported(engine, setting)
 
 

@@ -121,6 +121,13 @@ class Losses:
             self.lost.setdefault(changed, why)
 
 
+def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:
+    """The error for a setting of another engine under which drafts are accepted where the target does not agree."""
+    return ConfigError(
+        f"{what} changes the text; Slipstream accepts drafts only where the target agrees: {instead}"
+    )
+
+
 def check_keys(given: Mapping[str, Any], known: Mapping[str, Any], engine: str) -> None:
     """Raise `ConfigError` for a key that the engine does not have, with the nearest that it has."""
     reject_unknown(given, known, f"{engine} key")

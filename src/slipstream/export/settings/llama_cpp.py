@@ -18,6 +18,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     Losses,
     SettingsFormat,
+    changes_the_text,
     check_keys,
 )
 from slipstream.export.reading import SettingSource, command_flags, real_number, whole_number
@@ -131,9 +132,7 @@ class LlamaCppSettings(SettingsFormat):
         check_keys(given, FLAGS, "llama.cpp")
         for flag in SYNTHETIC:
             if flag in given:
-                raise ConfigError(
-                    f"{flag} of llama.cpp cannot be imported: drafts are only accepted where the target agrees"
-                )
+                raise changes_the_text(f"{flag} of llama.cpp")
         target = flags.get("--model", flags.get("--hf-repo"))
         kind = _kind(given)
         if kind is None:
@@ -272,6 +271,8 @@ def _kind(given: Mapping[str, str]) -> str | None:
     if not kinds:
         return None
     kind = kinds[0]
+    if kind.startswith("synth"):
+        raise changes_the_text(f"--spec-type {kind} of llama.cpp")
     if kind in ELSEWHERE:
         raise ConfigError(f"--spec-type {kind} of llama.cpp has no counterpart here; {ELSEWHERE[kind]}")
     reject_unknown([kind], (*TYPES.values(), *LOOKUPS), "--spec-type of llama.cpp")

@@ -19,6 +19,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     Losses,
     SettingsFormat,
+    changes_the_text,
     check_keys,
 )
 from slipstream.export.reading import PythonCall, SettingSource, command_flags, real_number, whole_number
@@ -285,10 +286,7 @@ def _check_thresholds(given: Mapping[str, Any]) -> None:
     for name in ("accept-threshold-single", "accept-threshold-acc"):
         value = given.get(_PREFIX + name)
         if value is not None and real_number(value, _PREFIX + name) < 1:
-            raise ConfigError(
-                f"{_PREFIX}{name} {value} changes the text; Slipstream accepts drafts only where the target agrees: "
-                "omit it"
-            )
+            raise changes_the_text(f"{_PREFIX}{name} {value}")
 
 
 def _record(

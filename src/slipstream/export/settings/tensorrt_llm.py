@@ -21,6 +21,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     Losses,
     SettingsFormat,
+    changes_the_text,
     check_keys,
 )
 from slipstream.export.head_facts import AuxLayers, HeadFacts
@@ -41,6 +42,8 @@ ELSEWHERE = {
     "Medusa": "its TensorRT engine is another backend; name the heads with --spec medusa:PATH",
     "Lookahead": "its TensorRT engine is another backend; use --spec lookahead",
 }
+RELAXED = "use_relaxed_acceptance_for_thinking"
+"""Takes draft tokens that the target thought likely enough."""
 _BASE = (
     *(
         "decoding_type",
@@ -109,6 +112,8 @@ class TensorrtLlmSettings(SettingsFormat):
             return ImportedSetting(
                 SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
             )
+        if given.get(RELAXED) not in (None, False):
+            raise changes_the_text(f"{RELAXED} of TensorRT-LLM")
         kind = str(given.get("decoding_type", ""))
         kind = SYNONYMS.get(kind, kind)
         if kind in ELSEWHERE:

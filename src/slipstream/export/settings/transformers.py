@@ -17,6 +17,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     Losses,
     SettingsFormat,
+    changes_the_text,
     check_keys,
 )
 from slipstream.export.reading import UNKNOWN, PythonCall, SettingSource, real_number, whole_number
@@ -38,8 +39,9 @@ KEYS = dict.fromkeys(
 REFUSED = {
     "use_mtp": "train an EAGLE-3 head for the model",
     "speculation_type": "convert or train an EAGLE-3 head",
-    "assistant_ensemble_weight": "it changes the text; Slipstream accepts drafts only where the target agrees",
 }
+LOSSY = "assistant_ensemble_weight"
+"""Mixes the draft's distribution into the target's."""
 DEFAULT_DEPTH = 20
 DEFAULT_THRESHOLD = 0.4
 """Below which probability of a draft token it ends a draft, unless told otherwise."""
@@ -85,6 +87,8 @@ class TransformersSettings(SettingsFormat):
             )
         given = _from_calls(source) if source.calls is not None else _from_mapping(source.mapping or {})
         check_keys(given, KEYS, "Transformers")
+        if given.get(LOSSY) not in (None, False):
+            raise changes_the_text(f"{LOSSY} of Transformers")
         for key, instead in REFUSED.items():
             if given.get(key) not in (None, False):
                 raise ConfigError(f"{key} of Transformers cannot be imported: {instead}")

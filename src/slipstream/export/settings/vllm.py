@@ -15,6 +15,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     Losses,
     SettingsFormat,
+    changes_the_text,
     check_keys,
 )
 from slipstream.export.reading import SettingSource, command_flags, real_number, whole_number
@@ -52,14 +53,22 @@ SPEED_KEYS = (
 REFUSED_KEYS = {
     "parallel_drafting": "draft models and heads draft token by token here; see medusa for heads in parallel",
     "tensor_parallel_size": "vLLM refuses it too; draft_tensor_parallel_size was meant",
-    "synthetic_acceptance_rates": "drafts are only accepted where the target agrees",
-    "synthetic_acceptance_length": "drafts are only accepted where the target agrees",
 }
+LOSSY_RULES = ("fly", "synthetic")
+"""Its ways of accepting draft tokens that the target would not have drawn."""
+LOSSY_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 KEYS = {
-    "0.32": frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS}),
+    "0.32": frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS}),
     "0.33": frozenset(
         {
-            *(*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, "draft_lm_head_quantization", "xpress_topc"),
+            *(
+                *USED_KEYS,
+                *SPEED_KEYS,
+                *REFUSED_KEYS,
+                *LOSSY_KEYS,
+                "draft_lm_head_quantization",
+                "xpress_topc",
+            ),
             *(
                 "disable_lookahead_block_hashes",
                 "fly_window_size",
@@ -117,6 +126,7 @@ class VllmSettings(SettingsFormat):
                 SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
             )
         given = {str(key).replace("-", "_"): value for key, value in given.items()}
+        _check_lossless(given)
         check_keys(given, dict.fromkeys(KEYS[version]), f"vLLM {version} speculative_config")
         for key, why in REFUSED_KEYS.items():
             if given.get(key) not in (None, False):
@@ -339,15 +349,20 @@ def _method(given: Mapping[str, Any], version: str) -> str:
     return "tli" if given.get("use_heterogeneous_vocab") is True else method
 
 
+def _check_lossless(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what changes the text in any version; such a rule may also be given as the method."""
+    for key, instead in (("rejection_sample_method", "omit it, or use block"), ("method", "name a drafter")):
+        if given.get(key) in LOSSY_RULES:
+            raise changes_the_text(f"{key} {given[key]!r} of vLLM", instead)
+    for key in LOSSY_KEYS:
+        if given.get(key) is not None:
+            raise changes_the_text(f"{key} of vLLM")
+
+
 def _verify(given: Mapping[str, Any], version: str) -> str:
     rule = given.get("rejection_sample_method")
     if rule is None:
         return "any"
-    if rule == "synthetic" or (rule == "fly" and version != "0.32"):
-        raise ConfigError(
-            f"rejection_sample_method {rule!r} of vLLM changes the text; Slipstream accepts drafts only where the "
-            "target agrees: omit it, or use block"
-        )
     reject_unknown([rule], ("standard", "block"), f"rejection_sample_method of vLLM {version}")
     return {"standard": "rejection", "block": "block"}[rule]
 
