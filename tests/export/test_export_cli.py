@@ -49,7 +49,7 @@ def test_a_tree_is_refused_and_the_nearest_is_written_when_asked_for(tmp_path: P
     result = run("export", "vllm", "--spec", "eagle3")
     assert result.exit_code == 2
     assert (
-        "the nearest that it can run is eagle3, a chain of 5 tokens (--nearest writes that)" in result.stderr
+        "the nearest that it can run is eagle3, a chain of 5 tokens (--nearest takes that)" in result.stderr
     )
     result = run("export", "vllm", "--spec", "eagle3", "--nearest", "--json")
     assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ from slipstream.cli.output.console import notes, results
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
 if TYPE_CHECKING:
-    from slipstream.export import ExportedSetting, SpeculativeRecord
+    from slipstream.export import ExportedSetting
 
 
 @with_model
@@ -58,7 +58,7 @@ def export(
     """
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.errors import ConfigError
-    from slipstream.export import from_own, settings_format
+    from slipstream.export import from_own, setting_or_nearest, settings_format
     from slipstream.export.converting import FOLDER, check_destination, converted
     from slipstream.export.writing import file_names, write_setting
 
@@ -68,7 +68,9 @@ def export(
         raise ConfigError("--checkpoint writes files; give --output FOLDER")
     config = chosen_speculation(speculation, model)
     record, remarks = from_own(config, EMBEDDED_TARGET if model is None else model)
-    record, setting = _written(form.name, record, version, nearest)
+    record, setting, why = setting_or_nearest(form.name, record, version, nearest)
+    for reason in why:
+        notes().print(f"note: {reason}", markup=False)
     if output is not None:
         check_folder(output, "--output")
         for name in file_names(setting):
@@ -83,24 +85,6 @@ def export(
         remarks += more
     written = [] if output is None else write_setting(setting, output)
     _report(setting, remarks, written, json)
-
-
-def _written(
-    engine: str, record: SpeculativeRecord, version: str, nearest: bool
-) -> tuple[SpeculativeRecord, ExportedSetting]:
-    """The setting, with `nearest` of the nearest record that the engine runs; raises `ExportError` without it."""
-    from slipstream.export import ExportError, settings_format
-
-    while True:
-        try:
-            return record, settings_format(engine).to_engine(record, version)
-        except ExportError as error:
-            if error.nearest is None:
-                raise
-            if not nearest:
-                raise ExportError(f"{error} (--nearest writes that)") from None
-            notes().print(f"note: {error}", markup=False)
-            record = error.nearest
 
 
 def _report(setting: ExportedSetting, remarks: tuple[str, ...], written: list[Path], json: bool) -> None:

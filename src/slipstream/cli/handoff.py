@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 import shlex
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.flags.options import SPECULATION, Json, ModelArgument, chosen_speculation, with_model
 from slipstream.cli.flags.remote import api_key_of
 from slipstream.cli.output.console import notes
+from slipstream.cli.output.writing import Overwrite
 from slipstream.errors import ConfigError, RemoteError
 from slipstream.provenance import without_folders
 
@@ -58,6 +60,23 @@ def hand_to_vllm(
     vllm_log: Annotated[
         Path | None, typer.Option(help="Append all that vLLM prints to this file.", rich_help_panel=_START)
     ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest",
+            help="Where vLLM cannot run the setting, start it with the nearest one.",
+            rich_help_panel=_START,
+        ),
+    ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where a head is written in vLLM's layout; by default a temporary folder, removed at the end.",
+            rich_help_panel=_START,
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
     attach: Annotated[
         str | None,
         typer.Option(
@@ -134,8 +153,10 @@ def hand_to_vllm(
 
     bench --url, load and audit work on the server; dashboard, metrics and alarms come from its own metrics.
     """
+    from slipstream.assets import EMBEDDED_TARGET
     from slipstream.handoff import plan as plans
-    from slipstream.handoff.setting import VllmSetting
+    from slipstream.handoff.process import find_vllm, version_of
+    from slipstream.handoff.setting import VllmSetting, exported
 
     model, words = _words(model, extra)
     side = _side(off_side)
@@ -156,17 +177,29 @@ def hand_to_vllm(
         "off_environment": _environment(off_env),
     }
     if attach is not None:
-        _refuse_with_attach(model, words, vllm, speculation)
+        _refuse_with_attach(model, words, vllm, speculation, nearest, checkpoint)
         plan = plans.HandoffPlan(
             url=plans.plain_url(attach),
             method="vLLM's own",
             off_url=None if off_url is None else plans.plain_url(off_url),
             **shared,
         )
-        setting = VllmSetting((), plan.method)
-    else:
-        setting, plan = _started(model, words, vllm, (host, port), speculation, (off_port, off_url), shared)
-    _run(plan, setting, watch_host, watch_port, json)
+        _run(plan, VllmSetting((), plan.method), watch_host, watch_port, json)
+        return
+    program = find_vllm(vllm)
+    with tempfile.TemporaryDirectory(
+        prefix="slipstream-handoff-"
+    ) as temporary:  # vLLM may be restarted from it
+        setting = exported(
+            chosen_speculation(speculation, model),
+            EMBEDDED_TARGET if model is None else model,
+            version_of(program),
+            checkpoint or Path(temporary),
+            nearest=nearest,
+            overwrite=overwrite,
+        )
+        plan = _started(model, words, program, (host, port), setting, (off_port, off_url), shared)
+        _run(plan, setting, watch_host, watch_port, json)
 
 
 def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list[str]]:
@@ -208,9 +241,23 @@ def _probes(workload: str, max_tokens: int) -> ProbePrompts:
     return ProbePrompts(first_turns(read_workload(workload), [], max_tokens))
 
 
-def _refuse_with_attach(model: str | None, extra: list[str], vllm: str | None, speculation: Values) -> None:
+def _refuse_with_attach(
+    model: str | None,
+    extra: list[str],
+    vllm: str | None,
+    speculation: Values,
+    nearest: bool,
+    checkpoint: Path | None,
+) -> None:
     """Raise `ConfigError` for what would start a server."""
-    given = {"MODEL": model, "--vllm": vllm, "flags behind --": extra or None, "--spec": speculation or None}
+    given = {
+        "MODEL": model,
+        "--vllm": vllm,
+        "flags behind --": extra or None,
+        "--spec": speculation or None,
+        "--nearest": nearest or None,
+        "--checkpoint": checkpoint,
+    }
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
@@ -221,20 +268,16 @@ def _refuse_with_attach(model: str | None, extra: list[str], vllm: str | None, s
 def _started(
     model: str | None,
     extra: list[str],
-    vllm: str | None,
+    program: str,
     where: tuple[str, int],
-    speculation: Values,
+    setting: VllmSetting,
     off: tuple[int, str | None],
     shared: dict[str, Any],
-) -> tuple[VllmSetting, HandoffPlan]:
-    """The setting, and the plan of a server that is started; raises `ConfigError` before anything is."""
+) -> HandoffPlan:
+    """The plan of a server that is started; raises `ConfigError` before anything is."""
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.handoff.plan import HandoffPlan, OffSide, ServeCommand, check_free, plain_url, url_of
-    from slipstream.handoff.process import find_vllm, version_of
-    from slipstream.handoff.setting import exported
 
-    config = chosen_speculation(speculation, model)
-    program = find_vllm(vllm)
     target = EMBEDDED_TARGET if model is None else model
     host, port = where
     off_port, off_url = off
@@ -246,7 +289,6 @@ def _started(
                 f"--off-port and --port are both {port}; the second server needs a port of its own"
             )
         check_free(host, off_port, "--off-port")
-    setting = exported(config, target, version_of(program))
     if side != OffSide.NONE and not setting.flags:
         raise ConfigError(
             "without speculation there is nothing to compare: omit --off-side, or choose a --spec"
@@ -256,7 +298,7 @@ def _started(
     without = replace(command, setting=())
     starts_off = side == OffSide.CANARY or (side == OffSide.INSTANCE and off_url is None)
     at_instance = side == OffSide.INSTANCE and off_url is None
-    return setting, HandoffPlan(
+    return HandoffPlan(
         url=url_of(host, port),
         method=setting.method,
         command=command.words(),

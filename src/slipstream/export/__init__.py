@@ -7,7 +7,7 @@ from slipstream.export.contract import (
     ImportedSetting,
     SettingsFormat,
 )
-from slipstream.export.engines import ENGINES, settings_format
+from slipstream.export.engines import ENGINES, setting_or_nearest, settings_format
 from slipstream.export.own import from_own, to_own
 from slipstream.export.reading import SettingSource, read_source
 from slipstream.export.record import SpeculativeRecord
@@ -23,6 +23,7 @@ __all__ = [
     "SpeculativeRecord",
     "from_own",
     "read_source",
+    "setting_or_nearest",
     "settings_format",
     "to_own",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from slipstream.config import reject_unknown
-from slipstream.export.contract import SettingsFormat
+from slipstream.export.contract import ExportedSetting, ExportError, SettingsFormat
+from slipstream.export.record import SpeculativeRecord
 from slipstream.export.settings.llama_cpp import LlamaCppSettings
 from slipstream.export.settings.openvino import OpenvinoSettings
 from slipstream.export.settings.sglang import SglangSettings
@@ -35,3 +36,23 @@ def settings_format(engine: str) -> SettingsFormat:
     name = SYNONYMS.get(engine.lower(), engine.lower())
     reject_unknown([name], ENGINES, "engine")
     return ENGINES[name]
+
+
+def setting_or_nearest(
+    engine: str, record: SpeculativeRecord, version: str, nearest: bool
+) -> tuple[SpeculativeRecord, ExportedSetting, tuple[str, ...]]:
+    """(the record, its setting, why it is another), with `nearest` of the nearest record that the engine runs.
+
+    Raises `ExportError` without it, or where nothing that the engine runs comes near.
+    """
+    why: list[str] = []
+    while True:
+        try:
+            return record, settings_format(engine).to_engine(record, version), tuple(why)
+        except ExportError as error:
+            if error.nearest is None:
+                raise
+            if not nearest:
+                raise ExportError(f"{error} (--nearest takes that)") from None
+            why.append(str(error))
+            record = error.nearest
