@@ -212,7 +212,7 @@ BARS = (
         _int8_off_against_openvino,
     ),
     Bar("int8 best mode by task over OpenVINO's at any weight format", (SMALL, LARGE), 1.7, _best_int8),
-    Bar("8 requests at once over vLLM's best mode", (EMBEDDED, SMALL), 1.3, _batch_against_vllm),
+    Bar("8 requests at once over vLLM's best mode", (EMBEDDED, SMALL), 1.4, _batch_against_vllm),
 )
 
 
