@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +30,14 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+WITHOUT_AMX = (f"-DCMAKE_C_FLAGS={_NO_AMX}", f"-DCMAKE_CXX_FLAGS={_NO_AMX}")
+"""Against what -march=native turns on."""
 
 LLAMA_TOOLS = ("llama-server", "llama-quantize")
+LLAMA_FALLBACK = "llama-server-without-amx"
+"""Beside the tools where the processor has AMX: the worker takes it where the other one crashes as it starts."""
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class EnvironmentFailed(Exception):
@@ -156,6 +162,7 @@ def _install_optional(peer: str, python: Path, say: Callable[[str], None]) -> No
 
 
 def _build_llama_tools(environment: Path) -> None:
+    """Build the tools, and on a processor with AMX the server without it too, which is all if the first build fails."""
     sources = environment / "sources"
     sources.mkdir(exist_ok=True)
     pip = [str(environment / "bin/python"), "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -165,14 +172,31 @@ def _build_llama_tools(environment: Path) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(sources, filter="data")
     [tree] = sources.glob("llama_cpp_python-*/vendor/llama.cpp")
-    build = environment / "build"
+    binaries = environment / "bin"
+    has_amx = CPUINFO.is_file() and "amx_tile" in CPUINFO.read_text().split()
+    try:
+        _compile_llama(environment, tree, environment / "build", ())
+    except EnvironmentFailed:
+        if not has_amx:
+            raise
+    else:
+        for name in LLAMA_TOOLS:
+            (environment / "build/bin" / name).rename(binaries / name)
+    if has_amx:
+        plain = environment / "build-without-amx"
+        _compile_llama(environment, tree, plain, WITHOUT_AMX)
+        (plain / "bin/llama-server").rename(binaries / LLAMA_FALLBACK)
+        if not (binaries / "llama-server").exists():
+            shutil.copy(binaries / LLAMA_FALLBACK, binaries / "llama-server")
+            (plain / "bin/llama-quantize").rename(binaries / "llama-quantize")
+
+
+def _compile_llama(environment: Path, tree: Path, build: Path, more: Sequence[str]) -> None:
     tool = environment / "bin/cmake"
     make_program = f"-DCMAKE_MAKE_PROGRAM={environment / 'bin/ninja'}"
-    _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS])
+    _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS, *more])
     parallel = str(os.cpu_count() or 1)
     _run([str(tool), "--build", str(build), "--target", *LLAMA_TOOLS, "--parallel", parallel])
-    for name in LLAMA_TOOLS:
-        (build / "bin" / name).rename(environment / "bin" / name)
 
 
 def _run(command: list[str]) -> None:

@@ -67,8 +67,24 @@ class LlamaServer:
         return dict(answer)
 
 
+FALLBACK = BINARIES / "llama-server-without-amx"
+"""Of `environments.LLAMA_FALLBACK`; it is there on processors with AMX alone."""
+
+
+class Crashed(Refused):
+    """The server died of a signal while it started, when it computes its first pass."""
+
+
 def load(request: dict[str, Any]) -> Loaded:
-    server = BINARIES / "llama-server"
+    try:
+        return _load(request, BINARIES / "llama-server", [])
+    except Crashed:
+        if not FALLBACK.is_file():
+            raise
+        return _load(request, FALLBACK, ["built without AMX: with it, it crashes here"])
+
+
+def _load(request: dict[str, Any], server: Path, remarks: list[str]) -> Loaded:
     exact = request["weights"] == "float32"
     slots = request["max_num_seqs"]
     with socket.socket() as free:
@@ -95,6 +111,7 @@ def load(request: dict[str, Any]) -> Loaded:
         "float32 weights and cache" if exact else f"{request['weights']} weights, float16 cache",
         "prompt cache off, llama-server",
         *([" ".join(extra)] if extra else []),
+        *remarks,
     ]
     return Loaded(
         backend,
@@ -107,7 +124,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise Refused(f"llama-server ended with {process.returncode} while it started")
+            kind = Crashed if process.returncode < 0 else Refused
+            raise kind(f"llama-server ended with {process.returncode} while it started")
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             connection.request("GET", "/health")

@@ -1,8 +1,8 @@
 """OpenVINO GenAI. `options` of a mode: `draft`, `prompt_lookup`, and device properties.
 
 Weights are compressed by NNCF through optimum-intel, as OpenVINO's documentation recommends; float32 rows force float32
-arithmetic and a float32 cache, bfloat16 rows bfloat16 for both, the others keep the CPU plugin's own choice, which is
-its fastest.
+arithmetic and a float32 cache, bfloat16 rows bfloat16 for both (the cache only where the processor has it), the others
+keep the CPU plugin's own choice, which is its fastest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ PRECISION = {
     "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
 }
+
+
+CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Of which a processor that computes in bfloat16 has one; the last is ARM's name."""
 
 
 class OpenVino:
@@ -52,7 +57,7 @@ class OpenVino:
 
 def load(request: dict[str, Any]) -> Loaded:
     options = dict(request["options"])
-    precision = PRECISION.get(request["weights"], {})
+    precision = _precision(request["weights"])
     properties = {"INFERENCE_NUM_THREADS": request["threads"], **precision}
     arguments: dict[str, Any] = {}
     if options.pop("draft", False):
@@ -63,7 +68,7 @@ def load(request: dict[str, Any]) -> Loaded:
     scheduler.enable_prefix_caching = False  # the same prompts come again in every round
     scheduler.max_num_seqs = request["max_num_seqs"]
     room = request["max_model_len"] * request["max_num_seqs"]
-    scheduler.cache_size = _cache_gib(Path(request["target"]), request["weights"], room)
+    scheduler.cache_size = _cache_gib(Path(request["target"]), precision.get("KV_CACHE_PRECISION"), room)
     if "max_num_batched_tokens" in options:
         scheduler.max_num_batched_tokens = options.pop("max_num_batched_tokens")
     if options.get("ATTENTION_BACKEND") != "SDPA":
@@ -74,11 +79,20 @@ def load(request: dict[str, Any]) -> Loaded:
     return Loaded(OpenVino(pipeline), versions, [*notes, "prefix caching off"])
 
 
-def _cache_gib(model: Path, weights: str, num_tokens: int) -> int:
+def _precision(weights: str) -> dict[str, str]:
+    """A bfloat16 cache is refused on processors without bfloat16: there it is float32."""
+    precision = dict(PRECISION.get(weights, {}))
+    known = set(CPUINFO.read_text().split()) if CPUINFO.is_file() else BFLOAT16_FLAGS
+    if precision.get("KV_CACHE_PRECISION") == "bf16" and not known & BFLOAT16_FLAGS:
+        precision["KV_CACHE_PRECISION"] = "f32"
+    return precision
+
+
+def _cache_gib(model: Path, precision: str | None, num_tokens: int) -> int:
     """Whole GiB with room for so many tokens of the target, and a fifth more for a draft model and for blocks."""
     config = json.loads((model / "config.json").read_text())
     entries = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    entry_bytes = {"float32": 4, "bfloat16": 2}.get(weights, 1.25)  # eight bits and their scales
+    entry_bytes = {"f32": 4, "bf16": 2}.get(precision or "", 1.25)  # eight bits and their scales
     return max(1, math.ceil(1.2 * num_tokens * entries * entry_bytes / 2**30))
 
 
