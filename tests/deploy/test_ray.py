@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import httpx2
@@ -30,6 +31,16 @@ def free_port() -> int:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
+def standing_again(seconds: float = 120.0) -> list[str]:
+    """What is said of the application once Ray has replaced what was killed; the last that was said, if it never is."""
+    end = time.monotonic() + seconds
+    while True:
+        said = cluster.standing("tested").lines(cluster.address())
+        if said[0] == "tested serves" or time.monotonic() > end:
+            return said
+        time.sleep(0.5)
+
+
 def test_two_replicas_one_of_which_is_killed_under_way() -> None:
     settings = DeploySettings(
         model=EMBEDDED_TARGET,
@@ -68,7 +79,7 @@ def test_two_replicas_one_of_which_is_killed_under_way() -> None:
             assert text == lone
             assert client.get("/replicas/data").json()["counts"]["moved"] >= 1
             assert "slipstream_fleet_replica_up" in client.get("/metrics").text
-        said = cluster.standing("tested").lines(cluster.address())
+        said = standing_again()
         assert said[:2] == ["tested serves", f"  address: {url}"]
         assert "  HTTP fronts: 1 ready" in said
         with pytest.raises(DeployError, match=r"listens at 127\.0\.0\.1:\d+ for all applications"):

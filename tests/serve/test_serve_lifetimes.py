@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from slipstream.engine.engine import Engine
 from slipstream.serve.api import stream as streams
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.lifecycle import DrainingServer
 
 LONG = {"model": MODEL, "prompt": QUESTION, "max_tokens": 1500, "ignore_eos": True}
 
@@ -253,3 +255,32 @@ def test_many_clients_at_once_each_get_their_own_text(make_app: MakeApp, plain: 
             return text
 
         assert list(pool.map(ask, prompts)) == expected
+
+
+def test_who_reads_that_it_listens_can_connect(make_app: MakeApp) -> None:
+    """The socket is bound before, and refuses connections until the server has started."""
+    refused: list[int] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "listening":
+                with socket.socket() as client:
+                    refused.append(client.connect_ex(bound.getsockname()))
+
+    logger = logging.getLogger("slipstream.serve.lifecycle")
+    reader, level = Reader(), logger.level
+    logger.addHandler(reader)
+    logger.setLevel(logging.INFO)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = DrainingServer(make_app())
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: bool(refused))
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            logger.removeHandler(reader)
+            logger.setLevel(level)
+    assert refused == [0]

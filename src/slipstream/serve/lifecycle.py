@@ -50,12 +50,14 @@ class DrainingServer(uvicorn.Server):
         self._deadline_s: float | None = None
         self._announced = False
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal comes; returns after the drain."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and then say so: who reads that line may connect at once."""
+        await super().startup(sockets)
+        if not self.started:
+            return
         for bound in sockets or []:
             host, port = bound.getsockname()[:2]
             logger.info("listening", extra={"fields": {"host": host, "port": port}})
-        super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first begins the drain, the second ends it."""
