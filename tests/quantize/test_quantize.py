@@ -27,8 +27,9 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.errors import ModelError
 from slipstream.models import RowGroup, load_model, load_plain, load_tokenizer
+from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.quantize.calibration import LayerDone, round_layers
-from slipstream.quantize.folder import layer_tensors, packed
+from slipstream.quantize.folder import layer_tensors, packed, settings
 from slipstream.quantize.job import FORMATS, QuantizeOptions, quantise
 from slipstream.quantize.rounding import RoundedWeight, lost_share, rounded
 from slipstream.quantize.texts import as_rows
@@ -151,6 +152,16 @@ def test_words_hold_the_first_code_in_their_lowest_bits() -> None:
     assert packed(torch.full((1, 9), 15, dtype=torch.uint8), 4).tolist() == [[-1, 15]]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_our_reader_finds_the_numbers_that_were_written(bits: int) -> None:
+    weight, _ = correlated(7)
+    group = None if bits == 8 else 32
+    found = rounded(weight, None, bits, group or INPUTS, torch.bfloat16, symmetric=group is None)
+    said = CompressedSettings.read(settings(bits, group, group is None, []))
+    read = CompressedMatrix("w", layer_tensors(found, symmetric=group is None), said)
+    assert torch.equal(read.widened(0, OUTPUTS), found.dequantised())
+
+
 def test_zeros_are_packed_along_the_outputs() -> None:
     weight, _ = correlated(6)
     found = rounded(weight, None, 4, 32, torch.float16)
@@ -161,7 +172,10 @@ def test_zeros_are_packed_along_the_outputs() -> None:
 
 
 def numbers_of(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """float32 [out, in]: a layer's weight out of its words, read one by one."""
+    """float32 [out, in]: a layer's weight out of its bytes or words, read one by one."""
+    if f"{name}.weight" in tensors:
+        assert tensors[f"{name}.weight"].dtype == torch.int8
+        return tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"].float()
     out, inputs = tensors[f"{name}.weight_shape"].tolist()
     words, scales = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"].float()
     each = words.shape[1] and -(-inputs // words.shape[1])
@@ -196,16 +210,24 @@ def test_a_folder_holds_the_rounded_model(
     before = load_file(checkpoint / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], before["lm_head.weight"])
     assert torch.equal(tensors["model.norm.weight"], before["model.norm.weight"])
-    assert f"{name}.weight" not in tensors
+    assert (
+        (f"{name}.weight_packed" in tensors) == (f"{name}.weight" not in tensors) == (quantization == "int4")
+    )
     assert outcome.bytes_after == sum(tensor.nbytes for tensor in tensors.values())
     config = json.loads((tmp_path / "out/config.json").read_text())
-    settings = config["quantization_config"]
-    assert settings["quant_method"] == "compressed-tensors"
-    assert settings["ignore"] == ["lm_head"]
+    said = config["quantization_config"]
+    assert said["quant_method"] == "compressed-tensors"
+    assert said["ignore"] == ["lm_head"]
     bits, group = FORMATS[quantization]
-    weights = settings["config_groups"]["group_0"]["weights"]
+    weights, rows = (said["config_groups"]["group_0"][part] for part in ("weights", "input_activations"))
+    form = "pack-quantized" if quantization == "int4" else "int-quantized"
+    assert said["format"] == form
     assert (weights["num_bits"], weights["group_size"]) == (bits, group)
     assert weights["symmetric"] == (group is None) == (f"{name}.weight_zero_point" not in tensors)
+    if quantization == "int8":  # what other engines ask before they take their integer products
+        assert weights | {"strategy": "channel", "dynamic": False, "type": "int"} == weights
+        assert rows == {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    assert (rows is None) == (quantization == "int4")
     assert load_tokenizer(str(tmp_path / "out"))("even or odd")["input_ids"]
     modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "whoever reads one file reads all"

@@ -47,9 +47,10 @@ def quantize(
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of texts.")] = 0,
 ) -> None:
-    """Save MODEL with weights of 4 or 8 bits into OUT, in the layout of compressed-tensors, which vLLM reads too.
+    """Save MODEL with weights of 4 or 8 bits into OUT, in a layout of compressed-tensors.
 
-    The linear layers of the decoder are rounded; embedding, norms and output layer stay as they are.
+    The linear layers of the decoder are rounded; embedding, norms and output layer stay as they are. The formats of 4
+    bits are written as W4A16 in groups, int8 as W8A8 with activations that are rounded row by row as they come.
     """
     if data is not None and not calibration:
         raise ConfigError("--data is read for calibration; leave it out, or --no-calibration")

@@ -1,4 +1,8 @@
-"""Writes a quantised checkpoint in the layout of compressed-tensors, `pack-quantized`."""
+"""Writes a quantised checkpoint in the layouts of compressed-tensors.
+
+Four bits are `pack-quantized`, codes in words. Eight bits are `int-quantized`, bytes beside activations that are
+rounded to 8 bits row by row as they come (W8A8): engines that have integer products for CPUs have them for this form.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,15 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
+def is_bytes(bits: int, symmetric: bool) -> bool:
+    """Whether weights are written as bytes, in two's complement, and not as words of codes."""
+    return bits == 8 and symmetric
+
+
 def layer_tensors(weight: RoundedWeight, symmetric: bool) -> dict[str, Tensor]:
     """A linear layer's tensors by their names behind the layer's own."""
+    if is_bytes(weight.bits, symmetric):
+        return {"weight": (weight.codes ^ 128).view(torch.int8), "weight_scale": weight.scales}
     tensors = {
         "weight_packed": packed(weight.codes, weight.bits),
         "weight_scale": weight.scales,
@@ -48,9 +59,11 @@ def settings(bits: int, group: int | None, symmetric: bool, ignored: list[str]) 
         "actorder": None,
         "observer": "minmax",
     }
+    as_bytes = is_bytes(bits, symmetric)
+    rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "int-quantized" if as_bytes else "pack-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
@@ -59,7 +72,7 @@ def settings(bits: int, group: int | None, symmetric: bool, ignored: list[str]) 
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": None,
+                "input_activations": rows if as_bytes else None,
                 "output_activations": None,
             }
         },

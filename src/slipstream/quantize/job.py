@@ -121,7 +121,7 @@ def quantise(
     plain = sorted(
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight_packed" not in tensors
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" not in tensors
     )
     saved.bytes_after = folder.write(
         model, tokenizer, tensors, folder.settings(bits, group, symmetric, plain), out
