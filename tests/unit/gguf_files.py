@@ -113,7 +113,7 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    state = model.state_dict()
+    state = {name: part for name, tensor in model.state_dict().items() for name, part in apart(name, tensor)}
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -123,11 +123,13 @@ def write_model(
         )
         if heads is None or arch not in ("llama", "granite", "smollm3"):
             heads = 0
-        kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if tensor.ndim == 2 else None
+        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs  # llama.cpp leaves routers as they are
+        kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
-            raw = random_blocks(kind, *tensor.shape, seed)
+            raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
             centre(kind, raw)
-            values = reference(kind, raw)
+            values = reference(kind, raw).view(tensor.shape)
+            raw = raw.reshape(*tensor.shape[:-1], -1)
             tensor.copy_(unpermuted(values, heads) if heads else values)
             tensors[theirs] = (kind, raw)
             continue
@@ -145,6 +147,18 @@ def write_model(
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
     return write(file, arch, {f"{arch}.{key}": value for key, value in (sizes | keys).items()}, tensors)
+
+
+def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
+    stem, _, part = name.rpartition(".experts.")
+    if part == "gate_up_proj":
+        halves = tensor.chunk(2, dim=1)
+        return [
+            (f"{stem}.experts.{half}.weight", own)
+            for half, own in zip(("gate_proj", "up_proj"), halves, strict=True)
+        ]
+    return [(f"{name}.weight", tensor)] if part == "down_proj" else [(name, tensor)]
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:

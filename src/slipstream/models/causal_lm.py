@@ -18,6 +18,7 @@ from slipstream.models.attention.base import AttentionBackend, AttentionPass, Pa
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.experts import file_stacks
 from slipstream.models.cpu.native import instructions
 from slipstream.models.files.stored import quantised_layers
 from slipstream.models.layers import LayerStack, layer_stack
@@ -80,6 +81,7 @@ class CausalLM:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + sum(
             part.in_features * part.out_features for part in quantised
         )
+        self.num_parameters += sum(stack.numel() for stack in file_stacks(model))
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
         """Of the weights as they were read, but for those that files hold quantised."""
         self.stored_bits = frozenset(part.bits for part in quantised)

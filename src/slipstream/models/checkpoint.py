@@ -102,12 +102,15 @@ def load_weights(
     keeps: bool = False,
     where: torch.device = _CPU,
     narrow: torch.dtype | None = None,
+    experts_in: str | None = None,
 ) -> tuple[Any, str]:
     """The Transformers model, with all of its weights from the checkpoint, and an adapter's changes in them or, of
     quantised layers, beside them.
 
     Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, which only a CPU can;
-    then the second result says how. Those that nothing can keep are converted to `narrow`, if that is given.
+    then the second result says how (it is empty where all of them are experts). Those that nothing can keep are
+    converted to `narrow`, if that is given, and experts among them stay in the file until they are packed in the
+    format `experts_in`.
     """
     with one_line(f"cannot read the weights of {source.path!r}"), silenced():
         stored = source.stored()
@@ -120,41 +123,53 @@ def load_weights(
     if stored is None:
         model, loaded = _read_folder(source, dtype, attention)
     else:
-        model, loaded = _read_stored(source, stored, dtype, attention, bool(kept), narrow or dtype)
+        make = _model_class(source, stored)
+        if kept:
+            stored = _fitted(source, stored, experts_in)
+        model, loaded = _read_stored(source, stored, make, dtype, attention, bool(kept), narrow or dtype)
     _check_complete(source.path, loaded)
     changes: Mapping[str, LowRankChange] = {}
     if source.adapter is not None:
         with one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {source.path!r}"), silenced():
-            names = stored.matrices if stored is not None and kept else ()
-            model, changes = apply_adapter(model, source.adapter, names)
+            names, stacks = (stored.matrices, stored.stacks) if stored is not None and kept else ((), ())
+            model, changes = apply_adapter(model, source.adapter, names, stacks)
     if stored is not None and kept:
         with one_line(f"cannot load the weights of {source.path!r}"):
             stored.install(model, changes)
+        kept = stored.kind if stored.matrices else ""
     return model, kept
+
+
+def _model_class(source: Checkpoint, stored: StoredModel) -> Any:
+    """Transformers' class of a model whose weights we read."""
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+    except KeyError:
+        raise ModelError(
+            f"{source.path!r} holds {stored.kind} weights of a {source.config.model_type} model, which Transformers "
+            "does not have"
+        ) from None
+
+
+def _fitted(source: Checkpoint, stored: StoredModel, experts_in: str | None) -> StoredModel:
+    """The weights, once it is sure that they can be kept as they are."""
+    try:
+        return stored.fit(meta_model(source.config, "eager", source.trust_remote_code), experts_in)
+    except ModelError as error:
+        raise ModelError(f"{source.path!r}: {error}") from None
 
 
 def _read_stored(
     source: Checkpoint,
     stored: StoredModel,
+    make: Any,
     dtype: torch.dtype,
     attention: str,
     keeps: bool,
     narrow: torch.dtype,
 ) -> tuple[Any, Mapping[str, Any]]:
     """The Transformers model of weights that we read, and what Transformers says of them."""
-    try:
-        make: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
-    except KeyError:
-        raise ModelError(
-            f"{source.path!r} holds {stored.kind} weights of a {source.config.model_type} model, which Transformers "
-            "does not have"
-        ) from None
-    if keeps:
-        try:
-            stored = stored.fit(meta_model(source.config, "eager", source.trust_remote_code))
-        except ModelError as error:
-            raise ModelError(f"{source.path!r}: {error}") from None
-    elif stored.matrices:
+    if stored.matrices and not keeps:
         log.warning("%r holds %s weights, which are widened to %s", source.path, stored.kind, dtype)
     if stored.converted:
         log.warning(

@@ -110,10 +110,11 @@ def load_model(
                 keeps=dtype == "auto" and pack,
                 where=where,
                 narrow=narrow,
+                experts_in=quantization if native and kind == torch.float32 else None,
             )
         if stored_as and quantization is not None:
             log.warning(
-                "%r holds %s weights, which are kept as they are: quantization %s is for its others",
+                "%r is loaded as %s: layers that it holds quantised are kept so, quantization %s is for all others",
                 *(path, stored_as, quantization),
             )
         if stored_as and not native:

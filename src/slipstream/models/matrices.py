@@ -23,6 +23,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.models.cpu.experts import ExpertParts
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.pages import forget
@@ -53,7 +54,7 @@ def has_only_plain_matrices(model: nn.Module) -> bool:
     """
     modules = list(model.modules())
     others = (part for part in modules if type(part) is not nn.Linear and not isinstance(part, nn.Embedding))
-    known = {id(parameter) for _, parts in _experts(model) for parameter in parts.parameters}
+    known = {id(parameter) for _, parts in known_experts(model) for parameter in parts.parameters}
     left = (parameter for part in others for parameter in part.parameters(recurse=False))
     if any(parameter.ndim > 1 and id(parameter) not in known for parameter in left):
         return False
@@ -133,8 +134,16 @@ def settle_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: b
 
 
 def widen_experts(model: nn.Module) -> None:
-    """Make the weights of experts float32, for passes in the Transformers model."""
-    for _, parts in _experts(model):
+    """Make the weights of experts float32, for passes in the Transformers model.
+
+    Raises `UnsupportedModelError` for those that stay in a file until our own kernels round them.
+    """
+    for _, parts in known_experts(model):
+        if parts.are_in_a_file:
+            raise UnsupportedModelError(
+                "its quantised experts are rounded for the fused decoder alone, which does not run this model; --dtype "
+                "bfloat16 or float16 widens the whole model"
+            )
         for stack in parts.stacks:
             stack.data = stack.data.float()
 
@@ -147,7 +156,7 @@ def widened(model: nn.Module) -> Iterator[None]:
         for part in model.modules()
         if type(part) is nn.Linear and part.weight.dtype != torch.float32
     }
-    forwards |= {experts: partial(_visit, experts) for experts, _ in _experts(model)}
+    forwards |= {experts: partial(_visit, experts) for experts, _ in known_experts(model)}
     for part, forward in forwards.items():
         part.forward = forward
     try:
@@ -212,7 +221,7 @@ def _visit(experts: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     return getattr(forward, "__wrapped__", forward)(_Widened(experts), *arguments, **keywords)
 
 
-def _experts(model: nn.Module) -> list[tuple[nn.Module, ExpertParts]]:
+def known_experts(model: nn.Module) -> list[tuple[nn.Module, ExpertParts]]:
     """The modules that hold the experts of layers which the fused decoder knows, and their weights."""
     family = find_family(model) if hasattr(model, "config") else None
     if family is None or family.experts is None:
@@ -231,7 +240,7 @@ def _readers(model: nn.Module) -> dict[nn.Parameter, list[bool]]:
 
     A bias counts as read by the model itself.
     """
-    stacks = {id(stack) for _, parts in _experts(model) for stack in parts.stacks}
+    stacks = {id(stack) for _, parts in known_experts(model) for stack in parts.stacks}
     readers: dict[nn.Parameter, list[bool]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -263,7 +272,7 @@ def _dtype_plan(model: Any, *arguments: Any) -> dict[str, Any]:
     if dtype is None or not has_only_plain_matrices(model):
         return plan
     names = [f"{name}.weight" for name, module in model.named_modules() if _is_plain(module)]
-    stacks = {id(stack) for _, parts in _experts(model) for stack in parts.stacks}
+    stacks = {id(stack) for _, parts in known_experts(model) for stack in parts.stacks}
     names += [name for name, parameter in model.named_parameters() if id(parameter) in stacks]
     patterns = {re.sub(r"\.\d+\.", ".[0-9]+.", f"^{name}$") for name in names}  # of all layers at once
     return dict.fromkeys(patterns, None if dtype == STORED else dtype) | plan

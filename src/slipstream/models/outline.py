@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -27,7 +28,7 @@ from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers
 from slipstream.models.configuration import load_config, meta_model, read_config_file
 from slipstream.models.cpu.decoder import layer_misfits
-from slipstream.models.cpu.experts import ExpertParts, packed_expert_bytes
+from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
@@ -129,7 +130,8 @@ class ModelOutline:
     def num_parameters(self) -> int:
         plain = sum(parameter.numel() for parameter in self.model.parameters())
         return int(plain) + sum(
-            int(part.in_features * part.out_features) for part in quantised_layers(self.model)
+            [int(part.in_features * part.out_features) for part in quantised_layers(self.model)]
+            + [stack.numel() for stack in file_stacks(self.model)]
         )
 
     @property
@@ -231,10 +233,12 @@ class ModelOutline:
             widest = max((linear.weight.numel() for linear in plain), default=0)
             return round(widest * (torch.float32.itemsize + fmt.bytes_per_weight))
         most = max(sum(int(part.in_features * part.out_features) for part in group) for group in groups)
-        most = max(most, *(parts.gate_up[0].numel() for parts in self._experts), 0)
+        most = max(most, *(parts.gate_up.numel() // parts.num_experts for parts in self._experts), 0)
         has_codes = fmt.kernel.group or any(isinstance(group[0], GroupedLinear) for group in groups)
         each = self.matrix_dtype.itemsize + torch.float32.itemsize + (_CODE_BYTES if has_codes else 0)
-        return min(most, SLICE_WEIGHTS) * each
+        # An expert that stays in its file is widened whole.
+        whole = max((math.prod(stack.shape[1:]) for stack in file_stacks(self.model)), default=0)
+        return min(most, SLICE_WEIGHTS) * each + whole * torch.float32.itemsize
 
     def _itemsize(self, weight: Tensor) -> int:
         """Bytes of a number of this weight once it is read, and experts that are not packed are widened."""
@@ -320,7 +324,9 @@ def outline_model(
     configuration tells.
     """
     check_quantization(quantization)
-    seen = _described(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
+    seen = _described(
+        path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, quantization
+    )
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
     name = quantization or seen.asked
     matrices = seen.matrix_dtype
@@ -356,7 +362,7 @@ def outline_model(
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What is known of a model whatever format its weights get."""
+    """What is known of a model whatever format its weights get, but for experts that a file holds quantised."""
 
     config: Any
     model: Any
@@ -398,11 +404,13 @@ def _described(
     trust_remote_code: bool,
     cpu_kernels: str,
     attention_backend: str,
+    quantization: str | None,
 ) -> _Described:
-    key = (path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
+    key: tuple[Any, ...] = (path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
     known = _shared.get()
-    if known is not None and key in known:
-        return known[key]
+    for seen in () if known is None else (known.get(key), known.get((*key, quantization))):
+        if seen is not None:
+            return seen
     config, stored_weights, quantised = _config(path, revision, trust_remote_code)
     where = _device(device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
@@ -423,8 +431,11 @@ def _described(
     shapes, variants, vocab_size = _probed(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and where.type == "cpu":
-        stored_weights.fit(model).install(model)
-        stored_as = stored_weights.kind
+        fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
+        fitted.install(model)
+        stored_as = fitted.kind if fitted.matrices else ""
+        if fitted.stacks:
+            key = (*key, quantization)
     found = _Described(
         config=config,
         model=model,

@@ -7,6 +7,8 @@ packed by itself, in memory that all of a layer have together, so that the kerne
 from __future__ import annotations
 
 import ctypes
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,30 @@ _LINE_BYTES = 64
 _ROUTER_KERNEL = Kernel(TABLE_KINDS[torch.float32], "slipstream_pack_float32", torch.float32.itemsize)
 
 
+class FileStack(ABC):
+    """The weights [experts, out, in] of a layer that stay in a file, in the place of a parameter."""
+
+    ndim = 3
+    shape: tuple[int, int, int]
+
+    @abstractmethod
+    def read(self, expert: int) -> Tensor:
+        """float32 [out, in]: the file's numbers of one expert."""
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        """As a parameter is indexed by the passes of a Transformers model."""
+        return self.read(int(expert))
+
+    def numel(self) -> int:
+        """How many weights all experts have."""
+        return math.prod(self.shape)
+
+
+def file_stacks(model: nn.Module) -> list[FileStack]:
+    """Those of all layers of a model."""
+    return [held for part in model.modules() for held in vars(part).values() if isinstance(held, FileStack)]
+
+
 @dataclass(frozen=True, slots=True)
 class Clamp:
     """GPT-OSS's gate: (up + 1) * gate * sigmoid(slope * gate), the gate at most `limit`, up on both sides."""
@@ -40,9 +66,9 @@ class ExpertParts:
     router: Tensor
     """[experts, hidden]"""
     router_bias: Tensor | None
-    gate_up: nn.Parameter
+    gate_up: nn.Parameter | FileStack
     """[experts, 2 * intermediate, hidden], or its last two dimensions the other way round."""
-    down: nn.Parameter
+    down: nn.Parameter | FileStack
     """[experts, hidden, intermediate], likewise."""
     gate_up_bias: Tensor | None
     """[experts, 2 * intermediate]"""
@@ -91,9 +117,14 @@ class ExpertParts:
         return [tensor for tensor in found if tensor is not None]
 
     @property
-    def stacks(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The weights of all experts."""
-        return self.gate_up, self.down
+    def stacks(self) -> list[nn.Parameter]:
+        """The weights of all experts, but for those that stay in a file."""
+        return [stack for stack in (self.gate_up, self.down) if isinstance(stack, nn.Parameter)]
+
+    @property
+    def are_in_a_file(self) -> bool:
+        """Whether some of the weights stay in a file until they are packed."""
+        return len(self.stacks) < 2
 
     @property
     def num_experts(self) -> int:
@@ -141,8 +172,8 @@ class ExpertParts:
         bias = None if self.down_bias is None else self.down_bias.detach()[expert]
         return self._weight(self.down, expert), bias
 
-    def _weight(self, stack: Tensor, expert: int) -> Tensor:
-        weight = stack.detach()[expert]
+    def _weight(self, stack: nn.Parameter | FileStack, expert: int) -> Tensor:
+        weight = stack.read(expert) if isinstance(stack, FileStack) else stack.detach()[expert]
         return weight.T if self.is_transposed else weight
 
     def _halves(self, both: Tensor) -> list[Tensor]:
@@ -168,12 +199,14 @@ class PackedExperts:
         self.gate_up = []
         for expert in experts:
             weights, biases = parts.gate_and_up(expert)
-            self.gate_up.append(PackedWeight(weights, biases, kernel, True, give_back, room.of(expert)))
+            own = give_back and isinstance(parts.gate_up, nn.Parameter)
+            self.gate_up.append(PackedWeight(weights, biases, kernel, True, own, room.of(expert)))
         room = _Room(kernel, inner, hidden, len(experts))
         self.down = []
         for expert in experts:
             weight, of_weight = parts.last(expert)
-            self.down.append(PackedWeight([weight], [of_weight], kernel, False, give_back, room.of(expert)))
+            own = give_back and isinstance(parts.down, nn.Parameter)
+            self.down.append(PackedWeight([weight], [of_weight], kernel, False, own, room.of(expert)))
         for stack in parts.stacks if give_back else ():
             release(stack)
         self._gate_up, self._down = _structs(self.gate_up), _structs(self.down)

@@ -51,6 +51,8 @@ class GgufTensor:
     format: BlockFormat
     raw: Tensor
     """uint8 [rows, bytes of a row], mapped from the file: rows are those of the last dimension."""
+    expert: int | None = None
+    """Which of a stack of matrices this is; None for a tensor as the file has it."""
 
     def numbers(self) -> Tensor:
         """A tensor of plain numbers in its own type, mapped from the file."""

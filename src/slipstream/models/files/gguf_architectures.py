@@ -79,6 +79,8 @@ class GgufArchitecture:
     """Rows of queries and keys are permuted: llama.cpp rotates neighbours, Transformers the halves of a head."""
     norms_hold_one_more: bool = False
     """Norms are stored as the factor itself, where Transformers adds 1 to what it has."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Names of a layer's stacks of experts: llama.cpp's to those of one expert's parts, `{}` for its number."""
     norm_epsilon: str = "rms_norm_eps"
     more: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(default=lambda keys, sizes: {})
     """What a configuration needs beyond the sizes."""
@@ -89,9 +91,14 @@ class GgufArchitecture:
         if stem in _ENDS:
             return f"{_ENDS[stem]}.{ending}"
         parts = stem.split(".")
-        if len(parts) == 3 and parts[0] == "blk" and parts[2] in self.layer:
-            return f"model.layers.{parts[1]}.{self.layer[parts[2]]}.{ending}"
+        known = {**self.layer, **self.experts}
+        if len(parts) == 3 and parts[0] == "blk" and parts[2] in known:
+            return f"model.layers.{parts[1]}.{known[parts[2]]}.{ending}"
         return None
+
+    def has_experts_in(self, theirs: str) -> bool:
+        """Whether a tensor holds a part of all experts of a layer."""
+        return any(theirs.endswith(f".{stack}.weight") for stack in self.experts)
 
 
 def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +163,25 @@ def _starcoder2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_bias": True, "sliding_window": None}  # llama.cpp computes it without its window
 
 
+def _mixtral(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 _LLAMA = _NORMS | _ATTENTION | _MLP
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
@@ -177,6 +203,16 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         | _OUTPUT,
         more=_phi3,
     ),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe",
+        _NORMS | _ATTENTION | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
+        experts={
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+        },
+        more=_qwen3_moe,
+    ),
     "granite": GgufArchitecture("granite", _LLAMA, rotates_neighbours=True, more=_granite),
     "olmo2": GgufArchitecture("olmo2", _AFTER | _ATTENTION | _MLP | _HEAD_NORMS),
     "smollm3": GgufArchitecture("smollm3", _LLAMA, rotates_neighbours=True),
@@ -189,6 +225,19 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 }
 """By `general.architecture`. Mistral's models are llama's."""
 
+_MIXTRAL = GgufArchitecture(
+    "mixtral",
+    _NORMS | _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    rotates_neighbours=True,
+    experts={
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+    more=_mixtral,
+)
+"""What a file of the architecture `llama` holds where it has experts."""
+
 
 def architecture_of(file: Gguf) -> GgufArchitecture:
     """The family of a file; raises `ModelError` for one that is not read."""
@@ -198,9 +247,14 @@ def architecture_of(file: Gguf) -> GgufArchitecture:
             f"{file.path!r} holds a {file.architecture or 'nameless'} model; of GGUF files these are read: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if Keys(file).get("expert_count"):
-        raise ModelError(f"{file.path!r} holds a model with experts, which GGUF files are not read for")
-    return found
+    if not Keys(file).get("expert_count") or found.experts:
+        return found
+    if file.architecture != "llama":
+        raise ModelError(
+            f"{file.path!r} holds a {file.architecture} model with experts, which GGUF files are read for of llama "
+            "(Mixtral) and qwen3moe only"
+        )
+    return _MIXTRAL
 
 
 def read_config(file: Gguf) -> Any:
@@ -250,8 +304,12 @@ def read_config(file: Gguf) -> Any:
 
 
 def stored_dtype(file: Gguf) -> torch.dtype | None:
-    """The type of a file's matrices; None where they are quantised or differ."""
-    found = {tensor.format.dtype for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    """The type of a file's matrices; None where they are quantised or differ. Routers are in 32 bits everywhere."""
+    found = {
+        tensor.format.dtype
+        for name, tensor in file.tensors.items()
+        if len(tensor.shape) > 1 and "ffn_gate_inp" not in name
+    }
     return found.pop() if len(found) == 1 else None
 
 
@@ -261,7 +319,8 @@ def halves_order(num_rows: int, num_heads: int) -> Tensor:
 
 
 def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
-    """Raise `ModelError` where a tensor of the first layer or an end has another shape than the keys say."""
+    """Raise `ModelError` where a tensor of the first layer or an end, or a stack of experts, has another shape than the
+    keys say."""
     hidden, heads, kv = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -272,20 +331,28 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
         )
     if heads % kv:
         raise ModelError(f"{file.path!r}: {heads} heads cannot share {kv} heads of keys and values")
-    expected = {
+    expected: dict[str, tuple[int | None, ...]] = {
         "token_embd": (None, hidden),
         "blk.0.attn_q": (heads * sizes["head_dim"], hidden),
         "blk.0.attn_k": (kv * sizes["head_dim"], hidden),
         "blk.0.attn_qkv": ((heads + 2 * kv) * sizes["head_dim"], hidden),
         "blk.0.ffn_down": (hidden, sizes["intermediate_size"]),
     }
+    if architecture_of(file).experts:
+        keys = Keys(file)
+        number, inner = keys.size("expert_count"), sizes["intermediate_size"]
+        if "expert_feed_forward_length" in keys:
+            inner = keys.size("expert_feed_forward_length")
+        stacks = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        for layer in sorted(numbers):
+            expected |= {f"blk.{layer}.ffn_{part}_exps": (number, *shape) for part, shape in stacks.items()}
     for stem, shape in expected.items():
         tensor = file.tensors.get(f"{stem}.weight")
         if tensor is None and stem == "token_embd":
             raise ModelError(f"{file.path!r} has no weights of a model: token_embd.weight is missing")
         if tensor is None:
             continue
-        fits = len(tensor.shape) == 2 and all(
+        fits = len(tensor.shape) == len(shape) and all(
             want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
         )
         if not fits:

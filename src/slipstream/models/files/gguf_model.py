@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
     architecture = architecture_of(file)
     tensors: dict[str, Tensor] = {}
     matrices: dict[str, GroupedMatrix] = {}
-    for entry in file.tensors.values():
+    for entry in _each_matrix(file, architecture):
         name = transformers_name(file, architecture, entry)
         if name is None:
             continue
@@ -74,6 +76,18 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
             tensor = tensor.float() - 1
         tensors[name] = tensor
     return StoredModel(tensors, matrices, quantised_kinds(file))
+
+
+def _each_matrix(file: Gguf, architecture: GgufArchitecture) -> Iterator[GgufTensor]:
+    """The tensors of a file, a stack of experts as the matrices that it is made of."""
+    for entry in file.tensors.values():
+        if not architecture.has_experts_in(entry.name):
+            yield entry
+            continue
+        number, rows, _ = entry.shape  # which the configuration was made of
+        for expert in range(number):
+            own = entry.raw[expert * rows : (expert + 1) * rows]
+            yield replace(entry, shape=entry.shape[1:], raw=own, expert=expert)
 
 
 class GgufMatrix(GroupedMatrix):
@@ -118,7 +132,7 @@ def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTen
         raise ModelError(
             f"{file.path!r} has a tensor that {architecture.model_type} models have not: {entry.name}"
         )
-    return name
+    return name if entry.expert is None else name.format(entry.expert)
 
 
 def row_order(architecture: GgufArchitecture, entry: GgufTensor, config: Any) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import forget
 from slipstream.models.linear.grouped import BlockedWeight
+
+_PART_WEIGHTS = 2**22
+"""So many weights are widened at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,12 @@ class GroupedMatrix(ABC):
         """int64 [n] -> float32 [n, in]: the weights of single outputs."""
         parts = [self.widened(index, index + 1) for index in indices.tolist()]
         return torch.cat(parts) if parts else torch.empty(0, self.in_features)
+
+
+def bounds(matrix: GroupedMatrix) -> list[tuple[int, int]]:
+    """Outputs that are widened at a time."""
+    length = max(_PART_WEIGHTS // matrix.in_features, 1)
+    return list(pairwise([*range(0, matrix.out_features, length), matrix.out_features]))
 
 
 def whole_groups(name: str, in_features: int, group_size: int) -> int:

@@ -78,15 +78,19 @@ def _check_adapter(folder: str) -> None:
         raise ConfigError('LoRA adapters need the package peft: pip install "slipstream-llm[lora]"') from None
 
 
-def apply_adapter(model: Any, folder: str, kept: Iterable[str] = ()) -> tuple[Any, dict[str, LowRankChange]]:
+def apply_adapter(
+    model: Any, folder: str, kept: Iterable[str] = (), stacks: Iterable[str] = ()
+) -> tuple[Any, dict[str, LowRankChange]]:
     """The model with an adapter's changes in its weights, and those of quantised layers apart, by the layers' names.
 
-    `kept` names the layers of `model` whose weights are stand-ins for quantised ones. Raises `ModelError` where the
+    `kept` names the layers of `model` whose weights are stand-ins for quantised ones, and `stacks` the parameters of
+    experts that are. Raises `ModelError` where the
     adapter was not made for this model, or changes such a layer in another way than by a product of low rank.
     """
     from peft import PeftConfig, PeftModel
 
     stand_ins = {id(model.get_submodule(name).weight) for name in kept}
+    stand_ins |= {id(model.get_parameter(name)) for name in stacks}
     config: Any = PeftConfig.from_pretrained(folder)
     if stand_ins and config.init_lora_weights not in _NEED_NO_WEIGHTS:
         raise _cannot_be_kept_apart(
@@ -148,7 +152,7 @@ def _take_apart(adapted: Any, stand_ins: set[int]) -> dict[str, LowRankChange]:
         if not is_wrapper and not isinstance(layer, LoraLayer):
             continue
         base: Any = layer.original_module if is_wrapper else layer.get_base_layer()
-        if id(getattr(base, "weight", None)) not in stand_ins:
+        if not any(id(parameter) in stand_ins for parameter in base.parameters(recurse=False)):
             continue
         is_product = not is_wrapper and isinstance(base, nn.Linear)
         if not is_product or layer.lora_variant or any(layer.lora_bias.values()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.models.files.fp8 import Fp8Matrix
-from slipstream.models.files.grouped import GroupedMatrix
+from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
+from slipstream.models.files.stored_experts import StoredStack, take_experts
 from slipstream.models.linear.grouped import LARGEST_GROUP, BlockedWeight, GroupedLinear, GroupedWeight
 from slipstream.models.linear.low_rank import LowRankChange
-
-_PART_WEIGHTS = 2**22
-"""So many weights are widened at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +31,17 @@ class StoredModel:
     """As messages say it: 'GPTQ, 4 bits'."""
     converted: Mapping[str, Fp8Matrix] = field(default_factory=dict)
     """Those that no kernel can hold as they are."""
+    stacks: Mapping[str, StoredStack] = field(default_factory=dict)
+    """Experts that are rounded while they are packed, by the names of the parameters that they stand for; see `fit`."""
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """For Transformers: all weights that are kept, a quantised one as a single number that is seen everywhere."""
+        """For Transformers: all weights, a quantised one as a single number that is seen everywhere."""
         nothing = torch.zeros((), dtype=dtype)
         stand_ins = {
             f"{name}.weight": nothing.expand(matrix.out_features, matrix.in_features)
             for name, matrix in self.matrices.items()
         }
+        stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
         return {**self.tensors, **stand_ins}
 
     def widened(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class StoredModel:
         found = dict(self.tensors)
         for name, matrix in self.matrices.items():
             weight = torch.empty(matrix.out_features, matrix.in_features, dtype=dtype)
-            for begin, end in _bounds(matrix):
+            for begin, end in bounds(matrix):
                 weight[begin:end] = matrix.widened(begin, end)
             found[f"{name}.weight"] = weight
         return found
@@ -58,14 +58,17 @@ class StoredModel:
         """Those that no kernel can hold, as plain numbers of this type."""
         return {f"{name}.weight": matrix.widened(dtype) for name, matrix in self.converted.items()}
 
-    def fit(self, model: Any) -> StoredModel:
+    def fit(self, model: Any, experts_in: str | None = None) -> StoredModel:
         """These weights, once it is sure that `model` (it may be without numbers) can have them as they are.
 
-        Biases of nothing that the model has not, which some tools write for every layer, are left out. Raises
-        `ModelError` for a matrix that is no plain layer's, has another shape, or has groups that no kernel holds.
+        Experts become `stacks`, to be rounded to the format `experts_in`. Biases of nothing that the model has not,
+        which some tools write for every layer, are left out. Raises `ModelError` for a matrix that is no plain layer's,
+        has another shape, or has groups that no kernel holds, and for experts where nothing may round them.
         """
         modules = dict(model.named_modules())
-        for name, matrix in self.matrices.items():
+        taken = take_experts(self.matrices, self.tensors, model, self.kind, experts_in)
+        matrices = {name: matrix for name, matrix in self.matrices.items() if name not in taken.names}
+        for name, matrix in matrices.items():
             plain = modules.get(name)
             if not isinstance(plain, nn.Embedding) and type(plain) is not nn.Linear:
                 raise ModelError(
@@ -82,9 +85,11 @@ class StoredModel:
         tensors = {
             name: tensor
             for name, tensor in self.tensors.items()
-            if name in names or not name.endswith(".bias") or bool(tensor.any())
+            if name.removesuffix(".weight") not in taken.names
+            and (name in names or not name.endswith(".bias") or bool(tensor.any()))
         }
-        return replace(self, tensors=tensors)
+        kind = f"{self.kind}, experts in {experts_in}" if taken.stacks else self.kind
+        return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
 
     def install(self, model: Any, changes: Mapping[str, LowRankChange] | None = None) -> None:
         """Put the quantised matrices where the model has plain layers; raises `ModelError` where it has others.
@@ -99,6 +104,11 @@ class StoredModel:
             else:
                 made = StoredLinear(matrix, plain.bias)
             model.set_submodule(name, made)
+        for name, stack in self.stacks.items():
+            holder, _, parameter = name.rpartition(".")
+            experts = model.get_submodule(holder)
+            delattr(experts, parameter)
+            setattr(experts, parameter, stack)
         head, table = model.get_output_embeddings(), model.get_input_embeddings()
         if (
             isinstance(table, StoredEmbedding)
@@ -141,8 +151,8 @@ class StoredLinear(GroupedLinear):
 
     def forward(self, rows: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out], with the file's own numbers."""
-        bounds = _bounds(self._matrix)
-        products = [nn.functional.linear(rows.float(), self._matrix.widened(*each)) for each in bounds]
+        parts = bounds(self._matrix)
+        products = [nn.functional.linear(rows.float(), self._matrix.widened(*each)) for each in parts]
         return self.completed(torch.cat(products, dim=-1), rows)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -184,12 +194,6 @@ def quantised_layers(model: Any) -> list[GroupedLinear]:
     if isinstance(table, StoredEmbedding) and table.linear not in found:
         found.append(table.linear)
     return found
-
-
-def _bounds(matrix: GroupedMatrix) -> list[tuple[int, int]]:
-    """Outputs that are widened at a time."""
-    length = max(_PART_WEIGHTS // matrix.in_features, 1)
-    return list(pairwise([*range(0, matrix.out_features, length), matrix.out_features]))
 
 
 def _kernel_groups(matrix: GroupedMatrix) -> tuple[int, int]:
