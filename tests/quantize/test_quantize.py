@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerBase,
 )
 from typer.testing import CliRunner
@@ -213,6 +214,7 @@ def test_a_folder_holds_the_rounded_model(
     assert (
         (f"{name}.weight_packed" in tensors) == (f"{name}.weight" not in tensors) == (quantization == "int4")
     )
+    assert outcome.bytes_left == 0
     assert outcome.bytes_after == sum(tensor.nbytes for tensor in tensors.values())
     config = json.loads((tmp_path / "out/config.json").read_text())
     said = config["quantization_config"]
@@ -328,6 +330,35 @@ class Untouched:
 
     def dequantised(self) -> Tensor:
         return self._weight
+
+
+def test_experts_that_stay_as_they_are_are_said_and_read_back(
+    tokenizer: PreTrainedTokenizerBase, texts: Path, tmp_path: Path
+) -> None:
+    """As 16 bits without an option, and rounded when the folder is loaded."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, num_local_experts=3, num_experts_per_tok=2,
+        initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    options = QuantizeOptions("int4", num_texts=2, length=32)
+    outcome = quantise(str(tmp_path / "source"), tmp_path / "out", options, texts, lambda done: None)
+    assert outcome.bytes_left == 2 * 2 * 3 * (64 + 3 * 64 * 96)
+    assert set(outcome.left) == {
+        f"model.layers.{n}.mlp.{part}" for n in (0, 1) for part in ("experts", "gate")
+    }
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert set(said["ignore"]) == {"lm_head", *outcome.left}
+    plain, rounded_too = (
+        load_model(str(tmp_path / "out")),
+        load_model(str(tmp_path / "out"), quantization="int8"),
+    )
+    assert plain.weight_bytes - rounded_too.weight_bytes > outcome.bytes_left // 3
+    done = run(tmp_path / "source", tmp_path / "told", "--no-calibration")
+    assert f"{outcome.bytes_left / 2**20:,.1f} MiB of experts and routers" in " ".join(done.output.split())
 
 
 # --- the verb, and bad input ------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ def quantize(
 ) -> None:
     """Save MODEL with weights of 4 or 8 bits into OUT, in a layout of compressed-tensors.
 
-    The linear layers of the decoder are rounded; embedding, norms and output layer stay as they are. The formats of 4
-    bits are written as W4A16 in groups, int8 as W8A8 with activations that are rounded row by row as they come.
+    The linear layers of the decoder are rounded; embedding, norms, experts and output layer stay as they are. The
+    formats of 4 bits are written as W4A16 in groups, int8 as W8A8 with activations that are rounded row by row as they
+    come.
     """
     if data is not None and not calibration:
         raise ConfigError("--data is read for calibration; leave it out, or --no-calibration")
@@ -74,6 +75,12 @@ def quantize(
             f"{outcome.mean_lost:.2g} of the layers' outputs on {outcome.num_tokens:,} tokens (energy, mean)"
         )
         rows.insert(1, ("rounded away", lost))
+    if outcome.bytes_left:
+        left = (
+            f"{outcome.bytes_left / 2**20:,.1f} MiB of experts and routers; --quantization int8 or int4 rounds experts "
+            "where OUT is loaded"
+        )
+        rows.insert(1, ("not rounded", left))
     if 0 < outcome.num_rows < num_texts:
         few = f"there was text for {outcome.num_rows} rows of the {num_texts} asked for"
         notes().print(f"{few}; with little text, calibration gains little", markup=False)

@@ -74,6 +74,20 @@ def round_layers(model: nn.Module, rows: Tensor | None, round_weight: Round) -> 
         yield LayerDone(number + 1, len(layers), weights, lost)
 
 
+def unrounded(model: nn.Module) -> dict[str, int]:
+    """Bytes of the matrices in the decoder's layers that are no plain linear layer's, by the modules that have them.
+
+    They are those of experts in stacks, and of their routers.
+    """
+    name, layers = decoder_layers(model)
+    found: dict[str, int] = {}
+    for part, module in layers.named_modules():
+        matrices = [each for each in module.parameters(recurse=False) if each.ndim > 1]
+        if matrices and type(module) is not nn.Linear:
+            found[f"{name}.{part}"] = sum(each.nbytes for each in matrices)
+    return found
+
+
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """The plain ones within a module, by name."""
     return {name: part for name, part in module.named_modules() if type(part) is nn.Linear}

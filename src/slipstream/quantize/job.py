@@ -20,7 +20,13 @@ from slipstream.models.configuration import load_config, meta_model
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_model import find_gguf, quantised_kinds
 from slipstream.quantize import folder
-from slipstream.quantize.calibration import LayerDone, decoder_layers, linear_layers, round_layers
+from slipstream.quantize.calibration import (
+    LayerDone,
+    decoder_layers,
+    linear_layers,
+    round_layers,
+    unrounded,
+)
 from slipstream.quantize.rounding import RoundedWeight, rounded
 from slipstream.quantize.texts import as_rows, read_texts
 
@@ -68,7 +74,14 @@ class SavedCheckpoint:
     """Of them."""
     lost: dict[str, float] = field(default_factory=dict)
     """By linear layer: energy of its outputs' error over that of the outputs, on calibration's text."""
+    left: dict[str, int] = field(default_factory=dict)
+    """See `unrounded`: what stays as it is in the decoder's layers."""
     seconds: float = 0.0
+
+    @property
+    def bytes_left(self) -> int:
+        """Of experts and whatever else in the decoder's layers is no plain linear layer."""
+        return sum(self.left.values())
 
     @property
     def mean_lost(self) -> float | None:
@@ -83,7 +96,8 @@ def quantise(
     texts_file: Path | None,
     report: Callable[[LayerDone], None],
 ) -> SavedCheckpoint:
-    """Quantise the linear layers of a checkpoint's decoder layers; embedding and output layer stay as they are.
+    """Quantise the linear layers of a checkpoint's decoder layers; embedding, output layer and experts that are kept in
+    stacks stay as they are.
 
     Raises `ModelError` for a checkpoint that cannot be read or is quantised already, `ConfigError` for one whose layers
     are not found, or an `out` that is there already.
@@ -118,10 +132,12 @@ def quantise(
             tensors |= {f"{name}.{part}": tensor for part, tensor in found.items()}
         saved.lost |= done.lost
         report(done)
+    saved.left = unrounded(model)
     plain = sorted(
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" not in tensors
+        if name in saved.left
+        or (isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" not in tensors)
     )
     saved.bytes_after = folder.write(
         model, tokenizer, tensors, folder.settings(bits, group, symmetric, plain), out
