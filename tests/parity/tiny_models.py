@@ -32,6 +32,16 @@ _ODD: dict[str, Any] = {**_SHAPE, "hidden_size": 44, "intermediate_size": 53, "h
 _ODD_EXPERTS: dict[str, Any] = {**_ODD, "hidden_size": 40}
 """Transformers multiplies experts only whose rows are whole pieces of 16 bytes."""
 _NEOX: dict[str, Any] = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+_NEOX_ODD: dict[str, Any] = {**_NEOX, "hidden_size": 44, "intermediate_size": 53, "num_attention_heads": 2}
+_LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Some frequencies are kept, some divided, and some lie between; texts are as long as what they are scaled from."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _FALCON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -55,7 +65,9 @@ _GPT2: dict[str, Any] = {
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**_NO_GQA),
     "llama-gqa": lambda: tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "llama3-odd": lambda: tf.LlamaConfig(**_ODD, rope_parameters=_LLAMA3_ROPE),
     "mistral": lambda: tf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
+    "mistral-odd": lambda: tf.MistralConfig(**_ODD, sliding_window=WINDOW),
     "mixtral": lambda: tf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "mixtral-odd": lambda: tf.MixtralConfig(
         **{**_ODD_EXPERTS, "intermediate_size": 56},
@@ -64,10 +76,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
     ),
     "qwen2": lambda: tf.Qwen2Config(**_SHAPE),
+    "qwen2-odd": lambda: tf.Qwen2Config(**_ODD, tie_word_embeddings=True),
     "qwen2-window": lambda: tf.Qwen2Config(
         **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
     "qwen3": lambda: tf.Qwen3Config(**_HEADS_OF_8),
+    "qwen3-odd": lambda: tf.Qwen3Config(**_ODD, attention_bias=True),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(
         **_HEADS_OF_8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
     ),
@@ -83,6 +97,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         mlp_only_layers=[1],
     ),
     "gemma": lambda: tf.GemmaConfig(**_HEADS_OF_8),
+    "gemma-odd": lambda: tf.GemmaConfig(**_ODD),
     "gemma2": lambda: tf.Gemma2Config(
         **_HEADS_OF_8,
         sliding_window=WINDOW,
@@ -90,6 +105,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=20.0,
         query_pre_attn_scalar=8,
+    ),
+    "gemma2-odd": lambda: tf.Gemma2Config(
+        **_ODD,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=20,
     ),
     "gemma3": lambda: tf.Gemma3TextConfig(
         **_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING, query_pre_attn_scalar=8
@@ -120,6 +143,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gpt2": lambda: tf.GPT2Config(**_GPT2),
     "gpt-neox": lambda: tf.GPTNeoXConfig(**_NEOX, rotary_pct=0.5),
+    "gpt-neox-odd": lambda: tf.GPTNeoXConfig(**_NEOX_ODD, rotary_pct=0.28),
     "gpt-neox-serial": lambda: tf.GPTNeoXConfig(**_NEOX, use_parallel_residual=False, hidden_act="gelu_fast"),
     "gpt-oss": lambda: tf.GptOssConfig(
         **_HEADS_OF_8,
@@ -158,6 +182,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         embedding_multiplier=2.0,
         logits_scaling=2.0,
         mlp_bias=True,
+    ),
+    "granite-odd": lambda: tf.GraniteConfig(
+        **_ODD,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        embedding_multiplier=2.0,
+        logits_scaling=2.0,
     ),
     "falcon-old": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True),
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
