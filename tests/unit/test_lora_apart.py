@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ModelError
 from slipstream.models import load_model
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.linear.low_rank import LowRankChange
+from slipstream.models.outline import outline_model
 from slipstream.models.rows import RowGroup
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import ProcessMemory
 from tests.unit.gguf_files import write_model
 from tests.unit.quantised_folders import gptq_folder
 from tests.unit.test_grouped import ROWS, Saved, saved
@@ -188,6 +193,11 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
     in_torch = load_model(str(path), lora=folder, cpu_kernels="torch")
     assert in_torch.stored_bits
     torch.testing.assert_close(logits(in_torch), expected, rtol=1e-4, atol=1e-4)
+    planned = outline_model(str(path), lora=folder, cpu_kernels="torch").held
+    assert planned.total_bytes == in_torch.weight_bytes
+    saved_numbers = load_file(f"{folder}/adapter_model.safetensors").items()
+    apart = [part.numel() for name, part in saved_numbers if "gguf" in kind or "lm_head" not in name]
+    assert planned.adapter_bytes == 4 * sum(apart), "the output layer of GPTQ is plain"
     torch.testing.assert_close(
         logits(load_model(str(path), lora=folder, dtype="float32", cpu_kernels="torch")),
         expected,
@@ -198,6 +208,9 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
         return
     packed = load_model(str(path), lora=folder)
     assert packed.decoder is not None
+    held = outline_model(str(path), lora=folder).held
+    assert held.total_bytes == packed.weight_bytes
+    assert held.adapter_bytes == packed.weight_bytes - load_model(str(path)).weight_bytes
     whole = logits(packed)
     assert error(whole, expected) < 0.05  # rows are rounded to 8 bits
     for parts in (20, 7, 2):
@@ -214,6 +227,59 @@ def test_layers_outside_the_fused_decoder_have_it_too(tmp_path: Path) -> None:
     assert layered.decoder is None
     assert error(logits(layered), fused) < 0.05
     assert error(logits(load_model(str(path), attention_backend="packed")), fused) > 0.2
+
+
+@native
+def test_a_plan_counts_the_adapter_of_layers_in_one(tmp_path: Path) -> None:
+    """Phi 3 has one layer of queries, keys and values and one of gate and up, whose parts share their ranks."""
+    pytest.importorskip("gguf", reason="the extra `export` is not installed")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    model = Phi3ForCausalLM(Phi3Config(vocab_size=96, **sizes, **heads))
+    path = write_model(tmp_path / "model.gguf", "phi3", model, {"rope.dimension_count": 16}, {"": "Q8_0"})
+    folder = adapter(tmp_path, model, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+    lm, held = load_model(str(path), lora=folder), outline_model(str(path), lora=folder).held
+    assert lm.decoder is not None
+    assert held.adapter_bytes > 0
+    assert held.total_bytes == lm.weight_bytes
+
+
+@native
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Model has `tie_word_embeddings")
+def test_a_plan_counts_the_adapter_of_layers_that_run_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = in_gguf(tmp_path, True)
+    folder = adapter(tmp_path, tiny(True), target_modules=[*ALL, "lm_head"])
+    monkeypatch.setattr("slipstream.models.outline._fuses", lambda model, variants: False)
+    held = outline_model(str(path), lora=folder).held
+    lm = load_model(str(path), lora=folder, attention_backend="packed")
+    assert lm.kernels == "native"
+    assert held.total_bytes == lm.weight_bytes
+
+
+def test_a_plan_names_the_adapter_and_refuses_what_loading_refuses(tmp_path: Path) -> None:
+    path = in_gptq(tmp_path)
+    folder = adapter(tmp_path, tiny(), target_modules=ALL)
+    config = EngineConfig(str(path), lora=folder)
+    spec = SpeculativeConfig("draft_model", options={"model": str(path), "lora": folder})
+    parts = {part.name: part.num_bytes for part in Planner(config, spec, ProcessMemory(0, 0)).at(1, 32).parts}
+    assert parts["adapter"] == outline_model(str(path), lora=folder).held.adapter_bytes > 0
+    (draft,) = (size for name, size in parts.items() if name.startswith("draft weights"))
+    assert draft == outline_model(str(path), lora=folder).held.total_bytes
+    merged = outline_model(str(tmp_path / "plain"), lora=folder).held
+    assert merged == outline_model(str(tmp_path / "plain")).held, "nothing is held of what is merged"
+    with pytest.raises(ModelError, match="is no LoRA adapter"):
+        outline_model(str(path), lora=str(path))
+    folder = adapter(tmp_path, tiny(), target_modules=ALL, use_dora=True)
+    with pytest.raises(ModelError, match="of the kind DoRA"):
+        outline_model(str(path), lora=folder)
 
 
 @native

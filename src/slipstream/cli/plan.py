@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.plan.process import ProcessMemory
     from slipstream.plan.report import FitReport
 
-_DECIDED = {"model", "seed", "tokenizer", "lora", "max_num_seqs", "max_model_len"}
+_DECIDED = {"model", "seed", "tokenizer", "max_num_seqs", "max_model_len"}
 _UNUSED = {"kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "generation_config"}
 ENGINE_TO_PLAN = FlagSet(
     EngineConfig,

@@ -43,6 +43,7 @@ def check_settings(settings: DeploySettings) -> None:
         max_model_len=config.max_model_len,
         attention_backend=config.attention_backend,
         kv_cache_dtype=config.kv_cache_dtype,
+        lora=config.lora,
     )
     load_tokenizer(
         config.tokenizer or config.model,

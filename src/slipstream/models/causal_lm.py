@@ -156,7 +156,10 @@ class CausalLM:
         """Bytes of the weights as they are held."""
         if self.decoder is not None:
             return self.decoder.nbytes
-        return packed_bytes(self.model) + sum(int(parameter.nbytes) for parameter in self.model.parameters())
+        changes = [part.change for part in quantised_layers(self.model)]
+        apart = sum(change.nbytes for change in changes if change is not None)
+        plain = sum(int(parameter.nbytes) for parameter in self.model.parameters())
+        return packed_bytes(self.model) + plain + apart
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -36,12 +36,14 @@ from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
+from slipstream.models.files.lora import outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredEmbedding, StoredModel, quantised_layers
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
+from slipstream.models.planned_adapter import held_adapter_bytes, planned_adapter
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.settling import (
     resolve_cache_dtype,
@@ -74,11 +76,14 @@ class HeldWeights:
     """Of an embedding table that is held beside the output layer."""
     other_bytes: int
     """Norms, biases, and weights that no format packs."""
+    adapter_bytes: int = 0
+    """Of an adapter that is kept apart from weights that a file holds quantised."""
 
     @property
     def total_bytes(self) -> int:
         """All of them."""
-        return self.linear_bytes + self.scale_bytes + self.embedding_bytes + self.other_bytes
+        own = self.linear_bytes + self.scale_bytes + self.embedding_bytes + self.other_bytes
+        return own + self.adapter_bytes
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,7 @@ class ModelOutline:
             else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
+            adapter_bytes=held_adapter_bytes(self.model, self.kernels, self._layer_parts),
         )
 
     def _packed_table_bytes(self) -> int:
@@ -317,6 +323,7 @@ def outline_model(
     max_model_len: int | None = None,
     attention_backend: str = AUTO,
     kv_cache_dtype: str = "auto",
+    lora: str | None = None,
 ) -> ModelOutline:
     """The outline of a checkpoint folder, a hub id (its configuration alone is downloaded) or a `config.json`.
 
@@ -325,7 +332,7 @@ def outline_model(
     """
     check_quantization(quantization)
     seen = _described(
-        path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, quantization
+        path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora, quantization
     )
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
     name = quantization or seen.asked
@@ -404,9 +411,12 @@ def _described(
     trust_remote_code: bool,
     cpu_kernels: str,
     attention_backend: str,
+    lora: str | None,
     quantization: str | None,
 ) -> _Described:
-    key: tuple[Any, ...] = (path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend)
+    key: tuple[Any, ...] = (
+        *(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora),
+    )
     known = _shared.get()
     for seen in () if known is None else (known.get(key), known.get((*key, quantization))):
         if seen is not None:
@@ -414,7 +424,8 @@ def _described(
     config, stored_weights, quantised = _config(path, revision, trust_remote_code)
     where = _device(device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
-    stores_its_numbers = getattr(config, "quantization_config", None) is None
+    adapter = planned_adapter(path, revision, lora)
+    stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
     if quantised is not None and not quantised.is_kept:
         stored = 1.0
@@ -432,7 +443,7 @@ def _described(
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and where.type == "cpu":
         fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
-        fitted.install(model)
+        fitted.install(model, None if adapter is None else outlined_changes(model, adapter, fitted.matrices))
         stored_as = fitted.kind if fitted.matrices else ""
         if fitted.stacks:
             key = (*key, quantization)

@@ -52,6 +52,7 @@ class Planner:
             max_model_len=config.max_model_len,
             attention_backend=config.attention_backend,
             kv_cache_dtype=config.kv_cache_dtype,
+            lora=config.lora,
         )
         if config.fast_prompts:
             _check_fast_prompts(self.target)
@@ -153,6 +154,9 @@ class Planner:
         yield PlannedPart("embedding", PartKind.TARGET, held.embedding_bytes, f"a table in {table}")
         yield PlannedPart(
             "other weights", PartKind.TARGET, held.other_bytes, f"in {plain}: what is not packed"
+        )
+        yield PlannedPart(
+            "adapter", PartKind.TARGET, held.adapter_bytes, "in float32, kept apart from quantised weights"
         )
         for model in self.draft.models:
             count = f"{model.num_parameters / 1e6:,.1f} M parameters"

@@ -162,6 +162,7 @@ def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutlin
         max_model_len=engine.max_model_len,
         attention_backend=engine.attention_backend,
         kv_cache_dtype=engine.kv_cache_dtype,
+        lora=options.lora,
     )
     shape = ProposalShape.of(options, context.verifier)
     return DraftOutline(

@@ -83,7 +83,7 @@ def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype)
 def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) -> ModelOutline:
     """The outline of such a copy."""
     options = copy_options(quantization, config, computes)
-    return outline_model(config.model, device=config.device, **options)
+    return outline_model(config.model, device=config.device, lora=config.lora, **options)
 
 
 class SelfDrafter(DraftModelDrafter):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.models.cpu import pages, threads
 from slipstream.models.cpu.kernel import Kernel
-from slipstream.models.cpu.low_rank import PackedChange
+from slipstream.models.cpu.low_rank import PackedChange, packed_change_bytes
 from slipstream.models.cpu.native import empty_rows, library
 from slipstream.models.cpu.pages import huge_buffer, release
 from slipstream.models.cpu.structs import LinearStruct
@@ -214,6 +214,24 @@ def _packed_change(layers: Sequence[GroupedLinear], interleaved: bool, padded: i
     changes = [layer.change for layer in layers]
     if all(change is None for change in changes):
         return None
+    return PackedChange(changes, _places(layers, interleaved), padded, library().slipstream_panel())
+
+
+def packed_adapter_bytes(layers: Sequence[GroupedLinear], interleaved: bool = False) -> int:
+    """What an adapter's changes take beside layers that are packed as one; they may be without numbers."""
+    changes = [layer.change for layer in layers]
+    if all(change is None for change in changes):
+        return 0
+    places, panel = _places(layers, interleaved), library().slipstream_panel()
+    outputs = [layer.out_features for layer in layers]
+    if interleaved:
+        outputs = [-(-number // panel) * panel for number in outputs]
+    padded = int(library().slipstream_padded_out(sum(outputs)))
+    return packed_change_bytes(changes, places, padded, panel)
+
+
+def _places(layers: Sequence[GroupedLinear], interleaved: bool) -> list[Tensor]:
+    """int64 [out] for each layer: where its outputs are in the stack."""
     panel = library().slipstream_panel()
     places, first = [], 0
     for number, layer in enumerate(layers):
@@ -224,7 +242,7 @@ def _packed_change(layers: Sequence[GroupedLinear], interleaved: bool, padded: i
             else first + outputs
         )
         first += layer.out_features
-    return PackedChange(changes, places, padded, panel)
+    return places
 
 
 class _GroupedStack:

@@ -92,13 +92,8 @@ def apply_adapter(
     stand_ins = {id(model.get_submodule(name).weight) for name in kept}
     stand_ins |= {id(model.get_parameter(name)) for name in stacks}
     config: Any = PeftConfig.from_pretrained(folder)
-    if stand_ins and config.init_lora_weights not in _NEED_NO_WEIGHTS:
-        raise _cannot_be_kept_apart(
-            f"it begins with {config.init_lora_weights}, which changes the model's weights"
-        )
-    if stand_ins and config.use_dora:
-        raise _cannot_be_kept_apart("it is of the kind DoRA, which scales the model's weights")
     if stand_ins:
+        _check_kind(config)
         _check_whole_weights(model, folder, stand_ins)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # see `_untie`
@@ -125,6 +120,40 @@ def apply_adapter(
 
 _NEED_NO_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's ways to begin an adapter that neither read nor change the weights that it is for."""
+
+
+def outlined_changes(model: Any, folder: str, kept: Iterable[str]) -> dict[str, LowRankChange]:
+    """What an adapter adds to quantised layers, by their names and without its numbers.
+
+    `kept` names the layers of `model` that will be replaced by quantised ones; others may share their weights. Raises
+    `ModelError` for a kind that cannot be kept apart.
+    """
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
+
+    found: dict[str, LowRankChange] = {}
+    weights = load_peft_weights(folder, device="cpu")
+    replaced = {id(model.get_submodule(name).weight) for name in kept}
+    for name, module in model.named_modules():
+        if id(getattr(module, "weight", None)) not in replaced:
+            continue
+        parts = [weights.get(f"base_model.model.{name}.lora_{part}.weight") for part in "AB"]
+        down, up = (None if part is None else part.to("meta", torch.float32) for part in parts)
+        if down is not None and up is not None:
+            found[name] = LowRankChange(down, up)
+    if found:
+        _check_kind(PeftConfig.from_pretrained(folder))
+    return found
+
+
+def _check_kind(config: Any) -> None:
+    """Raise `ModelError` for an adapter that is more than a product of low rank."""
+    if config.init_lora_weights not in _NEED_NO_WEIGHTS:
+        raise _cannot_be_kept_apart(
+            f"it begins with {config.init_lora_weights}, which changes the model's weights"
+        )
+    if config.use_dora:
+        raise _cannot_be_kept_apart("it is of the kind DoRA, which scales the model's weights")
 
 
 def _check_whole_weights(model: Any, folder: str, stand_ins: set[int]) -> None:

@@ -16,6 +16,11 @@ class LowRankChange:
     up: Tensor
     """float32 [out, rank], times the adapter's scale."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.down.nbytes + self.up.nbytes)
+
     def of(self, rows: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out]"""
         return rows.float() @ self.down.T @ self.up.T
