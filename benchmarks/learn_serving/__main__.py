@@ -3,15 +3,16 @@
     python -m benchmarks.learn_serving [PART ...] [--quick]
 
 answers   10,000 answers while versions are promoted, rolled back, damaged and forgotten: each is the one without
-          speculation, memory is flat, and nothing of those who opted out is in any file
+          speculation, memory is flat, nothing of those who opted out is in any file, a tenant's version drafts for
+          nobody else; how long a swap's steps take is noted too
 kills     server and learner are killed at 100 random instants: nothing that was seen is lost, each restart serves
 broken    promoted versions that break are rolled back within 200 requests, with an alarm
 latency   p95 of requests at half load, in turns with a server that does not learn; at full load the learner rests
 
 The embedded pair; the floor is its draft with noise, so that learning has something to gain. All parts but `latency`
-count and time nothing, so they may run beside others. A part that has ended is in docs/benchmarks/learn_serving.json
-and on the page beside it; the same command at the same commit does not measure it again. With --quick it is a tenth of
-the requests, in learn_serving_quick.json and without a page.
+and the steps of `answers` count and time nothing, so they may run beside others. A part that has ended is in
+docs/benchmarks/learn_serving.json and on the page beside it; the same command at the same commit does not measure it
+again. With --quick it is a tenth of the requests, in learn_serving_quick.json and without a page.
 """
 
 from __future__ import annotations

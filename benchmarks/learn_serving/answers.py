@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +18,14 @@ import psutil
 
 from benchmarks.kept import say
 from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
-from benchmarks.learn_serving.server import CLOSED_KEY, OPEN_KEY, SILENT, Server, ServerOptions
+from benchmarks.learn_serving.server import (
+    CLOSED_KEY,
+    OPEN_KEY,
+    SILENT,
+    STEPS_PATH,
+    Server,
+    ServerOptions,
+)
 from benchmarks.learn_serving.traffic import KEPT_WORDS, OUT_WORDS, Answered, answer_all, asked, open_client
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
@@ -55,6 +62,8 @@ class Operator:
     folder: LearnFolder
     num_acts: Counter[str] = field(default_factory=Counter)
     number: int = 0
+    owners: dict[str, str] = field(default_factory=dict)
+    """The tenant of each version that was promoted for one."""
 
     def act(self) -> None:
         """The next act of the cycle."""
@@ -91,7 +100,9 @@ class Operator:
     def promote_for_tenant(self) -> None:
         """A version that drafts for one tenant alone."""
         tenant = f"{digest(OPEN_KEY)}/tenant-1"
-        by_hand.promote(self.folder, self._add(0.0, tenant))
+        version = self._add(0.0, tenant)
+        self.owners[version] = tenant  # before it can draft for anybody
+        by_hand.promote(self.folder, version)
 
     def serve_floor(self) -> None:
         """What the server was started with: the learner's own versions have something to replace."""
@@ -140,12 +151,12 @@ def answers(place: Path, number: int) -> dict[str, Any]:
     say(f"{number:,} answers without speculation …")
     expected = _plain(number)
     folder = LearnFolder(place / "home/learn")
-    options = ServerOptions(floor, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER)
+    options = ServerOptions(floor, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER, step_times=True)
     samples: list[dict[str, float]] = []
     began_s = time.monotonic()
     with Server(options, place / "home") as server:
         found, operator = asyncio.run(_swapped(server, folder, number, samples))
-        metrics = _learned(server)
+        metrics, steps = _learned(server), _steps(server)
         running = looked_for(place / "home", folder, found)
     ended = looked_for(place / "home", folder, found)
     differing = [n for n in range(number) if found[n].token_ids != expected[n]]
@@ -162,6 +173,8 @@ def answers(place: Path, number: int) -> dict[str, Any]:
         "acts": dict(operator.num_acts),
         "events": dict(events),
         "metrics": metrics,
+        "steps": steps,
+        "tenants": drafted_for(found.values(), operator.owners),
         "memory": memory(samples),
         "privacy": {"while it runs": running, "ended": ended},
     }
@@ -228,6 +241,28 @@ def _learned(server: Server) -> dict[str, float]:
             name = re.sub(r'model_name="[^"]*",?', "", name.removeprefix("slipstream_learn_"))
             found[name.removesuffix("{}")] = float(value)
     return found
+
+
+def _steps(server: Server) -> dict[str, Any]:
+    """What the server's steps took; see `StepTimes.facts`."""
+    import httpx2
+
+    found: dict[str, Any] = (
+        httpx2.get(server.url + STEPS_PATH, headers={"Authorization": f"Bearer {OPEN_KEY}"})
+        .raise_for_status()
+        .json()
+    )
+    return found
+
+
+def drafted_for(answered: Iterable[Answered], owners: Mapping[str, str]) -> dict[str, int]:
+    """Answers that the tenants' own versions drafted, and those of other tenants among them."""
+    theirs = [one for one in answered if one.version in owners]
+    return {
+        "versions": len({one.version for one in theirs}),
+        "answers": len(theirs),
+        "of_others": sum(one.asked.tenant != owners[one.version] for one in theirs),
+    }
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

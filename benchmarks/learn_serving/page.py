@@ -31,7 +31,7 @@ def _origin(about: Mapping[str, Any]) -> str:
 
 
 def _answers(part: Mapping[str, Any]) -> list[str]:
-    acts, metrics, memory = part["acts"], part["metrics"], part["memory"]
+    acts, metrics, memory, tenants = part["acts"], part["metrics"], part["memory"], part["tenants"]
     privacy = part["privacy"]["ended"]["found_in"]
     running = part["privacy"]["while it runs"]["found_in"]
     out = [name for name in privacy if "opted out" in name]
@@ -58,11 +58,35 @@ def _answers(part: Mapping[str, Any]) -> list[str]:
             for name in ("promoted", "rolled_back", "refused")
         )
         + " |",
+        f"| answers drafted by a version of one tenant alone | {tenants['answers']:,}, "
+        f"by {tenants['versions']} versions |",
+        f"| answers of other tenants among them | {tenants['of_others']} (bar 0) |",
+        *_steps(part["steps"]),
         f"| server's resident memory by fifths of the run, MiB | {_joined(memory['server_mib'])} |",
         f"| learner's, the most in each fifth, MiB | {_joined(memory['learner_most_mib'])} |",
         f"| files in which something of those who opted out is found | {len(leaks)} (bar 0) {' '.join(leaks)} |",
         f"| files in which the others' prompts are found, to show that the search finds | "
         f"{len(privacy['prompts of the others'])} |",
+    ]
+
+
+def _steps(steps: Mapping[str, Any]) -> list[str]:
+    """What a swap is to a request that runs; nothing where no swap met one."""
+    if "typical_ms" not in steps:
+        return []
+    return [
+        f"| steps apart from swaps: typical (median), 99 % at most, longest | {steps['typical_ms']:.1f} ms, "
+        f"{steps['p99_ms']:.1f} ms, {steps['longest_ms']:.1f} ms |",
+        f"| the longest that versions came or went between two steps, of {steps['swaps']:,} swaps | "
+        f"{steps['longest_change_ms']:.1f} ms |",
+        f"| a swap's longest step, from its loading to {steps['near']} steps later: median, longest | "
+        f"{steps['median_at_swaps_ms']:.1f} ms, {steps['longest_at_swaps_ms']:.1f} ms |",
+        f"| the longest while a version was loaded, in the {steps['near']} steps after | "
+        f"{steps['longest_while_loading_ms']:.1f} ms, {steps['longest_after_ms']:.1f} ms |",
+        f"| the longest delay at a swap over a typical step, in typical steps | "
+        f"{steps['longest_delay_steps']:.1f} (bar {steps['bar']:g}) |",
+        f"| swaps with a delay over the bar; the same of any {steps['near']} other steps in a row | "
+        f"{steps['share_over_bar']:.1%}, {steps['share_over_bar_elsewhere']:.1%} |",
     ]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from unittest import mock
 
 import psutil
 
+from benchmarks.learn_serving.steps import watched
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.factory import make_engine
@@ -33,6 +35,7 @@ SILENT = "silent-tenant"
 """The `user` of whom nothing may be kept."""
 DEPTH = 4
 START_TIMEOUT_S = 120.0
+STEPS_PATH = "/benchmark/steps"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class ServerOptions:
     max_num_seqs: int = 32
     worker: Mapping[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig`."""
+    step_times: bool = False
+    """Whether steps are timed and told at `STEPS_PATH`."""
 
 
 class Server:
@@ -148,10 +153,14 @@ def main() -> None:
     sizes = {"max_num_seqs": options.max_num_seqs, "kv_cache_bytes": 64 * 2**20, "max_model_len": 512}
     engine = make_engine(None, _speculation(options), sizes)
     settings = partial(SessionSettings, worker=dict(options.worker))
-    with mock.patch.object(learning, "SessionSettings", settings):
-        app = create_app(AsyncEngine(engine=engine), config, "embedded-pair")
-    print(json.dumps({"port": bound.getsockname()[1]}), flush=True)
-    DrainingServer(app).run(sockets=[bound])
+    with ExitStack() as stack:
+        times = stack.enter_context(watched(engine)) if options.step_times else None
+        with mock.patch.object(learning, "SessionSettings", settings):
+            app = create_app(AsyncEngine(engine=engine), config, "embedded-pair")
+        if times is not None:
+            app.add_api_route(STEPS_PATH, times.facts)
+        print(json.dumps({"port": bound.getsockname()[1]}), flush=True)
+        DrainingServer(app).run(sockets=[bound])
 
 
 def _speculation(options: ServerOptions) -> SpeculativeConfig:

@@ -13,6 +13,7 @@ import httpx2
 
 from benchmarks.learn_serving.server import CLOSED_KEY, OPEN_KEY, SILENT
 from slipstream.assets import sample_prompts
+from slipstream.serve.auth import digest
 
 MAX_CHARACTERS = 100
 """Of a prompt."""
@@ -39,6 +40,11 @@ class Asked:
     def opted_out(self) -> bool:
         """Whether nothing of it may be kept."""
         return not self.learn or self.user == SILENT or self.key == CLOSED_KEY
+
+    @property
+    def tenant(self) -> str:
+        """As the server names it."""
+        return f"{digest(self.key)}/{self.user}"
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
