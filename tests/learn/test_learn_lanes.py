@@ -186,6 +186,70 @@ def test_a_candidate_without_enough_evidence_learns_on(
     assert [begun for _, _, begun in learner.given] == [False, True]
 
 
+class ForgetfulScorer:
+    """Right nine times of ten on what is asked now; on what was asked before a little more seldom than the floor."""
+
+    def __init__(self, old: float, new: float) -> None:
+        self.shares = {"old": old, "new": new}
+        self.seen: list[list[str]] = []
+
+    def hits(self, records: Any) -> list[Any]:
+        self.seen.append([one.request_id for one in records])
+        return [
+            np.random.default_rng(one.seed).random(len(one.token_ids)) < self.shares[one.task]
+            for one in records
+        ]
+
+
+def shifted_ring(folder: Path, first: int, tasks: list[str]) -> None:
+    """An answer of each of `tasks` in turn to learn from and one held out."""
+    ring = DiskRing(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
+    for number, task in enumerate(tasks, first):
+        for purpose in Purpose:
+            name = f"{purpose}-{number}"
+            ring.append(
+                some_record(number, 40, request_id=name, task=task, purpose=purpose, seed=number, tenant="a")
+            )
+    ring.close()
+
+
+@pytest.mark.parametrize(("old", "is_kept"), [(0.3, True), (0.285, False)])
+def test_a_candidate_that_forgets_what_was_asked_before_is_refused(
+    old: float,
+    is_kept: bool,
+    tmp_path: Path,
+    learner: FakeLearner,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(old, 0.9)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    shifted_ring(tmp_path, 0, ["old"] * 60 + ["new"] * 40)
+    made = worker_on(tmp_path, LearnBy.EVERYONE)
+    made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
+    made.turn()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == ["learning", "candidate" if is_kept else "refused"]
+    if not is_kept:
+        assert "it forgets" in lines[-1]["why"]
+
+
+def test_a_test_goes_on_from_where_it_began(
+    tmp_path: Path, learner: FakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.3, 0.301)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    made = worker_on(tmp_path, LearnBy.EVERYONE)
+    made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
+    for first in (0, 100):
+        shifted_ring(tmp_path, first, ["new"] * 100)
+        made.turn()
+    seen = [name for names in candidate.seen for name in names]
+    begun = seen.index(f"{Purpose.JUDGE}-60", 41)
+    assert seen[:40] == [f"{Purpose.JUDGE}-{number}" for number in range(60, 100)]
+    assert seen[begun : begun + 140] == [f"{Purpose.JUDGE}-{number}" for number in range(60, 200)]
+
+
 def test_the_learner_hears_what_drafting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(learner_process.os, "_exit", ended.append)

@@ -10,7 +10,7 @@ import pytest
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.engine.factory import make_engine
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import anchor_of
+from slipstream.learn.anchor import anchor_of, judging_parts
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import Purpose, ServedRecord
@@ -53,6 +53,24 @@ def test_an_anchor_is_spread_over_tasks():
     ]
     assert sorted(one.task for one in anchor_of(records, Purpose.TRAIN, 3)) == ["a", "a", "b"]
     assert not anchor_of(records, Purpose.JUDGE, 3)
+
+
+def a_record(number: int, purpose: Purpose) -> ServedRecord:
+    none = np.zeros(1, np.int32)
+    return ServedRecord(
+        f"{number}", "m", "t", none, none, purpose=purpose, task="ab"[number % 2], number=number
+    )
+
+
+def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_anchor():
+    records = [a_record(number, (Purpose.JUDGE, Purpose.TRAIN)[number % 5 > 0]) for number in range(100)]
+    latest, anchor = judging_parts(records, 8, 6)
+    assert [one.number for one in latest] == [*range(60, 100, 5)]
+    assert len({one.number for one in anchor}) == 6
+    assert {one.number for one in anchor} <= {*range(0, 60, 5)}
+    assert sorted(one.task for one in anchor) == ["a"] * 3 + ["b"] * 3
+    assert [len(part) for part in judging_parts(records, 100, 6)] == [20, 0]
+    assert [len(part) for part in judging_parts(records, 0, 6)] == [0, 6]
 
 
 def test_an_empty_trace_says_so():

@@ -33,3 +33,13 @@ def anchor_of(
 def split(records: Seq[ServedRecord], purpose: Purpose) -> list[ServedRecord]:
     """Those of a purpose, in order."""
     return [one for one in records if one.purpose is purpose]
+
+
+def judging_parts(
+    held_out: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0
+) -> tuple[list[ServedRecord], list[ServedRecord]]:
+    """What a candidate is judged on, from records in their order: the latest held-out ones, on which it must be faster,
+    and of the older ones the anchor, which must not be forgotten."""
+    known = split(held_out, Purpose.JUDGE)
+    first = max(len(known) - num_latest, 0)
+    return known[first:], anchor_of(known[:first], Purpose.JUDGE, num_anchors, seed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import anchor_of, split
+from slipstream.learn.anchor import anchor_of, judging_parts, split
 from slipstream.learn.judge import JudgeOptions, judge
 from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
 from slipstream.learn.records import Purpose, ServedRecord
@@ -111,16 +111,10 @@ def replay(
                 learned = learner.learn(recent, anchor, start=beginning)
                 learn_s += learned.figures["elapsed_s"]
                 candidate = learner.scorer(learned.tensors)
-                held_out = anchor_of(older, Purpose.JUDGE, options.num_anchors, number)
                 judged = records[max(0, after - options.judge_window) : after]
-                known = {id(one) for one in judged}
-                verdict = judge(
-                    candidate,
-                    scorer,
-                    split(judged, Purpose.JUDGE),
-                    [one for one in held_out if id(one) not in known],
-                    judging,
-                )
+                num_latest = len(split(judged, Purpose.JUDGE))
+                latest, held_out = judging_parts(older, num_latest, options.num_anchors, number)
+                verdict = judge(candidate, scorer, latest, held_out, judging)
                 promoted, why = verdict.better, verdict.why
                 figures = {"learner": learned.figures, "judge": verdict.figures}
                 if promoted:

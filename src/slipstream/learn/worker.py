@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.anchor import anchor_of
+from slipstream.learn.anchor import anchor_of, judging_parts
 from slipstream.learn.disk_ring import read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.lane_keys import LaneKey, LearnBy
@@ -59,6 +59,9 @@ class WorkerConfig:
     """Answers to learn from that must have come since the last candidate."""
     max_records: int = 512
     """The latest ones that a candidate learns from; as many of those before them, evenly by task, are the anchor."""
+    judged_records: int = 400
+    """The latest held-out answers, on which a candidate must be faster; of those before them, evenly by task, as many
+    as `max_records` must not be forgotten."""
     max_looks: int = 10
     """Looks at an undecided candidate, each with more held-out answers, before it is refused."""
     poll_s: float = 1.0
@@ -121,7 +124,11 @@ class _Candidate:
     first: ServedRecord
     scorers: tuple[RestingScorer, RestingScorer]
     num_looks: int = 0
-    num_judged: int = 0
+    first_judged: int = -1
+    """Number of the first held-out answer that it must be faster on: the next look goes on from there, since a window
+    that moved along would not be one test."""
+    last_judged: int = -1
+    """Of the last one at the last look."""
 
 
 class _Unfinished(NamedTuple):
@@ -204,14 +211,21 @@ class LearnWorker:
             for one in read_ring(self._folder, Purpose.JUDGE)
             if self._by.key_of(one.tenant, one.task) == candidate.key
         ]
-        if candidate.num_looks and len(held_out) - candidate.num_judged < _SLICE:
-            return  # as many as at the last look
-        candidate.num_looks, candidate.num_judged = candidate.num_looks + 1, len(held_out)
+        if candidate.num_looks and sum(one.number > candidate.last_judged for one in held_out) < _SLICE:
+            return  # those of the last look
+        num_latest = self.config.judged_records
+        if candidate.num_looks:
+            num_latest = sum(one.number >= candidate.first_judged for one in held_out)
+        latest, anchor = judging_parts(held_out, num_latest, self.config.max_records)
+        candidate.num_looks += 1
+        if latest:
+            candidate.first_judged, candidate.last_judged = latest[0].number, latest[-1].number
         floor_cost, version_cost = self.rest.costs
         verdict = judge(
             *candidate.scorers,
-            held_out,
-            options=JudgeOptions(depth=self.config.depth),
+            latest,
+            anchor,
+            JudgeOptions(depth=self.config.depth),
             candidate_cost=version_cost,
             incumbent_cost=version_cost if candidate.parent else floor_cost,
         )
@@ -266,9 +280,9 @@ def _whose(key: LaneKey) -> dict[str, str]:
 
 
 def _is_open(verdict: VersionVerdict) -> bool:
-    """Whether more held-out answers may show that a candidate is faster."""
+    """Whether more held-out answers may show that a candidate is faster. What it forgets it will not know again."""
     figures = verdict.figures
-    return bool(figures["num_requests"] == 0 or figures["gain"] > 0)
+    return bool(figures["num_requests"] == 0 or (verdict.undecided and figures["gain"] > 0))
 
 
 def tell(event: str, **facts: Any) -> None:
