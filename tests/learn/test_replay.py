@@ -10,7 +10,7 @@ import pytest
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.engine.factory import make_engine
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import anchor_of, judging_parts
+from slipstream.learn.anchor import anchor_of, judging_parts, training_parts
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import Purpose, ServedRecord
@@ -60,6 +60,18 @@ def a_record(number: int, purpose: Purpose) -> ServedRecord:
     return ServedRecord(
         f"{number}", "m", "t", none, none, purpose=purpose, task="ab"[number % 2], number=number
     )
+
+
+def test_there_is_an_anchor_of_all_tasks_from_the_first_candidate_on():
+    records = [a_record(number, (Purpose.JUDGE, Purpose.TRAIN)[number % 5 > 0]) for number in range(100)]
+    latest, anchor = training_parts(records, 8, 6)
+    assert [one.number for one in latest] == [91, 92, 93, 94, 96, 97, 98, 99]
+    assert sorted(one.task for one in anchor) == ["a"] * 3 + ["b"] * 3
+    assert all(one.purpose is Purpose.TRAIN for one in (*latest, *anchor))
+    everything, anchor = training_parts(records, 100, 6)
+    assert (len(everything), len(anchor)) == (80, 6)
+    assert training_parts(records, 8, 6, 1) != training_parts(records, 8, 6, 2)
+    assert training_parts([], 8, 6) == ([], [])
 
 
 def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_anchor():

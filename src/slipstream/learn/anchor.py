@@ -35,6 +35,18 @@ def split(records: Seq[ServedRecord], purpose: Purpose) -> list[ServedRecord]:
     return [one for one in records if one.purpose is purpose]
 
 
+def training_parts(
+    records: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0
+) -> tuple[list[ServedRecord], list[ServedRecord]]:
+    """What a candidate learns from, of records in their order: the latest ones, and the anchor, from all of them.
+
+    The latest count among all, so that there is an anchor from the first candidate on: it has as much of a task that
+    is seldom asked as of the others.
+    """
+    known = split(records, Purpose.TRAIN)
+    return known[max(len(known) - num_latest, 0) :], anchor_of(known, Purpose.TRAIN, num_anchors, seed)
+
+
 def judging_parts(
     held_out: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0
 ) -> tuple[list[ServedRecord], list[ServedRecord]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import anchor_of, judging_parts, split
+from slipstream.learn.anchor import judging_parts, split, training_parts
 from slipstream.learn.judge import JudgeOptions, judge
 from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
 from slipstream.learn.records import Purpose, ServedRecord
@@ -31,7 +31,8 @@ class ReplayOptions:
     judge_window: int = 2000
     """The latest requests, on whose held-out fifth it is judged: nothing ever learned from them, however old."""
     num_anchors: int = 400
-    """Older records for learning; as many again at most for judging. 0 works without an anchor."""
+    """Records of all that came before, for learning; as many older ones at most for judging. 0 works without an
+    anchor."""
 
     def __post_init__(self) -> None:
         check_types(self, "replay")
@@ -105,9 +106,9 @@ def replay(
         promoted, why, figures = False, "the floor serves", {}
         if after:
             window, older = records[max(0, after - options.window) : after], records[:after]
-            recent = split(window, Purpose.TRAIN)
+            num_recent = len(split(window, Purpose.TRAIN))
+            recent, anchor = training_parts(older, num_recent, options.num_anchors, number)
             if recent:
-                anchor = anchor_of(older, Purpose.TRAIN, options.num_anchors, number)
                 learned = learner.learn(recent, anchor, start=beginning)
                 learn_s += learned.figures["elapsed_s"]
                 candidate = learner.scorer(learned.tensors)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.anchor import anchor_of, judging_parts
+from slipstream.learn.anchor import judging_parts, training_parts
 from slipstream.learn.disk_ring import read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.lane_keys import LaneKey, LearnBy
@@ -58,7 +58,7 @@ class WorkerConfig:
     min_records: int = 64
     """Answers to learn from that must have come since the last candidate."""
     max_records: int = 512
-    """The latest ones that a candidate learns from; as many of those before them, evenly by task, are the anchor."""
+    """The latest ones that a candidate learns from; as many of all, evenly by task, are the anchor."""
     judged_records: int = 400
     """The latest held-out answers, on which a candidate must be faster; of those before them, evenly by task, as many
     as `max_records` must not be forgotten."""
@@ -187,11 +187,11 @@ class LearnWorker:
         if key is None or num_new[key] < self.config.min_records:
             return
         records = found[key]
-        recent = records[-self.config.max_records :]
-        anchor = anchor_of(records[: -len(recent)], Purpose.TRAIN, self.config.max_records)
+        most = self.config.max_records
+        recent, anchor = training_parts(records, most, most, seed=records[-1].number)
         serving = state.lane(*key).serving
         served = self._store.load(serving) if serving else None
-        window = DataWindow.of([*recent, *anchor], read_s)
+        window = DataWindow.of({one.number: one for one in (*recent, *anchor)}.values(), read_s)
         start: Tensors | None = served
         before = self._unfinished.pop(key, None)
         if before is not None and before.parent == serving:
