@@ -12,7 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
-from slipstream.errors import ConfigError, LearnError
+from slipstream.errors import LearnError
 from slipstream.learn.batches import batch_of, batches, example_of
 from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.objective import TargetRows, learn_loss, reached
@@ -131,8 +131,13 @@ def test_what_is_scored_is_what_the_engine_would_have_accepted(temperature: floa
 
 
 def test_a_drafter_that_does_not_learn_here_says_so_in_a_line():
-    with pytest.raises(ConfigError, match="learns by itself"):
+    with pytest.raises(LearnError, match=r"'ngram' learns by itself.*--learn is for draft_model and eagle3"):
         check_learns(SpeculativeConfig("ngram"))
-    with pytest.raises(ConfigError, match="needs method draft_model"):
+    for method in ("auto", "ensemble", "self"):
+        with pytest.raises(
+            LearnError, match=f"drafter '{method}' does not; --learn is for draft_model and eagle3"
+        ):
+            check_learns(SpeculativeConfig(method))
+    with pytest.raises(LearnError, match="without a drafter"):
         check_learns(None)
     assert check_learns(SpeculativeConfig("draft_model", options={"model": "a"})) == "a"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,15 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
     assert "memory:" not in result.output
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
-    log = tmp_path / "log"
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """A server that takes requests, its address and its log."""
+    log = folder / "log"
     with log.open("w") as stderr:
         started = subprocess.Popen(
             [
                 *(sys.executable, "-m", "slipstream.cli.main", "serve", "--port", "0", "--threads", "1"),
-                *("--kv-cache-bytes", "40MiB", "--max-num-seqs", "2"),
+                *("--kv-cache-bytes", "40MiB", "--max-num-seqs", "2", *flags),
             ],
             stderr=stderr,
             text=True,
@@ -217,6 +219,26 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]
     finally:
         started.kill()
         started.wait()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    with serving(tmp_path) as found:
+        yield found
+
+
+def test_a_drafter_that_cannot_learn_serves_all_the_same(tmp_path: Path) -> None:
+    learn = tmp_path / "learn"
+    with serving(tmp_path, "--one-process", "--spec", "ngram", "--learn", str(learn)) as (_, url, log):
+        body = {"prompt": "Once", "max_tokens": 3}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        logged = [json.loads(line) for line in log.read_text().splitlines()]
+    [line] = [one["message"] for one in logged if "nothing is learned" in one["message"]]
+    assert line == (
+        "nothing is learned: drafter 'ngram' learns by itself: its tables take in every answer; "
+        "--learn is for draft_model and eagle3; serving goes on"
+    )
+    assert not learn.exists()
 
 
 def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], str, Path]) -> None:

@@ -20,6 +20,7 @@ from slipstream.cli.flags.options import (
     with_model,
 )
 from slipstream.cli.flags.settings import merged
+from slipstream.errors import LearnError
 from slipstream.labels import engine_labels
 from slipstream.serve.config import ServeConfig
 
@@ -62,8 +63,13 @@ def serve(
     server_config = ServeConfig(**settings["server"])
     speculative = chosen_speculation(settings["speculation"], model)
 
+    no_learning = ""
     if server_config.learn is not None:
-        speculative = _with_versions(speculative, server_config)
+        try:
+            speculative = _with_versions(speculative, server_config)
+        except LearnError as error:  # serving goes on
+            no_learning = str(error)
+            server_config = replace(server_config, learn=None)
 
     from slipstream.serve.network.listening import bind
 
@@ -83,6 +89,8 @@ def serve(
         speculative = replace(speculative, probe_share=PROBE_SHARE)
     logs.configure(server_config)  # from here on all lines have one format
     logs.take_over_transformers()
+    if no_learning:
+        logger.warning("nothing is learned: %s; serving goes on", no_learning)
     served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
         app = create_app(served, server_config, model or EMBEDDED_NAME)
@@ -92,7 +100,7 @@ def serve(
 
 
 def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> SpeculativeConfig:
-    """The drafter as the floor of versions that are learned; raises `ConfigError` for one that cannot learn."""
+    """The drafter as the floor of versions that are learned; raises `LearnError` for one that cannot learn."""
     from slipstream.learn.learners.registry import check_learns
 
     check_learns(speculative, config.learner)

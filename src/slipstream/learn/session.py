@@ -472,7 +472,7 @@ def begin_learning(
     """A session and what tells its facts; where the folder cannot be used, None and why: serving goes on."""
     try:
         session = LearnSession(stepped, settings)
-    except LearnError as error:
+    except (SlipstreamError, OSError) as error:
         fault = f"nothing is learned: {error}"
         logger.warning("%s; serving goes on", fault)
         facts = LearnFacts(faults={"learning_failed": fault})

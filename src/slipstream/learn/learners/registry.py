@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import SpeculativeConfig, reject_unknown
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.options import LearnerOptions
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ LEARNERS = tuple(_PLACES)
 HEADS = {"eagle3": "eagle"}
 """Methods whose drafter is a head, and what learns there."""
 
+WITH_WEIGHTS = ("draft_model", *HEADS)
+"""Methods that learn while they serve."""
+
 
 def make_learner(name: str, floor: Path, options: LearnerOptions, target: str | None = None) -> Learner:
     """A learner on top of a draft's folder; a head's needs the `target` too. Raises `ConfigError` for an unknown name,
@@ -48,17 +51,21 @@ def make_learner(name: str, floor: Path, options: LearnerOptions, target: str | 
 
 
 def check_learns(speculative: SpeculativeConfig | None, learner: str | None = None) -> str:
-    """The folder of the draft that learns; raises `ConfigError` with one line for a drafter that does not, or not by
-    the `learner` that is asked for."""
+    """The folder of the draft that learns. Raises `LearnError` with one line for a drafter that does not, which may
+    serve all the same, and `ConfigError` for a `learner` by which it does not."""
     method = "off" if speculative is None else speculative.method
+    learning = " and ".join(WITH_WEIGHTS)
     if method in LEARN_BY_THEMSELVES:
-        raise ConfigError(
-            f"drafter {method!r} learns by itself: its tables take in every answer; omit --learn, or use draft_model"
+        raise LearnError(
+            f"drafter {method!r} learns by itself: its tables take in every answer; --learn is for {learning}"
         )
-    if speculative is None or method not in ("draft_model", *HEADS):
-        raise ConfigError(
-            f"drafter {method!r} cannot learn while it serves; --learn needs method draft_model or eagle3"
+    if speculative is None or method not in WITH_WEIGHTS:
+        what = (
+            "without a drafter there is none that learns"
+            if method == "off"
+            else f"drafter {method!r} does not"
         )
+        raise LearnError(f"{what}; --learn is for {learning}")
     if learner is not None and (method in HEADS) != (learner in HEADS.values()):
         fitting = (
             [HEADS[method]] if method in HEADS else [one for one in LEARNERS if one not in HEADS.values()]
