@@ -267,7 +267,9 @@ def test_a_test_goes_on_from_where_it_began(
     assert seen[begun : begun + 140] == [f"{Purpose.JUDGE}-{number}" for number in range(60, 200)]
 
 
-def test_the_learner_hears_what_drafting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learner_hears_what_drafting_costs_and_tells_that_it_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr(learner_process.os, "_exit", ended.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("rest\ncosts 0.2 0.5\ngo\n"))
@@ -277,6 +279,10 @@ def test_the_learner_hears_what_drafting_costs(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.01)
     assert rest.costs == (0.2, 0.5)
     rest.wait()
+    assert not told(capsys, "alive"), "it was begun a moment ago"
+    monkeypatch.setattr(learner_process, "BEAT_S", 0.0)
+    rest.wait()
+    assert len(told(capsys, "alive")) == 1
 
 
 # --- the server -----------------------------------------------------------------------------------------------

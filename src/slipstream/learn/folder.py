@@ -13,7 +13,7 @@ from slipstream.errors import LearnError
 
 
 class LearnFolder:
-    """`ring/`, `versions/`, `state.json`, `events.jsonl`, `forgotten.json` below one path.
+    """`ring/`, `versions/`, `state.json`, `events.jsonl`, `forgotten.json`, `learner.log` below one path.
 
     Readers need no lock: every file is replaced as a whole or appended to. Writers of several processes, such as a
     server, its learner and `slipstream learn forget`, exclude each other by `lock`.
@@ -26,6 +26,7 @@ class LearnFolder:
         self.state = path / "state.json"
         self.events = path / "events.jsonl"
         self.forgotten = path / "forgotten.json"
+        self.learner_log = path / "learner.log"
         self.lanes = path / "lanes"
         """Checkpoints of versions while a server loads them."""
 
@@ -65,7 +66,7 @@ class LearnFolder:
             "ring": [(self.ring, ".*.tmp")],
             "versions": [(self.versions, ".tmp-*")],
             "state": [(self.path, ".state.json.*.tmp"), (self.path, ".forgotten.json.*.tmp")],
-            "events": [(self.path, ".events.jsonl.*.tmp")],
+            "events": [(self.path, ".events.jsonl.*.tmp"), (self.path, ".learner.log.*.tmp")],
         }
         try:
             for name, places in guarded.items():

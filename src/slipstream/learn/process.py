@@ -1,4 +1,8 @@
-"""The learner's process as its server sees it: started, told to rest, listened to, started again a few times."""
+"""The learner's process as its server sees it: started, told to rest, listened to, started again a few times.
+
+It tells that it is alive between two steps of its work. Where it should work and nothing is heard of it for long, it
+hangs: an alarm says so, and in the end it is killed and started again as one that died.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,51 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import IO, Any
 
+from slipstream.learn.learner_log import LearnerLog
 from slipstream.learn.worker import COSTS, GO, REST
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 4
 """A learner that died that often stays dead; serving goes on without."""
+SILENT_S = 300.0
+"""Without a word while it need not rest, after which it is said to hang. It has the lowest priority: on a busy machine
+a step may take long."""
+KILL_S = 1800.0
+"""The same, after which it is killed."""
+_LONGEST_LOOK_S = 10.0
+"""Between two calls of `watch` no more is counted as silence: this process itself may have been stopped."""
 
 
 class LearnerProcess:
     """Used from one thread; `messages` are put in by another one."""
 
-    def __init__(self, config: Mapping[str, Any], module: str = "slipstream.learn.worker") -> None:
-        """`config` are the values of `WorkerConfig`; `module` is what runs in the process."""
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        module: str = "slipstream.learn.worker",
+        log: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`config` are the values of `WorkerConfig`; `module` is what runs in the process. Its standard error goes into
+        the file `log`, where one is given."""
+        self._log = None if log is None else LearnerLog(log)
+        self._clock = clock
+        self._watched_s = clock()
+        self._silent_s = 0.0
+        """While it need not rest, since anything was heard of it."""
+        self._lock = threading.Lock()
+        """What was heard is of the process that runs."""
         self._argv = [sys.executable, "-m", module, json.dumps(dict(config))]
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.num_deaths = 0
         self.fault = ""
-        """Why nothing is learned now; empty while the process lives."""
+        """Why nothing is learned now; empty while the process lives and is heard of."""
         self._rests = False
         self._costs = ""
         self._process: subprocess.Popen[str] | None = None
@@ -43,22 +71,41 @@ class LearnerProcess:
     def watch(self) -> None:
         """See whether it lives, and start it where it does not; never raises."""
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None and process.poll() is None and not self._hangs(process):
             return
         if process is not None:
             self.num_deaths += 1
-            self._process = None
+            with self._lock:
+                self._process = None
             _hang_up(process)
-            self.fault = f"the learner's process died with exit code {process.returncode}"
-            logger.warning("learning: %s; serving goes on", self.fault)
+            if self._silent_s < KILL_S:
+                self._raise(f"the learner's process died with exit code {process.returncode}")
         if self.num_deaths >= MAX_STARTS:
             return
         try:
             self._start()
         except OSError as error:
             self.num_deaths += 1
-            self.fault = f"the learner's process cannot be started: {error}"
-            logger.warning("learning: %s; serving goes on", self.fault)
+            self._raise(f"the learner's process cannot be started: {error}")
+
+    def _hangs(self, process: subprocess.Popen[str]) -> bool:
+        """Count how long nothing was heard; True where it was so long that the process has been killed."""
+        now_s = self._clock()
+        if not self._rests:
+            self._silent_s += min(now_s - self._watched_s, _LONGEST_LOOK_S)
+        self._watched_s = now_s
+        if self._silent_s >= SILENT_S and not self.fault:
+            self._raise(f"the learner's process hangs: nothing was heard of it for {SILENT_S:.0f} s")
+        if self._silent_s < KILL_S:
+            return False
+        process.kill()
+        process.wait()
+        return True
+
+    def _raise(self, fault: str) -> None:
+        where = "" if self._log is None else f"; what it wrote is in {str(self._log.file)!r}"
+        self.fault = fault + where
+        logger.warning("learning: %s; serving goes on", self.fault)
 
     def rest(self, rests: bool) -> None:
         """Have it rest, or go on."""
@@ -92,13 +139,19 @@ class LearnerProcess:
             self._argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if self._log is None else subprocess.PIPE,
             text=True,
+            errors="replace",
             env=environment,
         )
         self._process = process
+        self._silent_s, self._watched_s = 0.0, self._clock()
+        if self._log is not None:
+            threading.Thread(
+                target=self._log.follow, args=(process.stderr,), name="learn-log", daemon=True
+            ).start()
         threading.Thread(
-            target=self._listen, args=(process.stdout,), name="learn-messages", daemon=True
+            target=self._listen, args=(process, process.stdout), name="learn-messages", daemon=True
         ).start()
         if self._rests:
             self._say(REST)
@@ -111,15 +164,20 @@ class LearnerProcess:
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
 
-    def _listen(self, stream: IO[str]) -> None:
+    def _listen(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
         with stream:
             for line in stream:
                 with contextlib.suppress(ValueError):
                     message = json.loads(line)
                     if isinstance(message, dict):
-                        if message.get("event") == "ready":
-                            self.fault = ""
+                        self._heard(process)
                         self.messages.put(message)
+
+    def _heard(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            if process is self._process:  # no last words of one that died
+                self._silent_s = 0.0
+                self.fault = ""
 
 
 def _hang_up(process: subprocess.Popen[str]) -> None:

@@ -137,7 +137,7 @@ class LearnSession:
             "target": self._target,
             **settings.worker,
         }
-        self.process = LearnerProcess(worker)
+        self.process = LearnerProcess(worker, log=self._folder.learner_log)
         self._finished: queue.SimpleQueue[_FinishedRequest] = queue.SimpleQueue()
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 REST, GO, COSTS = "rest", "go", "costs"
 _MAX_UNFINISHED = 8
 """Lanes whose unfinished candidates are kept in memory."""
+BEAT_S = 5.0
+"""How often it tells that it is alive while it works."""
 _SLICE = 8
 """Records scored between two looks at whether to rest."""
 
@@ -75,16 +77,25 @@ class Rest:
         self._go = threading.Event()
         self._go.set()
         self.rested_s = 0.0
+        self._told_s = time.monotonic()
         self.costs = 0.0, 0.0
         """What drafting costs a step, in passes of the target: of the floor and of a version."""
         threading.Thread(target=self._listen, name="learn-rest", daemon=True).start()
 
     def wait(self, *_: object) -> None:
-        """Return once there is no need to rest."""
+        """Return once there is no need to rest; called between two steps of the work, it tells that they go on."""
+        self.beat(BEAT_S)
         if not self._go.is_set():
             began_s = time.monotonic()
             self._go.wait()
             self.rested_s += time.monotonic() - began_s
+
+    def beat(self, every_s: float) -> None:
+        """Tell that the process is alive, unless it did so a moment ago."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= every_s:
+            self._told_s = now_s
+            tell("alive", cpu_s=time.process_time(), rested_s=self.rested_s)
 
     def _listen(self) -> None:
         for line in sys.stdin:
@@ -307,7 +318,7 @@ def main() -> None:
             worker.turn()
         except SlipstreamError as error:
             tell("failed", why=str(error))
-        tell("alive", cpu_s=time.process_time(), rested_s=rest.rested_s)
+        rest.beat(0.0)
         time.sleep(config.poll_s)
 
 

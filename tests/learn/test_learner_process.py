@@ -1,0 +1,139 @@
+"""The learner's process: one that dies or hangs is told of, and what it wrote is kept within bounds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.learn.learner_log import LearnerLog
+from slipstream.learn.process import KILL_S, MAX_STARTS, SILENT_S, LearnerProcess
+
+HANGS = """
+import sys, time
+print('{"event": "ready"}', flush=True)
+for line in sys.stdin:
+    print('{"event": "alive"}', flush=True)
+"""
+"""It is heard of once, and then only when anything is said to it."""
+DIES = """
+import sys
+sys.stderr.write("the cause: \\u00fc\\n")
+sys.exit(3)
+"""
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def started(
+    text: str, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LearnerProcess, Path]:
+    (folder / "stand_in.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    log = folder / "learner.log"
+    return LearnerProcess({}, "stand_in", log, clock), log
+
+
+def wait_until(what: Any) -> None:
+    deadline_s = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def watched(process: LearnerProcess, clock: Clock, seconds: float) -> None:
+    for _ in range(int(seconds)):
+        clock.now_s += 1
+        process.watch()
+
+
+def test_a_process_that_hangs_raises_an_alarm_and_is_ended(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, log = started(HANGS, tmp_path, clock, monkeypatch)
+    try:
+        process.watch()
+        first = process.pid
+        assert process.messages.get(timeout=20) == {"event": "ready"}
+        process.rest(True)
+        assert process.messages.get(timeout=20) == {"event": "alive"}
+        watched(process, clock, 2 * KILL_S)
+        assert process.fault == "", "it rests"
+        process.rest(False)
+        assert process.messages.get(timeout=20) == {"event": "alive"}
+        watched(process, clock, SILENT_S - 2)
+        assert process.fault == ""
+        watched(process, clock, 3)
+        assert process.fault.startswith("the learner's process hangs: nothing was heard of it for 300 s")
+        assert str(log) in process.fault
+        process.tell_costs(0.1, 0.2)
+        wait_until(lambda: process.fault == "")
+        watched(process, clock, KILL_S + 1)
+        assert "hangs" in process.fault
+        assert process.num_deaths == 1
+        assert process.pid not in (None, first)
+    finally:
+        process.close()
+
+
+def test_a_clock_that_jumps_is_no_silence(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = started(HANGS, tmp_path, clock, monkeypatch)
+    try:
+        process.watch()
+        process.messages.get(timeout=20)
+        clock.now_s += 10 * KILL_S  # this process was stopped, the learner with it
+        process.watch()
+        assert process.fault == ""
+    finally:
+        process.close()
+
+
+def test_the_alarm_of_one_that_died_names_the_file_with_the_cause(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, log = started(DIES, tmp_path, clock, monkeypatch)
+
+    def given_up() -> bool:
+        process.watch()
+        return process.num_deaths >= MAX_STARTS
+
+    wait_until(given_up)
+    assert process.fault == f"the learner's process died with exit code 3; what it wrote is in {str(log)!r}"
+    wait_until(lambda: log.read_text("utf-8") == MAX_STARTS * "the cause: ü\n")
+    assert log.stat().st_mode & 0o777 == 0o600
+    process.close()
+
+
+def test_the_log_is_bounded_and_keeps_the_latest(tmp_path: Path) -> None:
+    log = LearnerLog(tmp_path / "learner.log", max_bytes=1000)
+    for number in range(500):
+        log.add(f"line {number}\n")
+        assert log.file.stat().st_size <= 1000
+    lines = log.file.read_text().splitlines()
+    assert lines[-1] == "line 499"
+    assert all(line.startswith("line ") for line in lines)
+    log.add("x" * 5000)
+    assert log.file.stat().st_size <= 1000
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = tmp_path / "text"
+    text.write_text("one\ntwo\n")
+    stream = text.open()
+    LearnerLog(tmp_path / "file" / "learner.log").follow(stream)
+    assert stream.closed
