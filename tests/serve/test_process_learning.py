@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.config import SpeculativeConfig
+from slipstream.errors import ConfigError
 from slipstream.learn import by_hand
 from slipstream.learn.disk_ring import read_ring, ring_identity
 from slipstream.learn.facts import LearnFacts
@@ -23,7 +25,7 @@ from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import Learning, privacy_rules
 from slipstream.serve.process.remote import RemoteEngine
-from slipstream.serve.process.start import make_remote_engine
+from slipstream.serve.process.start import learning_message, make_remote_engine
 from slipstream.text.prompts import encode_chat
 
 TENANTS = ("acme", "quiet", "acme", "quiet", "other")
@@ -67,7 +69,7 @@ async def until(engine: RemoteEngine, what: Any) -> LearnFacts:
 
 def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
-    config = ServeConfig(learn=str(folder.path), no_learn_tenant=["quiet"], one_process=False)
+    config = ServeConfig(learn=str(folder.path), learn_tenant=["acme", "other"], one_process=False)
     floor = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
     speculative = SpeculativeConfig.from_mapping({"method": "versions", "drafter": floor})
     engine = make_remote_engine(None, speculative, {"kv_cache_bytes": 48 * 2**20}, config)
@@ -113,6 +115,44 @@ def test_a_tenant_that_is_left_out_is_that_user_of_every_key() -> None:
         if may(rules, tenant)
     ]
     assert kept == ["", f"{one}/", f"{one}/ann"]
+
+
+def test_only_those_who_are_named_are_learned_from() -> None:
+    keys = ["one", "two", "three"]
+    one, two, three = map(digest, keys)
+    names = ["", "acme", *(f"{key}/{user}" for key in (one, two, three) for user in ("acme", "ann"))]
+
+    def kept(**given: list[str]) -> list[str]:
+        rules = privacy_rules(ServeConfig(learn="folder", api_key=keys, **given))  # type: ignore[arg-type]
+        return [name for name in names if may(rules, name)]
+
+    assert kept() == names
+    assert kept(learn_tenant=["acme"]) == ["acme", f"{one}/acme", f"{two}/acme", f"{three}/acme"]
+    assert kept(learn_key=["two"]) == [f"{two}/acme", f"{two}/ann"]
+    assert kept(learn_key=["two"], no_learn_tenant=["acme"]) == [f"{two}/ann"]
+    assert kept(learn_tenant=["acme"], learn_key=["two"]) == [
+        *("acme", f"{one}/acme", f"{two}/acme", f"{two}/ann", f"{three}/acme")
+    ]
+    assert kept(learn_tenant=["acme"], no_learn_key=["one"]) == ["acme", f"{two}/acme", f"{three}/acme"]
+
+
+def test_rules_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="learn_key has a key that is no api_key"):
+        ServeConfig(learn="folder", api_key=["one"], learn_key=["two"])
+    with pytest.raises(ConfigError, match="learn_tenant and no_learn_tenant name the same tenant"):
+        ServeConfig(learn="folder", learn_tenant=["acme"], no_learn_tenant=["acme", "b"])
+
+
+def test_the_engines_process_is_told_all_rules() -> None:
+    config = ServeConfig(learn="folder", learn_tenant=["acme"], no_learn_tenant=["ann"], learn_max_age="2d")
+    told = learning_message(config)
+    assert told is not None
+    assert (told.allowed, told.denied, told.by_default, told.max_age_s) == (
+        ["acme"],
+        ["ann"],
+        False,
+        172800.0,
+    )
 
 
 def may(rules: PrivacyRules, tenant: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.errors import CorruptRecordError, LearnError
@@ -224,24 +224,53 @@ def ring_identity(folder: LearnFolder) -> RingIdentity | None:
 
 def remove_from_ring(folder: LearnFolder, tenant: str) -> int:
     """Delete the records of a tenant, and of those below it, from a folder's ring of any model; returns how many."""
+    try:
+        with folder.lock("ring"):
+            files = segment_files(folder.ring)
+            return sum(
+                _remove(folder, file, file == files[-1], lambda frame: _is_of(frame, tenant))
+                for file in files
+            )
+    except OSError as error:
+        raise folder.unwritable(error) from None
+
+
+def remove_older(folder: LearnFolder, before_s: float) -> int:
+    """Delete the records of answers that began before a time, seconds since 1970; returns how many.
+
+    They are looked for from the oldest segment on, up to the first one that has none: records are appended as answers
+    end, so that one that took long may lie behind others for a while. Raises `LearnError`.
+    """
     removed = 0
     try:
         with folder.lock("ring"):
             files = segment_files(folder.ring)
             for file in files:
-                frames = list(read_frames(file))
-                kept = [one for one in frames if not _is_of(one, tenant)]
-                if len(kept) < len(frames):
-                    if file == files[-1] and kept[-1:] != frames[-1:]:
-                        # Numbers count on for ever: an empty segment says which were given.
-                        identity, _ = read_head(file)
-                        following = segment_file(folder.ring, frames[-1].number + 1)
-                        write_whole(following, segment_head(identity))
-                    rewrite(file, kept)
-                    removed += len(frames) - len(kept)
+                num = _remove(folder, file, file == files[-1], lambda frame: _is_older(frame, before_s))
+                removed += num
+                if not num and next(read_frames(file), None) is not None:
+                    break
     except OSError as error:
         raise folder.unwritable(error) from None
     return removed
+
+
+def _remove(folder: LearnFolder, file: Path, is_last: bool, is_gone: Callable[[Frame], bool]) -> int:
+    """Delete the records of a segment that are gone, and the segment where none remains; returns how many."""
+    frames = list(read_frames(file))
+    kept = [one for one in frames if not is_gone(one)]
+    if len(kept) == len(frames):
+        return 0
+    if is_last and kept[-1:] != frames[-1:]:
+        # Numbers count on for ever: an empty segment says which were given.
+        identity, _ = read_head(file)
+        following = segment_file(folder.ring, frames[-1].number + 1)
+        write_whole(following, segment_head(identity))
+    if kept:
+        rewrite(file, kept)
+    else:
+        file.unlink(missing_ok=True)
+    return len(frames) - len(kept)
 
 
 def _is_of(frame: Frame, tenant: str) -> bool:
@@ -249,6 +278,13 @@ def _is_of(frame: Frame, tenant: str) -> bool:
         return belongs_to(ServedRecord.decoded(frame.payload).tenant, tenant)
     except CorruptRecordError:
         return True  # nobody can tell whose it is, and nobody can read it
+
+
+def _is_older(frame: Frame, before_s: float) -> bool:
+    try:
+        return ServedRecord.decoded(frame.payload).created_s < before_s
+    except CorruptRecordError:
+        return True  # as above
 
 
 def _last_number(folder: LearnFolder) -> int:

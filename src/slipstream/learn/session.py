@@ -33,6 +33,7 @@ from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
 from slipstream.learn.records import TAPS, share_of, tenant_key
+from slipstream.learn.retention import Retention
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
@@ -65,6 +66,8 @@ class SessionSettings:
     by: LearnBy = LearnBy.EVERYONE
     learner: str | None = None
     """None is what suits the draft's size."""
+    max_age_s: float | None = None
+    """After which answers are deleted."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
 
@@ -114,6 +117,8 @@ class LearnSession:
         self._target = engine.config.model
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
+        self._retention = Retention(self._folder, settings.max_age_s)
+        self._retention.look()  # before anything is learned
         self._checkpoints = self._folder.lanes
         shutil.rmtree(self._checkpoints, ignore_errors=True)
         self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
@@ -256,7 +261,8 @@ class LearnSession:
     def _watch(self) -> None:
         self.process.watch()
         self._set_fault("learner_died", self.process.fault)
-        self._set_fault("learning_failed", self._capture.facts().fault)
+        self._retention.look()
+        self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._state_file.read()
         if state.number != self._state.number:

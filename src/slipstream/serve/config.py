@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
+from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.learners.registry import LEARNERS
 from slipstream.serve.tools.formats import FORMAT_NAMES
@@ -104,6 +105,14 @@ class ServeConfig:
     """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
     learn_bytes: int = 256 * 2**20
     """The most that is kept of served answers; the oldest are deleted."""
+    learn_max_age: str | None = None
+    """How old kept answers may become, in hours or days: 36h, 30d. Older ones are deleted, at most an hour late; None
+    keeps them until there are too many bytes."""
+    learn_tenant: Seq[str] = ()
+    """A tenant (the `user` field of requests) that is learned from. With any learn_tenant or learn_key, nothing is kept
+    of anybody else."""
+    learn_key: Seq[str] = field(default=(), repr=False)
+    """An API key whose requests are learned from, and nobody else's; see learn_tenant."""
     no_learn_tenant: Seq[str] = ()
     """A tenant (the `user` field of requests) of which nothing is kept for learning."""
     no_learn_key: Seq[str] = field(default=(), repr=False)
@@ -148,16 +157,24 @@ class ServeConfig:
         reject_unknown([self.learn_by], tuple(LearnBy), "learn_by")
         if self.learner is not None:
             reject_unknown([self.learner], LEARNERS, "learner")
-        unknown = set(self.no_learn_key) - set(self.api_key)
-        if unknown:
-            raise ConfigError("serve no_learn_key has a key that is no api_key; give it as api_key too")
+        for name in ("learn_key", "no_learn_key"):
+            if set(getattr(self, name)) - set(self.api_key):
+                raise ConfigError(f"serve {name} has a key that is no api_key; give it as api_key too")
+        for kind in ("tenant", "key"):
+            if set(getattr(self, f"learn_{kind}")) & set(getattr(self, f"no_learn_{kind}")):
+                raise ConfigError(
+                    f"serve learn_{kind} and no_learn_{kind} name the same {kind}; give one of them"
+                )
+        if self.learn_max_age is not None:
+            seconds_of_age(self.learn_max_age)
         reject_unknown([self.log_level], LOG_LEVELS, "log_level")
         reject_unknown([self.log_format], LOG_FORMATS, "log_format")
         if self.tool_call_parser is not None:
             reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
         if self.metrics_alias is not None:
             reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
-        for name in ("api_key", "cors_origins", "task_labels", "no_learn_tenant", "no_learn_key"):
+        lists = ("api_key", "cors_origins", "task_labels", "learn_tenant", "learn_key")
+        for name in (*lists, "no_learn_tenant", "no_learn_key"):
             values = getattr(self, name)
             if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
                 raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
+from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
@@ -24,15 +26,23 @@ FLOOR = "floor"
 
 
 def privacy_rules(config: ServeConfig) -> PrivacyRules:
-    """Of whom nothing is kept. With API keys a tenant is that user of every key."""
-    users = config.no_learn_tenant
+    """Of whom nothing is kept. With API keys a tenant is that user of every key, but nobody is learned from through a
+    key that is left out."""
+    open_keys = [key for key in config.api_key if key not in config.no_learn_key]
     return PrivacyRules.of(
-        denied=[
-            *users,
-            *(f"{digest(key)}/{user}" for key in config.api_key for user in users),
-            *map(digest, config.no_learn_key),
-        ]
+        allowed=[*_everywhere(config.learn_tenant, open_keys), *map(digest, config.learn_key)],
+        denied=[*_everywhere(config.no_learn_tenant, config.api_key), *map(digest, config.no_learn_key)],
+        by_default=not (config.learn_tenant or config.learn_key),
     )
+
+
+def _everywhere(users: Seq[str], keys: Seq[str]) -> list[str]:
+    return [*users, *(f"{digest(key)}/{user}" for key in keys for user in users)]
+
+
+def max_age_s(config: ServeConfig) -> float | None:
+    """After which answers are deleted."""
+    return None if config.learn_max_age is None else seconds_of_age(config.learn_max_age)
 
 
 class Learning(Collector):
@@ -54,6 +64,7 @@ class Learning(Collector):
                 privacy_rules(config),
                 by=LearnBy(config.learn_by),
                 learner=config.learner,
+                max_age_s=max_age_s(config),
             )
             self._session, self._facts = begin_learning(engine, settings)
         elif isinstance(engine, RemoteEngine):

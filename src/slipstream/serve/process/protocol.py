@@ -56,6 +56,11 @@ class LoadLearning(msgspec.Struct, frozen=True, array_like=True):
     """Tenants of whom nothing is kept, and accounts."""
     by: str = "everyone"
     learner: str | None = None
+    allowed: list[str] = []
+    """Tenants that are learned from, and accounts."""
+    by_default: bool = True
+    """Whether those that are in neither list are learned from."""
+    max_age_s: float | None = None
 
 
 class Load(EngineMessage, tag="load", frozen=True):

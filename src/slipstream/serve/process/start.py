@@ -13,7 +13,7 @@ from slipstream.engine.factory import engine_config
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.learning import privacy_rules
+from slipstream.serve.learning import max_age_s, privacy_rules
 from slipstream.serve.process.launch import as_loaded, start_engine
 from slipstream.serve.process.protocol import Load, LoadLearning
 from slipstream.serve.process.remote import RemoteEngine
@@ -76,10 +76,14 @@ def learning_message(server: ServeConfig) -> LoadLearning | None:
     """What the engine's process is told of learning."""
     if server.learn is None:
         return None
+    rules = privacy_rules(server)
     return LoadLearning(
         str(Path(server.learn).resolve()),
         server.learn_bytes,
-        sorted(privacy_rules(server).denied),
+        sorted(rules.denied),
         server.learn_by,
         server.learner,
+        sorted(rules.allowed),
+        rules.by_default,
+        max_age_s(server),
     )

@@ -81,9 +81,10 @@ def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | None:
     settings = SessionSettings(
         Path(load.folder),
         load.max_bytes,
-        PrivacyRules.of(denied=load.denied),
+        PrivacyRules.of(load.allowed, load.denied, load.by_default),
         by=LearnBy(load.by),
         learner=load.learner,
+        max_age_s=load.max_age_s,
     )
     session, host.learn_facts = begin_learning(host, settings)
     return session

@@ -1,0 +1,47 @@
+"""How long answers are kept: those that are older are deleted from the ring, at most an hour late."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from slipstream.errors import LearnError
+from slipstream.learn.ages import HOUR_S
+from slipstream.learn.disk_ring import remove_older
+from slipstream.learn.folder import LearnFolder
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 24
+"""Within the age itself."""
+
+
+class Retention:
+    """Deletes what is too old, now and then; used from one thread."""
+
+    def __init__(
+        self, folder: LearnFolder, max_age_s: float | None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """None keeps answers until the ring needs their room."""
+        self._folder, self._max_age_s, self._clock = folder, max_age_s, clock
+        self._looked_s: float | None = None
+        self.fault = ""
+        """Why what is too old is still there; empty while it is not."""
+
+    def look(self) -> int:
+        """Delete what is too old, unless it was looked for a while ago; returns how many records. Never raises."""
+        now_s, age_s = self._clock(), self._max_age_s
+        if age_s is None:
+            return 0
+        if self._looked_s is not None and 0 <= now_s - self._looked_s < min(age_s / _LOOKS, HOUR_S):
+            return 0
+        self._looked_s = now_s
+        try:
+            num_removed = remove_older(self._folder, now_s - age_s)
+        except LearnError as error:
+            self.fault = f"answers that are too old cannot be deleted: {error}"
+            logger.warning("learning: %s; serving goes on", self.fault)
+            return 0
+        self.fault = ""
+        return num_removed
