@@ -1,17 +1,22 @@
 """What learning from served answers gains when a topic appears that the draft never saw.
 
-    python -m benchmarks.learn --data CHAT.jsonl --floor DRAFT --topic sql [--quick]
+    python -m benchmarks.learn --data CHAT.jsonl --floor DRAFT [--quick]
+    python -m benchmarks.learn --data CHAT.jsonl --floor DRAFT --topic math --temperature 1 --output RESULT.json
+    python -m benchmarks.learn --data CHAT.jsonl --floor DRAFT --model TARGET --output RESULT.json
 
-`--data` are conversations by task, `--floor` is a draft that was trained without `--topic`. The target answers prompts
-of the other tasks, then as many of the topic between them. The draft learns from these answers as it would beside a
-server (`slipstream learn replay`), and each version that is promoted drafts other, held-out prompts of both kinds.
-Beside it stands a draft that learned offline from all answers to the topic at once, for three times as long.
+`--data` are conversations by task, `--floor` is a draft that was trained without `--topic`, a weak one or a
+well-trained one, with the vocabulary of the target: the embedded one, or `--model`, such as a cost-expanded one. The
+target answers prompts of the other tasks, then as many of the topic between them. The draft learns from these answers
+as it would beside a server (`slipstream learn replay`), and each version that is promoted drafts other, held-out
+prompts of both kinds. Beside it stands a draft that learned offline from all answers to the topic at once, for three
+times as long.
 
 Then 50 candidates are made worse on purpose, from the version that serves in the end: noise on its weights, wrong
 labels, one task without an anchor. The judge sees them on held-out answers as it sees honest ones.
 
 Everything is counterfactual, and exact but for time: an answer is the same with any draft. Cells that have ended are
-kept.
+kept. Without --output the result is docs/benchmarks/learn.json with its picture, of sql at temperature 0 with the
+embedded target; a --quick run has learn_quick.json and no picture. Any other has its picture beside its result.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks.kept import Kept, say
+from slipstream.assets import EMBEDDED_NAME
 from slipstream.engine.factory import make_engine
 from slipstream.learn.anchor import anchor_of, split
 from slipstream.learn.judge import JudgeOptions, judge
@@ -43,8 +49,9 @@ from slipstream.learn.tracing import asked_trace
 from slipstream.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULT = DOCS / "benchmarks/learn.json"
+QUICK_RESULT = RESULT.with_name("learn_quick.json")
 PICTURE = DOCS / "images/learning.svg"
 DEPTH = 4
 NUM_BAD = 50
@@ -52,25 +59,14 @@ OFFLINE_FACTOR = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="conversations: task and messages")
-    parser.add_argument("--floor", type=Path, required=True, help="a draft that never saw the topic")
-    parser.add_argument("--about-floor", default="", help="how the floor was trained, for the result")
-    parser.add_argument("--topic", default="sql")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--learner", default="whole")
-    parser.add_argument("--quick", action="store_true", help="a third of the requests and of the steps")
-    args = parser.parse_args()
+    args = options_of()
     torch.set_num_threads(1)
     part = 3 if args.quick else 1
     before, after, held_out, steps = 180 // part, 600 // part, 480 // part, 120 // part
-    settings = {name: str(value) for name, value in vars(args).items()}
-    kept = Kept(RESULT.with_name("learn_quick.json") if args.quick else RESULT, settings)
+    kept = Kept(args.output, {name: str(value) for name, value in vars(args).items()})
     options = LearnerOptions(num_steps=steps, batch_rows=4 if args.quick else 8, row_length=256, depth=DEPTH)
     learner = make_learner(args.learner, args.floor, options)
-    trace, other = answers(args.data, args.topic, before, after, held_out, args.temperature)
+    trace, other = answers(args, before, after, held_out)
     shift = sum(int(one.request_id.split("-")[1]) < before for one in trace)
     rounds = ReplayOptions(
         every=40 if args.quick else 60, window=200 if args.quick else 300, num_anchors=240 // part
@@ -84,7 +80,12 @@ def main() -> None:
     bad = kept.cell("worse on purpose", partial(worse, learner, trace, final, NUM_BAD // part))
     result = {
         "provenance": provenance(num_threads=1),
-        "settings": {"topic": args.topic, "temperature": args.temperature, "floor": args.about_floor},
+        "settings": {
+            "topic": args.topic,
+            "temperature": args.temperature,
+            "target": args.model or EMBEDDED_NAME,
+            "floor": args.about_floor,
+        },
         "options": {"learner": asdict(options), "replay": asdict(rounds), "judge": asdict(JudgeOptions())},
         "shift_after": shift,
         "loop": loop,
@@ -93,17 +94,46 @@ def main() -> None:
         "summary": summary(loop, offline, args.topic, shift),
     }
     kept.finish(result)
-    draw(result, args.topic)
+    if args.picture is not None:
+        draw(result, args.topic, args.picture)
     print(json.dumps(result["summary"], indent=1))
     print(f"worse on purpose: {bad['promoted']} of {bad['tries']} promoted")
 
 
+def options_of(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with `output` and `picture`, which is None where none is drawn."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="conversations: task and messages")
+    parser.add_argument("--floor", type=Path, required=True, help="a draft that never saw the topic")
+    parser.add_argument("--about-floor", default="", help="how the floor was trained, for the result")
+    parser.add_argument("--model", help="a target's folder; the embedded one unless given")
+    parser.add_argument("--topic", default="sql")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--learner", default="whole")
+    parser.add_argument("--quick", action="store_true", help="a third of the requests and of the steps")
+    parser.add_argument("--output", type=Path, help="the result, as JSON")
+    args = parser.parse_args(given)
+    if args.output is None:
+        names = ("model", "topic", "temperature", "learner")
+        others = [name for name in names if getattr(args, name) != parser.get_default(name)]
+        if others:
+            parser.error(f"give --output: {RESULT.name} is not of another {' or '.join(others)}")
+        args.output = QUICK_RESULT if args.quick else RESULT
+    whole = None if args.quick else PICTURE
+    pictures = {RESULT: whole, QUICK_RESULT: None}
+    args.picture = pictures.get(args.output.resolve(), args.output.with_suffix(".svg"))
+    return args
+
+
 def answers(
-    data: Path, topic: str, before: int, after: int, held_out: int, temperature: float
+    args: argparse.Namespace, before: int, after: int, held_out: int
 ) -> tuple[list[ServedRecord], list[ServedRecord]]:
     """(the trace, held-out answers of all tasks): the target's own, to prompts in the file's order."""
+    topic = args.topic
     prompts: dict[str, list[Any]] = defaultdict(list)
-    with data.open(encoding="utf-8") as lines:
+    with args.data.open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
             messages = [{"role": "user", "content": row["messages"][0]["content"]}]
@@ -118,9 +148,9 @@ def answers(
         ]
         return [prompts[task].pop() for task in order if prompts[task]]
 
-    params = SamplingParams(temperature=temperature, max_tokens=64, seed=1)
+    params = SamplingParams(temperature=args.temperature, max_tokens=64, seed=1)
     asked = [mixed(before, False) + mixed(after, True), mixed(held_out, True)]
-    engine = make_engine(None, None, {"max_num_seqs": 32})
+    engine = make_engine(args.model, None, {"max_num_seqs": 32})
     started_s = time.monotonic()
     found = [asked_trace(engine, one, params) for one in asked]
     say(f"{sum(map(len, found)):,} answers: {time.monotonic() - started_s:.0f} s")
@@ -252,7 +282,7 @@ def summary(loop: dict[str, Any], offline: dict[str, Any], topic: str, shift: in
     }
 
 
-def draw(result: dict[str, Any], topic: str) -> None:
+def draw(result: dict[str, Any], topic: str, picture: Path) -> None:
     """Tokens a pass over the requests, with the shift and the swaps."""
     rounds = result["loop"]["rounds"]
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
@@ -272,7 +302,7 @@ def draw(result: dict[str, Any], topic: str) -> None:
         axes.axvline(one["after"], color="green", lw=0.6, ls=":", label=None if number else "swap")
     axes.set(xlabel="requests", ylabel="tokens a pass", ylim=(1, None))
     axes.legend(fontsize=8)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(picture, metadata={"Date": None})
     plt.close(figure)
 
 
