@@ -143,6 +143,35 @@ def test_a_damaged_head_gets_better_and_its_tensors_are_all_that_it_needs(
         assert (one == two).mean() > 0.95
 
 
+def test_a_row_weighs_as_much_as_its_chain_comes_that_far(served: Any) -> None:
+    [record] = [one for one in served[0] if one.temperature][:1]
+
+    def loss(record: ServedRecord, depth: int) -> Any:
+        learner = make_learner("eagle", Path(EMBEDDED_EAGLE3), replace(OPTIONS, depth=depth), EMBEDDED_TARGET)
+        head, _ = learner.begin(None)
+        return learner.loss(head, next(learner.batches([record], [])))
+
+    def with_top(record: ServedRecord, places: Any, ids: Any) -> ServedRecord:
+        top_ids = record.rows.top_ids.copy()
+        top_ids[places] = ids
+        return replace(record, rows=replace(record.rows, top_ids=top_ids))
+
+    positions = record.rows.positions
+    own = record.rows.path_lengths() == 0
+    odd = np.arange(4000, 4000 + record.rows.width, dtype=np.int32)  # what the head thinks improbable
+    base = loss(record, 2)
+    assert base.loss.item() == loss(with_top(record, own & (positions == 0), odd), 2).loss.item(), (
+        "an answer's first token is not drafted"
+    )
+    assert base.loss.item() != loss(with_top(record, own & (positions == 5), odd), 2).loss.item()
+    assert base.loss.item() != loss(record, 1).loss.item()
+    lost = with_top(record, slice(None), odd)
+    assert loss(lost, 1).overlap < 0.1
+    assert loss(lost, 2).loss.item() == pytest.approx(loss(lost, 1).loss.item(), rel=0.02), (
+        "no chain comes to its second token"
+    )
+
+
 def test_a_version_of_a_head_serves_and_no_text_changes(served: Any) -> None:
     _, before, after, version = served
     assert {one.metrics.draft_version for one in before} == {""}

@@ -15,7 +15,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.errors import LearnError
 from slipstream.learn.batches import batch_of, batches, example_of
 from slipstream.learn.learners.registry import check_learns, make_learner
-from slipstream.learn.objective import TargetRows, learn_loss, reached
+from slipstream.learn.objective import TargetRows, learn_loss, reached, row_losses
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import CheckedRows, Purpose, ServedRecord
 from slipstream.learn.scoring import replayed
@@ -83,6 +83,30 @@ def test_the_loss_is_smallest_where_the_draft_is_the_target():
     assert same.overlap == pytest.approx(1, abs=1e-4)
     assert float(same.loss) == pytest.approx(0, abs=1e-4)
     assert float(learn_loss(logits.roll(1, 1), rows, 4).loss) > 0.1
+
+
+def test_tokens_that_a_head_cannot_draft_are_lost_and_teach_nothing():
+    generator = torch.Generator().manual_seed(0)
+    rows = TargetRows(
+        torch.tensor([[0, 5, 2], [5, 6, 7]]),
+        torch.tensor([[0.5, 0.3, 0.1], [0.5, 0.3, 0.1]]).log(),
+        torch.ones(2),
+        torch.ones(2),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    logits = torch.randn(2, 8, generator=generator)
+    same = row_losses(logits, rows), row_losses(logits, rows, torch.arange(8))
+    assert torch.equal(same[0][0], same[1][0])
+    assert torch.equal(same[0][1], same[1][1])
+    draft_ids = torch.tensor([0, 1, 2, 3, 4, -1, -1, -1])
+    target = torch.tensor(
+        [0.5, 0.1 / 3, 0.1, 0.1 / 3, 0.1 / 3]
+    ).log()  # the tail's 0.1 over those that it has
+    divergence, overlap = row_losses(target[None].repeat(2, 1), rows, draft_ids)
+    assert divergence[0].item() == pytest.approx(0, abs=1e-4), "it can come no nearer to the target"
+    assert overlap[0].item() == pytest.approx(0.5 + 0.1 + 0.1, abs=1e-3)
+    assert overlap[1].item() == pytest.approx(0.1, abs=1e-3)
+    assert divergence.isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "rate"), [("whole", 5e-3), ("low_rank", 2e-2), ("corrective", 0.1)])

@@ -10,6 +10,7 @@ Greedy answers ask for the most probable token alone. For them both distribution
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,16 @@ class TargetRows:
     """int64 [n]: how many of the rows just before are those of the tokens before, on the same answer; -1 for rows in
     branches."""
 
+    def at(self, numbers: Tensor) -> TargetRows:
+        """The rows of these numbers, int64 [m]."""
+        return TargetRows(
+            self.top_ids[numbers],
+            self.top_log_probs[numbers],
+            self.temperatures[numbers],
+            self.weights[numbers],
+            self.history[numbers],
+        )
+
 
 @dataclass(frozen=True)
 class LearnLoss:
@@ -54,20 +65,45 @@ def learn_loss(logits: Tensor, rows: TargetRows, depth: int, overlap_weight: flo
     A row's weight is how often a step reaches it with a draft token: an answer's first token comes with the prompt, and
     one that follows `depth` right ones comes free. Both chances follow from the draft's own overlaps.
     """
-    temperatures = rows.temperatures.clamp(LEAST_TEMPERATURE, 1.0)[:, None]
-    log_q = torch.log_softmax(logits / temperatures, dim=-1).gather(1, rows.top_ids)  # [n, k]
-    q = log_q.exp()
-    q_tail = (1 - q.sum(-1)).clamp(min=_SMALLEST)
-    log_p, p_tail = _sharpened(rows, temperatures, logits.shape[1])
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1) + p_tail * (p_tail.clamp(min=_SMALLEST).log() - q_tail.log())
-    overlap = torch.minimum(p, q).sum(-1) + torch.minimum(p_tail, q_tail)
+    divergence, overlap = row_losses(logits, rows)
     weights = rows.weights * reached(overlap.detach(), rows.history, depth)
-    total = weights.sum().clamp(min=_SMALLEST)
-    loss = (weights * (divergence + overlap_weight * (1 - overlap))).sum() / total
+    return weighted_loss([divergence], [overlap], [weights], overlap_weight)
+
+
+def weighted_loss(
+    divergences: Seq[Tensor], overlaps: Seq[Tensor], weights: Seq[Tensor], overlap_weight: float
+) -> LearnLoss:
+    """What is made small, of the rows of one or several groups: each of the three has a tensor [n] a group."""
+    divergence, overlap, weight = (torch.cat(list(parts)) for parts in (divergences, overlaps, weights))
+    total = weight.sum().clamp(min=_SMALLEST)
+    loss = (weight * (divergence + overlap_weight * (1 - overlap))).sum() / total
     with torch.no_grad():
-        means = [float((weights * one).sum() / total) for one in (overlap, divergence)]
+        means = [float((weight * one).sum() / total) for one in (overlap, divergence)]
     return LearnLoss(loss, *means)
+
+
+def row_losses(logits: Tensor, rows: TargetRows, draft_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(forward divergence [n], overlap [n]) of a draft's `logits` [n, draft vocab] and the target's rows.
+
+    `draft_ids`, int64 [vocab], has the place of each of the target's tokens in the draft's vocabulary, -1 for those
+    that it cannot draft; None where it has them all. Of these nothing can be learned: the divergence is from the
+    target's distribution over the others, the overlap counts them as lost.
+    """
+    temperatures = rows.temperatures.clamp(LEAST_TEMPERATURE, 1.0)[:, None]
+    log_q = torch.log_softmax(logits / temperatures, dim=-1)
+    log_p, p_tail = _sharpened(rows, temperatures, logits.shape[1] if draft_ids is None else len(draft_ids))
+    at = rows.top_ids if draft_ids is None else draft_ids[rows.top_ids]
+    known = at >= 0
+    p, log_q = log_p.exp(), log_q.gather(1, at.clamp(min=0))  # [n, k]
+    q = log_q.exp() * known
+    q_tail = (1 - q.sum(-1)).clamp(min=_SMALLEST)
+    log_mass = ((p * known).sum(-1) + p_tail).clamp(min=_SMALLEST).log()  # 0 where all are known
+    possible = p * known / log_mass.exp()[:, None]
+    divergence = (possible * (log_p - log_mass[:, None] - log_q)).sum(-1)
+    tail = p_tail / log_mass.exp()
+    divergence = divergence + tail * (tail.clamp(min=_SMALLEST).log() - q_tail.log())
+    overlap = torch.minimum(p, q).sum(-1) + torch.minimum(p_tail, q_tail)
+    return divergence, overlap
 
 
 def reached(overlap: Tensor, history: Tensor, depth: int) -> Tensor:

@@ -18,15 +18,12 @@ from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.errors import LearnError
 from slipstream.learn.learners.base import Learner, Tensors
-from slipstream.learn.objective import LEAST_TEMPERATURE, LearnLoss
+from slipstream.learn.objective import LearnLoss, TargetRows, row_losses, weighted_loss
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import TAPS, ServedRecord
 from slipstream.learn.scoring import Hits, Scorer, drawn
-from slipstream.train.eagle_loss import TargetText, draft_states, training_time_test
+from slipstream.train.eagle_loss import TargetText, draft_states
 from slipstream.train.target import load_model
-
-_DECAY = 0.8
-"""Ratio of each step's weight to the step's before, as the head was trained."""
 
 
 class TargetTable:
@@ -63,6 +60,8 @@ class HeadExample:
     """[n, k]"""
     top_log_probs: NDArray[np.float32]
     """[n, k]"""
+    is_drafted: NDArray[np.bool_]
+    """[n]: False for an answer's first token, which comes with the prompt."""
     temperature: float
 
     @classmethod
@@ -89,21 +88,22 @@ class HeadExample:
             places.astype(np.int64),
             rows.top_ids[own].astype(np.int64),
             np.minimum(rows.top_log_probs[own].astype(np.float32), 0.0),
+            rows.positions[own] > 0,
             record.temperature,
         )
 
-    def logits(self, vocab_size: int) -> Tensor:
-        """float32 [n, vocab]: the target's, up to a constant; tokens that were not kept share what is left."""
-        top_ids, top = torch.from_numpy(self.top_ids), torch.from_numpy(self.top_log_probs)
-        others = max(1, vocab_size - top_ids.shape[1])
-        tail = (1 - top.exp().sum(-1)).clamp(min=1e-12) / others
-        full = tail.log()[:, None].repeat(1, vocab_size)
-        temperature = min(max(self.temperature, LEAST_TEMPERATURE), 1.0)
-        return full.scatter_(1, top_ids, top) / temperature
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """Texts, and the target's rows behind the places where `text.learns`, in order."""
+
+    text: TargetText
+    target: TargetRows
 
 
 class EagleLearner(Learner):
-    """All weights of an EAGLE-3 head, by the training-time test (`train.eagle_loss`), on captured hidden states."""
+    """All weights of an EAGLE-3 head, on captured hidden states: each step reads what the step before made, as in the
+    training-time test (`train.eagle_loss`), and what is made small is what chains lose (`objective`)."""
 
     name = "eagle"
 
@@ -126,7 +126,7 @@ class EagleLearner(Learner):
             raise LearnError(f"none of {len(records)} records has hidden states of the target to learn from")
         return self._endless(parts)
 
-    def _endless(self, parts: list[list[HeadExample]]) -> Iterator[TargetText]:
+    def _endless(self, parts: list[list[HeadExample]]) -> Iterator[HeadBatch]:
         rng = np.random.default_rng(self.options.seed)
         rows = self.options.batch_rows
         shares = [rows - rows // 2, rows // 2] if parts[1] and rows > 1 else [rows, 0]
@@ -138,9 +138,9 @@ class EagleLearner(Learner):
                     if not order:
                         order += [part[number] for number in rng.permutation(len(part))]
                     chosen.append(order.pop())
-            yield self._text(chosen)
+            yield self._batch(chosen)
 
-    def _text(self, examples: Seq[HeadExample]) -> TargetText:
+    def _batch(self, examples: Seq[HeadExample]) -> HeadBatch:
         """The examples, a row each."""
         width = max(len(one.tokens) for one in examples)
         tokens = torch.zeros(len(examples), width, dtype=torch.int64)
@@ -153,18 +153,46 @@ class EagleLearner(Learner):
             documents[row, :num] = row
             learns[row, torch.from_numpy(one.places)] = True
             features[row, :num] = torch.from_numpy(one.features.astype(np.float32))
-        logits = torch.cat([one.logits(self.target.vocab_size) for one in examples])
         positions = torch.arange(width).expand(len(examples), width)
-        return TargetText(self.target.embed(tokens), features, positions, documents, learns, logits)
+        no_logits = torch.empty(0, self.target.vocab_size)
+        text = TargetText(self.target.embed(tokens), features, positions, documents, learns, no_logits)
+        kept = min(
+            one.top_ids.shape[1] for one in examples
+        )  # records of another setting may keep fewer tokens
+        num_rows = [len(one.places) for one in examples]
+        target = TargetRows(
+            torch.cat([torch.from_numpy(one.top_ids[:, :kept]) for one in examples]),
+            torch.cat([torch.from_numpy(one.top_log_probs[:, :kept]) for one in examples]),
+            torch.tensor([one.temperature for one in examples]).repeat_interleave(torch.tensor(num_rows)),
+            torch.cat([torch.from_numpy(one.is_drafted) for one in examples]).float(),
+            torch.zeros(sum(num_rows), dtype=torch.int64),
+        )
+        return HeadBatch(text, target)
 
     def num_tokens(self, batch: Any) -> int:
-        return int(batch.documents.numel())
+        return int(batch.text.documents.numel())
 
     def loss(self, model: Any, batch: Any) -> LearnLoss:
-        """Its overlap is the agreement of the most probable tokens, its divergence the cross-entropy, of all steps."""
-        found = training_time_test(model, batch, num_steps=self.options.depth, decay=_DECAY)
-        agreement = sum(found.agreement) / max(1, len(found.agreement))
-        return LearnLoss(found.loss, agreement, float(found.loss.detach()))
+        """Of chains that begin behind every token of an answer: a row weighs as much as its chain comes that far, by
+        the head's own overlaps with the target before."""
+        learns = batch.text.learns.flatten()
+        row_of = learns.cumsum(0) - 1
+        draft_ids = torch.full((self.target.vocab_size,), -1)
+        draft_ids[model.draft_token_ids] = torch.arange(len(model.draft_token_ids))
+        reached = torch.zeros(len(learns))  # by the place at which a chain begins
+        divergences, overlaps, weights = [], [], []
+        for step, later, states in draft_states(model, batch.text, self.options.depth):
+            learned = learns[later]
+            rows = batch.target.at(row_of[later[learned]])
+            begins = later[learned] - 1 - step
+            if step == 0:
+                reached[begins] = rows.weights
+            divergence, overlap = row_losses(model.logits(states[learned]).float(), rows, draft_ids)
+            divergences.append(divergence)
+            overlaps.append(overlap)
+            weights.append(reached[begins])
+            reached[begins] = reached[begins] * overlap.detach()
+        return weighted_loss(divergences, overlaps, weights, self.options.overlap_weight)
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
         return {name: one.detach().half() for name, one in model.named_parameters()}
