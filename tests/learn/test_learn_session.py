@@ -140,8 +140,8 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
     try:
         version = add_version(session, tmp_path, 0.0)
         file = VersionStore(LearnFolder(tmp_path)).weights_file(version)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")  # before the session can have read it
         StateFile(LearnFolder(tmp_path)).change(lambda state: state.with_lane(state.lane().promoted(version)))
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
         wait_until(lambda: "version_rolled_back" in session.facts().faults)
         assert session.lanes == [""]
         assert {one.metrics.draft_version for one in answers(client, range(3))} == {""}
