@@ -183,10 +183,8 @@ class SiblingsDrafter(Drafter):
         if company is None:
             return None
         options = self.options
-        max_nodes, max_depth = (
-            min(budget, options.num_draft_nodes),
-            min(budget, options.num_speculative_tokens),
-        )
+        max_nodes = min(budget, options.num_draft_nodes)
+        max_depth = min(budget, options.num_speculative_tokens)
         coupled = self.context.verifier.accepts_coupled
         return _Tree(
             sequence, company.rows, coupled, company.trust, options.min_path_prob, max_nodes, max_depth
