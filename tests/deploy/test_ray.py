@@ -29,8 +29,6 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
 def standing_again(seconds: float = 120.0) -> list[str]:
     """What is said of the application once Ray has replaced what was killed; the last that was said, if it never is."""
     end = time.monotonic() + seconds
@@ -41,6 +39,8 @@ def standing_again(seconds: float = 120.0) -> list[str]:
         time.sleep(0.5)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
 def test_two_replicas_one_of_which_is_killed_under_way() -> None:
     settings = DeploySettings(
         model=EMBEDDED_TARGET,
