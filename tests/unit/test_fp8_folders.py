@@ -113,6 +113,16 @@ def test_they_take_the_types_that_plain_weights_take(
     assert planned.stored_bytes == planned.num_parameters
 
 
+@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@pytest.mark.parametrize("asked", [{"dtype": "float32"}, {"quantization": "float32"}], ids=str)
+def test_float32_rounds_nothing(asked: dict[str, str], tmp_path: Path) -> None:
+    down = saved(tmp_path, FP8, tiny())["model.layers.1.mlp.down_proj.weight"].float()
+    assert not torch.equal(down, down.bfloat16().float())
+    lm = load_model(str(tmp_path), **asked)
+    assert lm.decoder is not None
+    assert torch.equal(lm.decoder.linears[-2].unpack(torch.arange(len(down))), down)
+
+
 def test_experts_are_converted_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

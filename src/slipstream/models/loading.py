@@ -102,6 +102,8 @@ def load_model(
         if native and kind == torch.float32 and source.stores_its_numbers:
             read_as = STORED if fmt.stored_dtype in (None, torch.float32) else fmt.stored_dtype
         narrow = stored if read_as == STORED else read_as if isinstance(read_as, torch.dtype) else None
+        if "float32" in (dtype, name):
+            narrow = None  # what is stored in 8 bits becomes float32, which rounds nothing
         with reading(read_as):
             model, stored_as = load_weights(
                 source,

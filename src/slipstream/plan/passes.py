@@ -19,8 +19,8 @@ from slipstream.sampling.noise import SMALL_VOCABULARY
 
 _LINE = 16
 """Floats of a cache line; the decoder keeps its rows an odd number of them apart."""
-ROW_ARRAYS_BYTES = 9 * 8
-"""Of the arrays of `models.rows.Rows`, for each row."""
+ROW_ARRAYS_BYTES = 11 * 8
+"""Of the arrays of `models.rows.Rows`, for each row, of groups that share entries."""
 
 _DIVIDED_BYTES = 4 + 8
 """Where the decoder keeps a row's arithmetic: see `divide` in kernels/worker.h."""
@@ -37,7 +37,7 @@ _PARTITION = 256
 _TILE = 64
 _PARTS_A_THREAD = 4
 _KEPT = 4 * 2**20
-_TILE_BYTES, _PART_BYTES, _VISIBLE_BYTES, _PARTIAL_BYTES = 24, 4, 32, 8
+_TILE_BYTES, _PART_BYTES, _VISIBLE_BYTES, _PARTIAL_BYTES = 40, 4, 32, 8
 
 
 @dataclass(frozen=True, slots=True)
