@@ -143,21 +143,30 @@ def test_the_likeliest_nodes_of_all_samples_are_drafted() -> None:
     assert set(proposals[1].token_ids) == {7}
 
 
-def test_what_was_promised_in_vain_is_trusted_less() -> None:
+def test_what_was_promised_in_vain_is_trusted_less_until_it_comes_true_again() -> None:
     row = torch.zeros(VOCAB)
     row[7] = 30.0
     text, greedy = [1, 2, 3, 4], SamplingParams(n=2, temperature=0)
-    drafter = make(num_speculative_tokens=1)
+    drafter = make(num_speculative_tokens=1, num_draft_nodes=1)
     teach(drafter, answer([*text, 7], params=greedy), row)
-    for rounds in range(100):
-        [proposal] = drafter.propose([answer(text, 1, params=greedy)], [4])
-        if not len(proposal):
-            break
-        went_on = answer([*text, 20 + rounds % 9], 1, params=greedy)
-        drafter.observe([Observation(went_on, proposal, 0, row.repeat(2, 1), num_before=len(text))])
-    else:
-        pytest.fail("it goes on as if nothing had been in vain")
-    assert rounds > 5
+
+    def drafts_while(token: int) -> list[bool]:
+        """Whether it drafts, in steps in which the target chooses `token`."""
+        drafted = []
+        for _ in range(200):
+            [proposal] = drafter.propose([answer(text, 1, params=greedy)], [4])
+            drafted.append(len(proposal) > 0)
+            came = answer([*text, token], 1, params=greedy)
+            accepted = int(drafted[-1] and token == 7)
+            rows = row.repeat(1 + len(proposal), 1)
+            drafter.observe([Observation(came, proposal, accepted, rows, num_before=len(text))])
+        return drafted
+
+    in_vain, again = drafts_while(20), drafts_while(7)
+    assert all(in_vain[:5])
+    assert not any(in_vain[-5:])
+    assert not again[0]
+    assert all(again[-5:])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
@@ -79,6 +79,18 @@ class SiblingsOptions:
         )
 
 
+class _Guess(NamedTuple):
+    """The likeliest token behind a text."""
+
+    length: int
+    """Tokens of the text."""
+    token: int
+    order: int
+    """Of the n-gram behind which it stands."""
+    promised: float
+    """The chance of it, as the n-gram's row says."""
+
+
 class _Trust:
     """How often what stands behind an n-gram of some length is what its rows say, learned from what was accepted."""
 
@@ -90,13 +102,14 @@ class _Trust:
         """The share of promised acceptance that came true."""
         return self._accepted[order] / self._promised[order]
 
-    def learn(self, order: int, promised: float, accepted: bool) -> None:
-        """A node behind an n-gram of `order` tokens whose parent was accepted."""
-        for counts, new in ((self._promised, promised), (self._accepted, float(accepted))):
-            counts[order] += new
-            if self._promised[order] > MOST_WEIGHT:  # what was long ago counts less
-                self._promised[order] *= 0.5
-                self._accepted[order] *= 0.5
+    def learn(self, guess: _Guess, token: int) -> None:
+        """The target chose `token` where this was the likeliest, drafted or not."""
+        order = guess.order
+        self._promised[order] += guess.promised
+        self._accepted[order] += token == guess.token
+        if self._promised[order] > MOST_WEIGHT:  # what was long ago counts less
+            self._promised[order] *= 0.5
+            self._accepted[order] *= 0.5
 
 
 @dataclass
@@ -129,8 +142,8 @@ class SiblingsDrafter(Drafter):
         self._num_successors = min(options.num_successors, context.vocab_size)
         self._companies: BoundedDict[tuple[str, str | None], _Company] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
-        self._expected: dict[int, list[tuple[int, float]]] = {}
-        """By sequence: what its last proposal promised."""
+        self._guesses: dict[int, _Guess] = {}
+        """By sequence: what was likeliest when it was drafted for."""
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -165,7 +178,12 @@ class SiblingsDrafter(Drafter):
         The empty proposal where nothing is known behind a text's last tokens.
         """
         trees = [self._tree(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        frontier = [entry for tree in trees if tree is not None for entry in tree.roots()]
+        frontier: list[_Candidate] = []
+        for tree in trees:
+            if tree is not None:
+                frontier += tree.roots()
+                if tree.guess is not None:
+                    self._guesses[tree.sequence.id] = tree.guess
         heapq.heapify(frontier)
         num_left = self.options.max_draft_rows
         while frontier and num_left:
@@ -193,7 +211,6 @@ class SiblingsDrafter(Drafter):
     def _drafted(self, tree: _Tree) -> Proposal:
         if not tree.token_ids:
             return EMPTY_PROPOSAL
-        self._expected[tree.sequence.id] = tree.expected
         kind = ProposalKind.COUPLED if self.context.verifier.accepts_coupled else ProposalKind.ONE_HOT
         return Proposal(tuple(tree.token_ids), tuple(tree.parents), kind)
 
@@ -215,33 +232,18 @@ class SiblingsDrafter(Drafter):
             end = tuple(seen.sequence.token_ids[: seen.length_before][-max(ORDERS) :])
             texts = {ROOT: end}
             company.rows.add(end, NgramRow(tuple(best_ids[0]), tuple(best_logits[0])))
+            guess = self._guesses.pop(seen.sequence.id, None)
+            came = seen.sequence.token_ids[seen.length_before :]
+            if guess is not None and guess.length == seen.length_before and came:
+                company.trust.learn(guess, came[0])
             proposal = seen.proposal
-            self._compare(seen, company.trust)
             for node, (token, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
                 text = texts[node] = (*texts[parent], token)[-max(ORDERS) :]
                 company.rows.add(text, NgramRow(tuple(best_ids[node + 1]), tuple(best_logits[node + 1])))
 
-    def _compare(self, seen: Observation, trust: _Trust) -> None:
-        """Learn from the nodes whose parents were accepted. What others drafted is not ours to judge."""
-        expected = self._expected.pop(seen.sequence.id, [])
-        if len(expected) != len(seen.proposal):
-            return
-        came = seen.sequence.token_ids[seen.length_before :]
-        depths = seen.proposal.depths
-        accepted = {ROOT}
-        for node, (token, parent) in enumerate(
-            zip(seen.proposal.token_ids, seen.proposal.parents, strict=True)
-        ):
-            place = depths[node] - 1
-            if parent not in accepted or place >= len(came):
-                continue
-            if came[place] == token:
-                accepted.add(node)
-            trust.learn(*expected[node], came[place] == token)
-
     def release(self, sequence: Sequence) -> None:
         """With the last running answer of a request its n-grams are dropped; a tenant's stay."""
-        self._expected.pop(sequence.id, None)
+        self._guesses.pop(sequence.id, None)
         key = self._key(sequence)
         company = None if key is None else self._companies.get(key)
         if key is None or company is None:
@@ -253,7 +255,7 @@ class SiblingsDrafter(Drafter):
     def reset(self) -> None:
         """Drop all n-grams."""
         self._companies.clear()
-        self._expected.clear()
+        self._guesses.clear()
 
     def num_held(self) -> int:
         """Answers that draft for each other now."""
@@ -275,10 +277,6 @@ class _Candidate:
     parent: int = field(compare=False)
     depth: int = field(compare=False)
     token: int = field(compare=False)
-    order: int = field(compare=False)
-    """Of the n-gram behind which it stands."""
-    promised: float = field(compare=False)
-    """The chance of it below its parent, as its row says."""
     text: tuple[int, ...] = field(compare=False)
     """The last tokens before it."""
 
@@ -299,8 +297,8 @@ class _Tree:
         self.sequence = sequence
         self.token_ids: list[int] = []
         self.parents: list[int] = []
-        self.expected: list[tuple[int, float]] = []
-        """Of each node: the length of its n-gram, and the chance that its row promised."""
+        self.guess: _Guess | None = None
+        """The likeliest token behind the text, where anything is known of it."""
         self._rows, self._trust = rows, trust
         self._min_path_prob, self._max_nodes = min_path_prob, max_nodes
         length = len(sequence.token_ids)
@@ -319,7 +317,6 @@ class _Tree:
         """Draft it; returns the candidates below it."""
         self.token_ids.append(candidate.token)
         self.parents.append(candidate.parent)
-        self.expected.append((candidate.order, candidate.promised))
         text = (*candidate.text, candidate.token)[-max(ORDERS) :]
         return self._below(-candidate.minus_chance, len(self.token_ids) - 1, candidate.depth + 1, text)
 
@@ -329,14 +326,17 @@ class _Tree:
             return []
         row, order = found
         trust = self._trust.of(order)
+        drawn = _drawn(row, order, self.sequence.params, self._keys[depth])
+        if node == ROOT:
+            self.guess = _Guess(len(self.sequence.token_ids), drawn[0][0], order, drawn[0][1])
         candidates = []
-        for token, promised in _drawn(row, order, self.sequence.params, self._keys[depth]):
+        for token, promised in drawn:
             whole = chance * promised * trust
             if whole < self._min_path_prob:
                 break
             self._num_candidates += 1
             number = self._num_candidates
-            candidates.append(_Candidate(-whole, number, self, node, depth, token, order, promised, text))
+            candidates.append(_Candidate(-whole, number, self, node, depth, token, text))
         return candidates
 
 
