@@ -101,15 +101,33 @@ def test_what_is_shared_is_read_from_one_and_gives_the_same_bits(
 
 
 @needs_kernels
-def test_families_are_read_apart_and_less_than_a_partition_is_not_shared(lm: CausalLM) -> None:
-    alone = passes(lm, filled(lm, "float32"), [None] * NUM_SEQUENCES)
-    for shared in (
-        [SharedPrefix(1, NUM_SHARED), SharedPrefix(2, NUM_SHARED), SharedPrefix(2, NUM_SHARED)],
-        [SharedPrefix(1, NUM_SHARED), None, SharedPrefix(1, NUM_SHARED)],
-        [SharedPrefix(1, NUM_SHARED), SharedPrefix(1, PARTITION - 1), SharedPrefix(1, PARTITION)],
-    ):
-        for ours, expected in zip(passes(lm, filled(lm, "float32"), shared), alone, strict=True):
-            assert torch.equal(ours, expected)
+@pytest.mark.parametrize(
+    ("shared", "own_from"),
+    [
+        ([SharedPrefix(1, NUM_SHARED), SharedPrefix(2, NUM_SHARED), SharedPrefix(2, NUM_SHARED)], [0, 0]),
+        ([SharedPrefix(1, NUM_SHARED), None, SharedPrefix(1, NUM_SHARED)], [0, NUM_SHARED]),
+        (
+            [SharedPrefix(1, NUM_SHARED), SharedPrefix(1, PARTITION - 1), SharedPrefix(1, PARTITION)],
+            [PARTITION - 1, PARTITION],
+        ),
+    ],
+    ids=["families", "one of its own", "less than a partition"],
+)
+def test_nothing_else_is_read_from_another(
+    lm: CausalLM, shared: list[SharedPrefix | None], own_from: list[int]
+) -> None:
+    """The second and the third sequence have entries of their own from some place on, so who reads on shows."""
+
+    def pool() -> KVPool:
+        made = filled(lm, "float32")
+        for which, first in zip((1, 2), own_from, strict=True):
+            for tensor in made.tensors:
+                tensor[which * ROOM + first : which * ROOM + NUM_SHARED] *= 1.5
+        return made
+
+    alone = passes(lm, pool(), [None] * NUM_SEQUENCES)
+    for ours, expected in zip(passes(lm, pool(), shared), alone, strict=True):
+        assert torch.equal(ours, expected)
 
 
 def group(start: int, num_past: int, shared: SharedPrefix | None, num_rows: int = 1) -> RowGroup:
