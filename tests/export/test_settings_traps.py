@@ -125,6 +125,8 @@ def test_keys_of_033_are_unknown_in_032() -> None:
         ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-synth-rates 0.9,0.8"),
         ("llama-cpp", "llama-server -m t.gguf -md d.gguf --spec-type synthetic"),
         ("tensorrt-llm", '{"decoding_type": "MTP", "use_relaxed_acceptance_for_thinking": true}'),
+        ("tensorrt-llm", '{"decoding_type": "Eagle3", "greedy_sampling": false}'),
+        ("tensorrt-llm", '{"decoding_type": "Eagle3", "posterior_threshold": 0.1}'),
         ("transformers", '{"assistant_model": "d", "assistant_ensemble_weight": 0.5}'),
     ],
 )

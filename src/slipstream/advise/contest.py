@@ -27,7 +27,7 @@ BY_TASK = "by task"
 
 @dataclass(slots=True)
 class Decided:
-    """What is decided at each load, by measurement where there is one."""
+    """What is decided at each load, by prediction and, where there is one, measurement."""
 
     settings: dict[int, Setting] = field(default_factory=dict)
     """By load."""
@@ -37,7 +37,7 @@ class Decided:
 
     @property
     def keeps_tasks(self) -> bool:
-        """True where settings by task were measurably no slower, or nothing was measured."""
+        """True where settings by task are found no slower, or nothing was measured."""
         return not self.is_measured or (bool(self.by_task) and sum(map(math.log, self.by_task)) >= 0)
 
 

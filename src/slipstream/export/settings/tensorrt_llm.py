@@ -43,6 +43,8 @@ ELSEWHERE = {
     "Lookahead": "its TensorRT engine is another backend; use --spec lookahead",
 }
 RELAXED = "use_relaxed_acceptance_for_thinking"
+LOSSY: dict[str, object] = {"greedy_sampling": True, "posterior_threshold": None}
+"""Keys of EAGLE-3 and Medusa that accept what is merely typical, by the value with which they do not."""
 """Takes draft tokens that the target thought likely enough."""
 _BASE = (
     *(
@@ -114,6 +116,9 @@ class TensorrtLlmSettings(SettingsFormat):
             )
         if given.get(RELAXED) not in (None, False):
             raise changes_the_text(f"{RELAXED} of TensorRT-LLM")
+        for key, value in LOSSY.items():
+            if given.get(key, value) != value:
+                raise changes_the_text(f"{key} {given[key]} of TensorRT-LLM")
         kind = str(given.get("decoding_type", ""))
         kind = SYNONYMS.get(kind, kind)
         if kind in ELSEWHERE:

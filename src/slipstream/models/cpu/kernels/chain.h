@@ -31,12 +31,12 @@ void draft(const Batch& first, int vocab, const Chains& chains, Run run) {
   for (int i = 0; i < first.num_logit_rows; ++i) open[i] = i;
   std::vector<int64_t> above;
   // What Batch has of a row, for the rows of a level: each sees all entries before it.
-  std::vector<int64_t> token_ids, positions, slots, run_begin, run_length, tail_begin, logit_rows, shared_begin, shared_length;
+  std::vector<int64_t> token_ids, positions, slots, run_begin, run_length, tail_begin, logit_rows;
   run(batch, above);
   for (int level = 0;; ++level) {
     std::vector<int> going;
     above.clear();
-    for (auto* column : {&token_ids, &positions, &slots, &run_begin, &run_length, &shared_begin, &shared_length}) column->clear();
+    for (auto* column : {&token_ids, &positions, &slots, &run_begin, &run_length}) column->clear();
     std::vector<int64_t> last_rows(batch.logit_rows, batch.logit_rows + batch.num_logit_rows);
     for (size_t i = 0; i < open.size(); ++i) {
       const int chain = open[i];
@@ -50,9 +50,6 @@ void draft(const Batch& first, int vocab, const Chains& chains, Run run) {
       slots.push_back(first.slots[row] + level + 1);
       run_begin.push_back(first.run_begin[row]);
       run_length.push_back(first.run_length[row] + level + 1);
-      if (!first.shared_begin) continue;
-      shared_begin.push_back(first.shared_begin[row]);
-      shared_length.push_back(first.shared_length[row]);
     }
     if (going.empty()) return;
     open = going;
@@ -65,7 +62,7 @@ void draft(const Batch& first, int vocab, const Chains& chains, Run run) {
     batch.token_ids = token_ids.data(), batch.positions = positions.data(), batch.slots = slots.data();
     batch.run_begin = run_begin.data(), batch.run_length = run_length.data(), batch.tail_begin = tail_begin.data();
     batch.logit_rows = logit_rows.data();
-    if (first.shared_begin) batch.shared_begin = shared_begin.data(), batch.shared_length = shared_length.data();
+    batch.shared_begin = batch.shared_length = nullptr;  // of the first pass's rows
     run(batch, above);
   }
 }
