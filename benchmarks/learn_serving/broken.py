@@ -1,4 +1,8 @@
-"""Versions that break after they were promoted: in memory while they serve, on disk, or from their first request on."""
+"""Versions that break after they were promoted: in memory while they serve, on disk, or from their first request on.
+
+The floor is the embedded draft without noise. A serving version is compared with the floor, so one that breaks is told
+by what it costs: beside a floor that itself drafts nearly nothing there is little to lose and little to be seen.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from benchmarks.kept import say
 from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
 from benchmarks.learn_serving.server import DEPTH
 from benchmarks.learn_serving.traffic import Asked, asked
-from slipstream.assets import EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core import RequestOptions
 from slipstream.draft.combine.versions import VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
@@ -118,7 +122,7 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
 def _begun(place: Path, folder: LearnFolder) -> tuple[AsyncEngine, LearnSession]:
     floor = {
         "method": "draft_model",
-        "model": make_floor(place / "floor"),
+        "model": str(EMBEDDED_DRAFT),
         "num_speculative_tokens": DEPTH,
     }
     engine = make_engine(
