@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
-from slipstream import LLM, SamplingParams
+import pytest
+
+from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.deploy.counts import MAX_GONE, Ledger, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
-from slipstream.deploy.stepped import StepCounter, steps_from_json, steps_to_json
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.deploy.relay import Relay
+from slipstream.deploy.router import Router
+from slipstream.deploy.served import ServedFleet
+from slipstream.deploy.stepped import MAX_ROWS, StepCounter, steps_from_json, steps_to_json
+from slipstream.engine.engine import Engine
+from slipstream.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
+from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
+from slipstream.serve.accounts import Accounts
+from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.dashboard.history import History
+from slipstream.serve.facts import decoded_rows
+from slipstream.serve.metrics.metrics import Metrics
+from slipstream.serve.observer import EngineObserver
 
 DRAFTING = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 
@@ -57,17 +75,14 @@ def test_a_report_without_an_engines_name_counts_nothing() -> None:
 def test_reports_and_steps_arrive_as_they_were_made() -> None:
     report = ReplicaReport(num_running=2, retired_drafters=("ngram",), engine="e", counts=tokens(7))
     assert ReplicaReport.from_json(json.loads(json.dumps(asdict(report)))) == report
-    row = DecodedRow("tenant", "task", "ngram", 3, 4, 4, 2, 3)
-    other = row._replace(num_prompt_tokens=9, num_cached_tokens=8)
+    row = DecodedRow("account", "task", "ngram", 3, 4, 4, 2, 3)
     steps = [
-        (StepReport(3, 5, 60, 4, 4, 0.1, 0.2, 0.3), [row, other, row]),
-        (StepReport(1, 8, 8, 0, 0, 0, 1), []),
+        CountedStep(StepReport(3, 5, 60, 4, 4, 0.1, 0.2, 0.3), 3, 12),
+        CountedStep(StepReport(1, 8, 8, 0, 0, 0, 1), 0, 0),
     ]
-    sent = json.loads(json.dumps(steps_to_json(steps)))
-    assert len(sent[0][1]) == 2, "equal rows travel once"
-    got = steps_from_json(sent)
-    assert [step for step, _ in got] == [step for step, _ in steps]
-    assert [sorted(rows) for _, rows in got] == [sorted(rows) for _, rows in steps]
+    told = DecodedSteps(steps, [(row, 2), (row._replace(task="other"), 1)], 9, 8)
+    assert steps_from_json(json.loads(json.dumps(steps_to_json(told)))) == told
+    assert steps_to_json(DecodedSteps()) == []
 
 
 def test_an_engines_steps_are_counted_beside_its_other_listeners() -> None:
@@ -79,10 +94,10 @@ def test_an_engines_steps_are_counted_beside_its_other_listeners() -> None:
     prompts = ["The sea is wide and deep. " * 8, "The sea is wide and deep. " * 8 + "And", "A song"]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     found = [llm.generate([prompt], params)[0].metrics for prompt in prompts]
-    report, steps = counter.report(llm.engine)
+    report, told = counter.report(llm.engine)
     counts = report.counts
-    assert counts.num_steps == len(steps) == len(seen)
-    assert [step for step, _ in steps] == seen
+    assert counts.num_steps == len(told.steps) == len(seen)
+    assert [step.report for step in told.steps] == seen
     assert counts.num_output_tokens == 72
     for name in ("prompt_tokens", "cached_tokens", "draft_tokens", "accepted_tokens"):
         wanted = sum(getattr(metrics, f"num_{name}") for metrics in found)
@@ -91,5 +106,131 @@ def test_an_engines_steps_are_counted_beside_its_other_listeners() -> None:
     assert counts.num_passes == sum(metrics.num_steps for metrics in found)
     assert counts.verify_s > 0
     assert report.acceptance_length == 72 / counts.num_passes
-    again, no_steps = counter.report(llm.engine)
-    assert (again.counts, again.tokens_per_s, no_steps) == (counts, 0.0, [])
+    assert (
+        sum(times for _, times in told.rows)
+        == sum(step.num_answers for step in told.steps)
+        == counts.num_passes
+    )
+    assert len(told.rows) < counts.num_passes
+    assert (told.num_prompt_tokens, told.num_cached_tokens) == (
+        counts.num_prompt_tokens,
+        counts.num_cached_tokens,
+    )
+    again, nothing = counter.report(llm.engine)
+    assert (again.counts, again.tokens_per_s, nothing) == (counts, 0.0, DecodedSteps([], []))
+
+
+class Steps:
+    """An engine that steps when it is told to, of which a counter hears."""
+
+    on_observe: Any = None
+    on_step: Any = None
+
+    def __init__(self) -> None:
+        self.counter = StepCounter()
+        self.counter.attach(cast(Engine, self))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 1, 0, 0, 1, 0, 0, 0, ())
+
+    def step(self, items: list[Any]) -> None:
+        self.on_observe(items)
+        num = len(items)
+        self.on_step(StepReport(num, num, num, 0, 3, 0.125, 0.3, 0.1))
+
+    def report(self) -> tuple[ReplicaReport, DecodedSteps]:
+        return self.counter.report(cast(Engine, self))
+
+
+def decoded(user: int, draw: random.Random, task: str = "", begins: bool = False) -> Any:
+    """One answer of a step, as the engine tells of it."""
+    num_drafted = draw.choice([0, 1, 3])
+    num_accepted = draw.randint(0, num_drafted)
+    proposal = MagicMock(depth=num_drafted)
+    proposal.__len__.return_value = num_drafted
+    sequence = SimpleNamespace(
+        options=RequestOptions(tenant=f"key{user % 2}/user{user}", task=task),
+        task=task,
+        index=0,
+        num_new_tokens=num_accepted + (1 if begins else 2),
+        num_prompt_tokens=100 + user,
+        metrics=SimpleNamespace(num_cached_tokens=user),
+    )
+    reached = min(num_accepted + 1, num_drafted)
+    return SimpleNamespace(
+        sequence=sequence,
+        method="ngram" if num_drafted else "off",
+        num_emitted=num_accepted + 1,
+        proposal=proposal,
+        num_accepted=num_accepted,
+        reached=reached,
+    )
+
+
+class Seen:
+    """The statistics of a server, told step by step or of many together."""
+
+    def __init__(self, has_keys: bool) -> None:
+        self.accounts = Accounts(has_keys, lambda: TaskLabels(("a", "b"), 2))
+        self.metrics = Metrics("m", TaskLabels(("a", "b"), 2), None)
+        self.history = History(self.accounts.label, lambda: 0.0)
+        listener = cast(EngineObserver, self)
+        self.on_step = partial(EngineObserver.on_step, listener)
+        self.on_steps = partial(EngineObserver.on_steps, listener)
+
+    def values(self) -> tuple[dict[str, float], list[Any], Any]:
+        lines = self.metrics.exposition().decode().splitlines()
+        told = {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+            if "_created" not in name
+        }
+        [bucket] = self.history._buckets
+        return told, [getattr(bucket, name) for name in bucket.__slots__], self.history.positions
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_steps_that_come_together_count_as_each_of_them(has_keys: bool) -> None:
+    """To the last bit, whatever was drafted; a beat grows by what differs, not by users and steps."""
+    draw, steps = random.Random(1), Steps()
+    steps.counter.by_account = has_keys
+    alone, together = Seen(has_keys), Seen(has_keys)
+    relay = Relay(Router(), "a secret")
+    fleet = ServedFleet.__new__(ServedFleet)
+    fleet.relay = relay
+    fleet.report_to(cast(EngineObserver, together), together.accounts)
+    assert relay.by_account == has_keys
+    assert relay.on_steps is not None
+    sizes = []
+    for _ in range(3):
+        for number in range(40):
+            items = [decoded(user, draw, "ab"[user % 3 % 2], number == 5) for user in range(number % 60)]
+            alone.on_step(None, decoded_rows(items, alone.accounts.name_of))
+            steps.step(items)
+            alone.on_step(StepReport(len(items), len(items), len(items), 0, 3, 0.125, 0.3, 0.1), ())
+        _, told = steps.report()
+        sizes.append(len(told.rows))
+        relay.on_steps(steps_from_json(json.loads(json.dumps(steps_to_json(told)))))
+    assert together.values() == alone.values()
+    assert any("accepted_length_bucket" in name and value for name, value in together.values()[0].items())
+    kinds = 1 + 2 + 4  # of drafts of 0, 1 and 3 tokens, by how many were accepted
+    assert max(sizes) <= kinds * 2 * (2 if has_keys else 1)
+
+
+def test_rows_that_differ_without_end_are_bounded() -> None:
+    steps = Steps()
+    for start in range(0, MAX_ROWS + 500, 500):
+        draw = random.Random(0)
+        steps.step([decoded(1, draw, f"task {start + number}") for number in range(500)])
+    report, told = steps.report()
+    assert len(told.rows) == MAX_ROWS
+    assert report.counts.num_passes == MAX_ROWS + 500
+
+
+def test_an_engine_steps_on_where_it_cannot_be_counted(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps()
+    for _ in range(3):
+        steps.step([None])
+    assert steps.report()[0].counts.num_steps == 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "one line for all of them"
+    assert "counting a step failed, 1 times so far: AttributeError" in caplog.text

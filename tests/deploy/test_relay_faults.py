@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from test_relay import SECRET, House, check_same, run
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.deploy import protocol
 from slipstream.deploy.assembly import Assembly
@@ -119,6 +120,67 @@ def test_a_replica_that_is_not_understood_is_left_wholly(message: dict[str, Any]
         await server.wait_closed()
 
     asyncio.run(main())
+
+
+def test_a_fault_of_statistics_moves_no_request(
+    lone: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a front counts, and where one replica tells of its steps."""
+    [wanted] = lone.generate([prompt], LONG)
+    faults = {"front": 0, "replica": 0}
+
+    def fail(where: str) -> None:
+        faults[where] += 1
+        raise ValueError("a fault of the one who counts")
+
+    async def scenario(house: House) -> None:
+        house.relay.on_steps = lambda told: fail("front")
+        asked = [asyncio.create_task(house.whole(prompt, params=LONG)) for _ in range(3)]
+        while not faults["front"]:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr("slipstream.deploy.replica.steps_to_json", lambda told: fail("replica"))
+        for answer in asked:
+            check_same(*await answer, wanted)
+        while not faults["replica"]:
+            await asyncio.sleep(0.01)
+        assert house.relay.router.counts.moved == 0
+        assert house.relay.router.fleet.num_ready == len(house.relay.router.fleet) == 2
+
+    run(lone, scenario)
+    told = [record.getMessage() for record in caplog.records if "a fault of the one" in record.getMessage()]
+    assert 2 <= len(told) <= 3, "one line for each who counts"
+    assert (
+        told[0]
+        == "counting a replica's steps failed, 1 times so far: ValueError: a fault of the one who counts"
+    )
+
+
+def test_fronts_hear_of_accounts_and_never_of_tenants(lone: LLM, prompt: list[int]) -> None:
+    """And of accounts only where one of them keeps them apart."""
+
+    async def groups(house: House, by_account: bool) -> set[str]:
+        """Of the steps of a request, once replicas know what the front wants."""
+        house.relay.by_account = by_account
+        await until(lambda: all(server._by_account == by_account for server in house.servers.values()))
+        await asyncio.sleep(0.2)
+        told: list[str] = []
+        house.relay.on_steps = lambda steps: told.extend(row.group for row, _ in steps.rows)
+        await house.whole(prompt, params=LONG, options=RequestOptions(tenant="key/someone"))
+        await until(lambda: bool(told))
+        return set(told)
+
+    async def scenario(house: House) -> None:
+        assert await groups(house, True) == {"key"}
+        assert await groups(house, False) == {""}
+        assert await groups(house, True) == {"key"}
+
+    run(lone, scenario)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 def test_a_replica_that_does_not_say_what_it_is_is_refused() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,7 +198,8 @@ def test_a_message_that_cannot_be_followed_ends_the_stream_wholly(hosts: Hosts, 
     def fail(*_: Any) -> None:
         raise ValueError("a fault of the one who counts")
 
-    remote.report_to(fail, Accounts(False, lambda: TaskLabels((), 0)))
+    listener: Any = SimpleNamespace(on_step=fail)
+    remote.report_to(listener, Accounts(False, lambda: TaskLabels((), 0)))
     last = asyncio.run(last_of(lambda put: remote.begin(prompt, LONG, put)))
     assert isinstance(last, EngineStoppedError)
     assert remote.has_stopped

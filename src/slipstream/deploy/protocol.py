@@ -4,13 +4,15 @@
     replica  -> welcome  protocol, replica, fingerprint, capacity, num_slots, about     or  refused  message
     front    -> start    id, attempt, request (prompt, params, options), emitted
     front    -> cancel   id, attempt
-    front    -> queue    share                         of the answers that wait at the front, for autoscaling
+    front    -> queue    share, by_account             of the answers that wait at the front, for autoscaling; and
+                                                       whether its statistics keep accounts apart
     replica  -> update   id, attempt, update (index, tokens, from_draft, pieces, logprobs,
                                                     finish, output)
     replica  -> refused  id, attempt, message          the request cannot be served by any replica
     replica  -> failed   id, attempt, message          this replica cannot go on with it
     replica  -> beat     report, steps                 from the engine's thread, between two steps; what it
-                                                       has counted in all, and each step since the last beat
+                                                       has counted in all, each step since the last beat, and
+                                                       what they made of answers, equal rows once with their number
     replica  -> draining
 
 A front sends token ids and parameters, never a distribution. JSON keeps a float's bits.
@@ -27,7 +29,7 @@ from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import ReplicaFacts
 from slipstream.errors import DeployError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH_BYTES = 4
 

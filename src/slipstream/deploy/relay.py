@@ -18,11 +18,13 @@ from typing import Any
 from slipstream.deploy import protocol
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
+from slipstream.deploy.guard import Guard
 from slipstream.deploy.protocol import Message
 from slipstream.deploy.router import Cancel, Order, Router, Start
-from slipstream.deploy.stepped import Stepped, steps_from_json
+from slipstream.deploy.stepped import steps_from_json
 from slipstream.deploy.work import Work
 from slipstream.errors import DeployError, OverloadedError, RequestError, SlipstreamError
+from slipstream.metrics.decoded import DecodedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,11 @@ class Relay:
     def __init__(self, router: Router, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.router = router
         self.name = f"front-{uuid.uuid4().hex[:12]}"
-        self.on_steps: Callable[[Seq[Stepped]], None] | None = None
+        self.on_steps: Callable[[DecodedSteps], None] | None = None
         """Told of the steps that a replica has made, a few times a second."""
+        self.by_account = True
+        """Whether what `on_steps` is told must keep accounts apart."""
+        self._guard = Guard("counting a replica's steps")
         self._secret = secret
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}
@@ -194,7 +199,7 @@ class Relay:
         """Tell each replica its part of what waits, which its autoscaling statistics hold."""
         share = self.router.queue.num_answers / max(len(self._connections), 1)
         for connection in self._connections.values():
-            connection.send({"type": "queue", "share": share})
+            connection.send({"type": "queue", "share": share, "by_account": self.by_account})
 
     async def _connect(self, address: Address) -> None:
         """In a task of its own: time goes on for the others while one address does not answer."""
@@ -226,8 +231,9 @@ class Relay:
         kind = message["type"]
         if kind == "beat":
             self._obey(self.router.hear(name, ReplicaReport.from_json(message["report"]), self._clock()))
-            if self.on_steps is not None and message["steps"]:
-                self.on_steps(steps_from_json(message["steps"]))
+            with self._guard:  # statistics are beside requests, which go on whatever becomes of them
+                if self.on_steps is not None and message["steps"]:
+                    self.on_steps(steps_from_json(message["steps"]))
         elif kind == "draining":
             self.drain(name)
         elif kind == "update":

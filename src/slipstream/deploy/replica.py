@@ -8,17 +8,18 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.guard import Guard
 from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
 from slipstream.deploy.served import engine_facts
-from slipstream.deploy.stepped import StepCounter, Stepped, steps_to_json
+from slipstream.deploy.stepped import StepCounter, steps_to_json
 from slipstream.deploy.wire import emitted_from_json, request_from_json, update_to_json
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, EngineStoppedError, RequestError
+from slipstream.metrics.decoded import DecodedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,9 @@ class ReplicaServer:
         self.report = ReplicaReport()
         self.is_draining = False
         self._queued: dict[str, float] = {}
+        self._without_accounts: set[str] = set()
+        """Fronts that keep no accounts apart."""
+        self._guard = Guard("telling fronts of steps")
         self._about = engine_facts(engine.engine) if about is None else about
         self._secret = secret
         self._beat_s = beat_s
@@ -133,6 +137,7 @@ class ReplicaServer:
             if front is not None:
                 self._fronts.discard(front)
                 self._queued.pop(front.name, None)
+                self._without_accounts.discard(front.name)
                 for key in list(front.attempts):
                     self._cancel(front, key)
             writer.close()
@@ -168,6 +173,10 @@ class ReplicaServer:
             self._cancel(front, (message["id"], message["attempt"]))
         elif message["type"] == "queue":
             self._queued[front.name] = float(message["share"])
+            if message["by_account"]:
+                self._without_accounts.discard(front.name)
+            else:
+                self._without_accounts.add(front.name)
 
     def _cancel(self, front: _Front, key: tuple[str, int]) -> None:
         attempt = front.attempts.pop(key, None)
@@ -223,26 +232,30 @@ class ReplicaServer:
 
     # --- reports ----------------------------------------------------------------------------------------------
 
+    @property
+    def _by_account(self) -> bool:
+        """Accounts are kept apart unless every front has said that its statistics have none."""
+        return not self._fronts or any(front.name not in self._without_accounts for front in self._fronts)
+
     async def _beat(self) -> None:
         """Report from the engine's thread, so that a replica with a hung engine is silent."""
         counter = StepCounter()
         with contextlib.suppress(EngineStoppedError):
             await self.engine.ask(counter.attach)
             while True:
-                self.report, steps = await self.engine.ask(counter.report)
+                counter.by_account = self._by_account
+                self.report, told = await self.engine.ask(counter.report)
                 if self._fronts:
-                    beat = _beat_frame(self.report, steps)
+                    beat = self._beat_frame(told)
                     for front in list(self._fronts):
                         front.send_frame(beat)
                 await asyncio.sleep(self._beat_s)
         logger.error("the engine has stopped; the replica goes")
         await self.close()
 
-
-def _beat_frame(report: ReplicaReport, steps: Seq[Stepped]) -> bytes:
-    """The same for all fronts. Steps that no message holds are left out: they are counted in the report."""
-    message = {"type": "beat", "report": asdict(report), "steps": steps_to_json(steps)}
-    try:
+    def _beat_frame(self, told: DecodedSteps) -> bytes:
+        """The same for all fronts. Steps that no message holds are left out: they are counted in the report."""
+        message = {"type": "beat", "report": asdict(self.report), "steps": []}
+        with self._guard:
+            return frame(message | {"steps": steps_to_json(told)})
         return frame(message)
-    except DeployError:
-        return frame(message | {"steps": []})

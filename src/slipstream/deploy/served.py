@@ -17,19 +17,18 @@ from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import Item as RoutedItem
 from slipstream.deploy.routed import RoutedEngine
-from slipstream.deploy.stepped import Stepped
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_options
 from slipstream.errors import DeployError, OverloadedError, RequestError
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.decoded import DecodedSteps
 from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.errors import ApiError
-from slipstream.serve.engines import OnStep, Take
+from slipstream.serve.engines import StepListener, Take
 from slipstream.serve.facts import EngineFacts
 from slipstream.text.prompts import Prompt, encode_chat
 
@@ -84,14 +83,16 @@ class ServedFleet(EngineClient):
         """What comes while no replica is ready waits for one."""
         return not self._is_closed
 
-    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+    def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """As in `ServedEngine`: the steps of all replicas, of requests from other fronts too."""
 
-        def pass_on(steps: Seq[Stepped]) -> None:
-            for step, rows in steps:
-                named = [row._replace(group=accounts.name_of(_options_of(row))) for row in rows]
-                on_step(step, named)
+        def pass_on(told: DecodedSteps) -> None:
+            named = [
+                (row._replace(group=accounts.name(row.group, row.task)), times) for row, times in told.rows
+            ]
+            listener.on_steps(replace(told, rows=named))
 
+        self.relay.by_account = accounts.are_kept_apart
         self.relay.on_steps = pass_on
 
     async def read(self, take: Take[T]) -> T:
@@ -208,11 +209,6 @@ class ServedFleet(EngineClient):
     def num_ready(self) -> int:
         """Replicas that take requests."""
         return sum(state.health is Health.READY for state in self.relay.router.fleet)
-
-
-def _options_of(row: DecodedRow) -> RequestOptions:
-    """What statistics go by of the request that a replica's row belongs to."""
-    return RequestOptions(tenant=row.group, task=row.task)
 
 
 def as_api_error(error: DeployError) -> ApiError:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
-from slipstream.core import StepItem
+from slipstream.core import RequestOptions, StepItem
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
+from slipstream.deploy.guard import Guard
 from slipstream.engine.engine import Engine
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
 from slipstream.metrics.step import StepReport
 from slipstream.serve.facts import decoded_rows
-
-Stepped = tuple[StepReport, list[DecodedRow]]
-"""A step, and what it made of each answer. A row's `group` is the tenant: the front has its own names."""
 
 MAX_STEPS = 10_000
 """Steps between two reports that fronts hear of one by one: more pass only where the event loop stands still. Their
 counts are in the report all the same."""
+MAX_ROWS = 10_000
+"""Likewise rows that differ: tasks have names of their clients' making."""
 _values = attrgetter(*(field.name for field in fields(StepReport)))
 
 
@@ -36,7 +35,13 @@ class StepCounter:
         self._counts: dict[str, Any] = asdict(NOTHING)
         self._reported = NOTHING
         self._rows: list[DecodedRow] = []
-        self._steps: deque[Stepped] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[CountedStep] = deque(maxlen=MAX_STEPS)
+        self._told: dict[DecodedRow, int] = {}
+        self._prompts = [0, 0]
+        """Tokens of prompts since the last report, and those of them that were cached."""
+        self._guard = Guard("counting a step")
+        self.by_account = True
+        """Whether rows are kept apart by account, the tenant up to its first slash; else they are of no group."""
         self._before = (0, 0)
         """Preemptions and failures of drafters before this began to count."""
         self._since_s = time.monotonic()
@@ -48,19 +53,21 @@ class StepCounter:
         on_observe, on_step = engine.on_observe, engine.on_step
 
         def observe(items: list[StepItem]) -> None:
-            self._rows = decoded_rows(items, attrgetter("tenant"))
+            with self._guard:
+                self._rows = decoded_rows(items, self._group)
             if on_observe is not None:
                 on_observe(items)
 
         def step(report: StepReport) -> None:
-            self._count(report, self._rows)
-            self._rows = []
+            rows, self._rows = self._rows, []
+            with self._guard:
+                self._count(report, rows)
             if on_step is not None:
                 on_step(report)
 
         engine.on_observe, engine.on_step = observe, step
 
-    def report(self, engine: Engine) -> tuple[ReplicaReport, list[Stepped]]:
+    def report(self, engine: Engine) -> tuple[ReplicaReport, DecodedSteps]:
         """How the engine is, what happened since the last report, and its steps since then."""
         stats, now_s = engine.stats(), time.monotonic()
         self._counts["num_preemptions"] = stats.num_preemptions - self._before[0]
@@ -79,10 +86,15 @@ class StepCounter:
             engine=self._engine,
             counts=counts,
         )
-        steps = list(self._steps)
+        told = DecodedSteps(list(self._steps), list(self._told.items()), *self._prompts)
         self._steps.clear()
+        self._told, self._prompts = {}, [0, 0]
         self._reported, self._since_s = counts, now_s
-        return report, steps
+        return report, told
+
+    def _group(self, options: RequestOptions) -> str:
+        """What a front makes names of: never a whole tenant, of which there is one for every user."""
+        return options.tenant.partition("/")[0] if self.by_account else ""
 
     def _count(self, report: StepReport, rows: list[DecodedRow]) -> None:
         counts = self._counts
@@ -90,6 +102,7 @@ class StepCounter:
         counts["draft_s"] += report.draft_s
         counts["verify_s"] += report.verify_s
         counts["num_passes"] += len(rows)
+        depths = 0
         for row in rows:
             counts["num_output_tokens"] += row.num_emitted
             counts["num_prompt_tokens"] += row.num_prompt_tokens
@@ -97,17 +110,39 @@ class StepCounter:
             counts["num_drafts"] += row.num_drafted > 0
             counts["num_draft_tokens"] += row.num_drafted
             counts["num_accepted_tokens"] += row.num_accepted
-        self._steps.append((report, rows))
+            depths += row.draft_depth if row.num_drafted else 0
+            self._tell(row)
+        self._steps.append(CountedStep(report, len(rows), depths))
+
+    def _tell(self, row: DecodedRow) -> None:
+        if row.num_prompt_tokens:
+            self._prompts[0] += row.num_prompt_tokens
+            self._prompts[1] += row.num_cached_tokens
+            row = row._replace(num_prompt_tokens=0, num_cached_tokens=0)
+        told = self._told
+        if row in told:
+            told[row] += 1
+        elif len(told) < MAX_ROWS:
+            told[row] = 1
 
 
-def steps_to_json(steps: Iterable[Stepped]) -> list[Any]:
-    """Steps as plain lists, equal rows of a step once with their number: most answers fare alike."""
-    return [[_values(report), list(Counter(rows).items())] for report, rows in steps]
-
-
-def steps_from_json(values: Seq[Any]) -> list[Stepped]:
-    """The steps, rows of a step in no order."""
+def steps_to_json(told: DecodedSteps) -> list[Any]:
+    """Steps as plain lists; none of them, nothing."""
+    if not told.steps:
+        return []
     return [
-        (StepReport(*report), [DecodedRow(*row) for row, number in rows for _ in range(number)])
-        for report, rows in values
+        [[_values(report), num_answers, depths] for report, num_answers, depths in told.steps],
+        list(told.rows),
+        [told.num_prompt_tokens, told.num_cached_tokens],
     ]
+
+
+def steps_from_json(values: Seq[Any]) -> DecodedSteps:
+    """The steps of plain lists."""
+    steps, rows, (num_prompt_tokens, num_cached_tokens) = values
+    return DecodedSteps(
+        [CountedStep(StepReport(*report), num_answers, depths) for report, num_answers, depths in steps],
+        [(DecodedRow(*row), times) for row, times in rows],
+        num_prompt_tokens,
+        num_cached_tokens,
+    )

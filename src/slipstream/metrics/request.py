@@ -139,8 +139,8 @@ class RequestMetrics:
         return self.num_new_tokens / self.total_s if self.total_s else 0.0
 
 
-def add_to_first(counts: list[int], num: int) -> None:
-    """Add one to each of the first `num` entries, lengthening the list where needed."""
+def add_to_first(counts: list[int], num: int, times: int = 1) -> None:
+    """Add `times` to each of the first `num` entries, lengthening the list where needed."""
     counts.extend([0] * (num - len(counts)))
     for position in range(num):
-        counts[position] += 1
+        counts[position] += times

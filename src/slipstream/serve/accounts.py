@@ -20,6 +20,11 @@ class Accounts:
         self._make_labels = make_labels
         self._labels: dict[str, TaskLabels] = {}
 
+    @property
+    def are_kept_apart(self) -> bool:
+        """Whether there is more than one account."""
+        return self._has_keys
+
     def account(self, options: RequestOptions) -> str:
         """The account that a request belongs to."""
         return options.tenant.partition("/")[0] if self._has_keys else ""

@@ -11,7 +11,7 @@ from slipstream.core import StepItem
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.decoded import DecodedRow, DecodedSteps
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 from slipstream.serve.accounts import Accounts
@@ -19,10 +19,18 @@ from slipstream.serve.facts import EngineFacts, decoded_rows
 
 T = TypeVar("T")
 
-OnStep = Callable[[StepReport | None, Seq[DecodedRow]], None]
-"""Called with each step's report and with the rows that it decoded, together or one after the other."""
 ReplicaFigures = dict[str, Any]
 Take = Callable[[EngineStats, ControlReport], T]
+
+
+class StepListener(Protocol):
+    """Who is told of an engine's steps: of each, or of several together."""
+
+    def on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
+        """Told of a step's report and of the rows that it decoded, together or one after the other."""
+
+    def on_steps(self, told: DecodedSteps) -> None:
+        """Told of several steps at once."""
 
 
 class ServedEngine(Protocol):
@@ -62,7 +70,7 @@ class ServedEngine(Protocol):
         """How each replica is that serves here, in plain values; None where there is one engine."""
         ...
 
-    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+    def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """Have every step reported; statistics of tasks are kept apart by `accounts`."""
         ...
 
@@ -94,14 +102,14 @@ class LocalEngine:
     def replicas(self) -> None:
         """None: it is one."""
 
-    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+    def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """As in `ServedEngine`; called in the engine's thread."""
 
         def on_observe(items: Seq[StepItem]) -> None:
-            on_step(None, decoded_rows(items, accounts.name_of))
+            listener.on_step(None, decoded_rows(items, accounts.name_of))
 
         engine = self.client.engine
-        engine.on_step = lambda step: on_step(step, ())
+        engine.on_step = lambda step: listener.on_step(step, ())
         engine.on_observe = on_observe
         engine.group_tasks_by(accounts.name_of, accounts.task)
 

@@ -14,7 +14,7 @@ from slipstream.control.types import ControlReport
 from slipstream.core import FinishReason
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.decoded import DecodedRow, DecodedSteps
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
@@ -72,7 +72,7 @@ class EngineObserver:
             metrics.register(learning)
             for kind in LEARN_KINDS:
                 metrics.alarms.expect(kind, None, None)
-        engine.report_to(self._on_step, accounts)
+        engine.report_to(self, accounts)
 
     @property
     def report(self) -> ControlReport | None:
@@ -156,13 +156,22 @@ class EngineObserver:
 
     # --- where the engine reports its steps: in its thread, or in the event loop ---------------------------------
 
-    def _on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
+    def on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
+        """As in `StepListener`."""
         if rows:
             self.metrics.on_rows(rows)
             self.history.on_rows(rows)
         if step is not None:
             self.metrics.on_step(step)
             self.history.on_step(step)
+
+    def on_steps(self, told: DecodedSteps) -> None:
+        """As in `StepListener`."""
+        self.metrics.on_repeated_rows(told.rows)
+        self.metrics.on_prompts(told.num_prompt_tokens, told.num_cached_tokens)
+        for step in told.steps:
+            self.metrics.on_step(step.report)
+        self.history.on_steps(told)
 
     def _read(self, stats: EngineStats, report: ControlReport) -> tuple[ControlReport, Snapshot]:
         self.metrics.on_stats(stats)

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, TypeVar
 
-from slipstream.metrics.decoded import DecodedRow
+from slipstream.metrics.decoded import DecodedRow, DecodedSteps
 from slipstream.metrics.engine import EngineStats
 from slipstream.metrics.step import StepReport
 
@@ -110,36 +111,48 @@ class History:
 
     def on_rows(self, rows: Seq[DecodedRow]) -> None:
         """Count a step's draft, accepted and emitted tokens."""
-        if not rows:
-            return
+        if rows:
+            self._add_rows(zip(rows, repeat(1)))
+            self._add_batch(len(rows), sum(row.draft_depth for row in rows if row.num_drafted))
+
+    def on_steps(self, told: DecodedSteps) -> None:
+        """Count several steps, all as of now."""
+        self._add_rows(told.rows)
+        for report, num_answers, depths in told.steps:
+            self.on_step(report)
+            if num_answers:
+                self._add_batch(num_answers, depths)
+
+    def _add_batch(self, num_answers: int, depths: int) -> None:
+        batch = self._bucket().batches.setdefault(num_answers, [0, 0, 0])
+        batch[0] += 1
+        batch[1] += num_answers
+        batch[2] += depths
+
+    def _add_rows(self, rows: Iterable[tuple[DecodedRow, int]]) -> None:
+        """Each row as often as its number says."""
         bucket = self._bucket()
-        depths = 0
-        for row in rows:
-            bucket.num_tokens += row.num_emitted
+        for row, times in rows:
+            bucket.num_tokens += row.num_emitted * times
             label = self._task_label(row.group)
             task = bucket.tasks.get(label)
             if task is None:
                 task = bucket.tasks[label] = [0] * 5
-            task[0] += 1
-            task[1] += row.num_emitted
+            task[0] += times
+            task[1] += row.num_emitted * times
             if row.num_drafted:
-                depths += row.draft_depth
-                task[2] += row.num_drafted
-                task[3] += row.num_accepted
-                task[4] += row.num_reached
+                task[2] += row.num_drafted * times
+                task[3] += row.num_accepted * times
+                task[4] += row.num_reached * times
                 counts = self.positions.get(row.method)
                 if counts is None:
                     counts = self.positions[row.method] = [0] * MAX_POSITIONS, [0] * MAX_POSITIONS
                 for position in range(min(row.num_reached, MAX_POSITIONS)):
-                    bucket.reached[position] += 1
-                    counts[0][position] += 1
+                    bucket.reached[position] += times
+                    counts[0][position] += times
                 for position in range(min(row.num_accepted, MAX_POSITIONS)):
-                    bucket.accepted[position] += 1
-                    counts[1][position] += 1
-        batch = bucket.batches.setdefault(len(rows), [0, 0, 0])
-        batch[0] += 1
-        batch[1] += len(rows)
-        batch[2] += depths
+                    bucket.accepted[position] += times
+                    counts[1][position] += times
 
     def sample(self, stats: EngineStats) -> None:
         """Record the state of the queue and the cache."""

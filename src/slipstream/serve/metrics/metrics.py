@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -30,6 +30,7 @@ from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.dashboard.latency import LATENCIES, BucketCounts
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
+from slipstream.serve.metrics.repeated import RepeatedHistogram
 from slipstream.serve.metrics.vllm_metrics import AS_VLLM, ONCE_AT_VLLM, PREFIX, VLLM_PREFIX
 from slipstream.serve.metrics.worker_metrics import WorkerMetrics
 
@@ -59,8 +60,8 @@ class Metrics:
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, help_, labels, registry=registry)
 
-        def histogram(name: str, help_: str, buckets: Seq[float]) -> Histogram:
-            return Histogram(PREFIX + name, help_, buckets=buckets, registry=registry)
+        def histogram(name: str, help_: str, buckets: Seq[float]) -> RepeatedHistogram:
+            return RepeatedHistogram(PREFIX + name, help_, buckets=buckets, registry=registry)
 
         def gauge(name: str, help_: str) -> Gauge:
             return Gauge(PREFIX + name, help_, registry=registry)
@@ -195,29 +196,37 @@ class Metrics:
 
     def on_rows(self, rows: Seq[DecodedRow]) -> None:
         """Count a step's draft, accepted and emitted tokens, added up first: every counter takes a lock."""
-        prompt_tokens = hits = emitted = num_drafts = drafted = accepted = 0
+        self.on_repeated_rows(zip(rows, repeat(1)))
+        self.on_prompts(
+            sum(row.num_prompt_tokens for row in rows), sum(row.num_cached_tokens for row in rows)
+        )
+
+    def on_prompts(self, num_tokens: int, num_cached: int) -> None:
+        """Count the tokens of prompts, and those of them that were reused."""
+        if num_tokens:
+            self._prompt_tokens.inc(num_tokens)
+            self._queries.inc(num_tokens)
+            self._hits.inc(num_cached)
+
+    def on_repeated_rows(self, rows: Iterable[tuple[DecodedRow, int]]) -> None:
+        """As `on_rows`, each row as often as its number says; the tokens of prompts are told by `on_prompts`."""
+        emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []
         tasks: dict[tuple[str, str], list[int]] = {}
-        for row in rows:
-            emitted += row.num_emitted
-            prompt_tokens += row.num_prompt_tokens
-            hits += row.num_cached_tokens
+        for row, times in rows:
+            emitted += row.num_emitted * times
             if row.num_drafted:
-                num_drafts += 1
-                drafted += row.num_drafted
-                accepted += row.num_accepted
-                self._length.observe(row.num_accepted)
-                add_to_first(drafted_at, row.draft_depth)
-                add_to_first(accepted_at, row.num_accepted)
+                num_drafts += times
+                drafted += row.num_drafted * times
+                accepted += row.num_accepted * times
+                self._length.observe_times(row.num_accepted, times)
+                add_to_first(drafted_at, row.draft_depth, times)
+                add_to_first(accepted_at, row.num_accepted, times)
             counted = tasks.setdefault((self.task_label(row.task), row.method), [0, 0, 0, 0])
             for i, number in enumerate((1, row.num_drafted, row.num_accepted, row.num_emitted)):
-                counted[i] += number
+                counted[i] += number * times
         self._output_tokens.inc(emitted)
-        if prompt_tokens:
-            self._prompt_tokens.inc(prompt_tokens)
-            self._queries.inc(prompt_tokens)
-            self._hits.inc(hits)
         for labels, counted in tasks.items():
             for counter, number in zip(self._task_counters(labels), counted, strict=True):
                 counter.inc(number)

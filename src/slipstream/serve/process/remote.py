@@ -28,7 +28,7 @@ from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
-from slipstream.serve.engines import OnStep, Take
+from slipstream.serve.engines import StepListener, Take
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.calls import RemoteCall
 from slipstream.serve.process.launch import EngineLink
@@ -101,7 +101,7 @@ class RemoteEngine(EngineClient):
         self._waiting: dict[str, list[int]] = {}
         """Request ids whose constraint or text is being read, to what marks an abort meanwhile."""
         self._reads: dict[int, asyncio.Future[State]] = {}
-        self._on_step: OnStep = lambda step, rows: None
+        self._listener: StepListener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learn_facts = LearnFacts()
         self._use(link)
@@ -116,12 +116,12 @@ class RemoteEngine(EngineClient):
     def replicas(self) -> None:
         """None: it is one."""
 
-    def report_to(self, on_step: OnStep, accounts: Accounts) -> None:
+    def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """As in `ServedEngine`; called in the event loop.
 
         Whether there are `accounts` the engine's process was told when it loaded.
         """
-        self._on_step = on_step
+        self._listener = listener
 
     def learn_facts(self) -> LearnFacts:
         """What the drafter had learned when the engine was last read."""
@@ -318,8 +318,9 @@ class RemoteEngine(EngineClient):
     def _take(self, message: Hello | FromEngine) -> None:
         match message:
             case Steps():
-                for step, rows in steps_of(message):
-                    self._on_step(step, rows)
+                if self._listener is not None:
+                    for step, rows in steps_of(message):
+                        self._listener.on_step(step, rows)
                 for update in message.updates:
                     self._pass_on(update)
             case Refused():
