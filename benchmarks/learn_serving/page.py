@@ -111,8 +111,9 @@ def _broken(part: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Versions that break",
         "",
-        "In the process, without HTTP; the floor is the embedded draft without noise. *In memory*: a good version serves",
-        "for a while, then its weights in memory become noise. *At once*: all files are whole and the weights are noise.",
+        "In the process, without HTTP; the floor is the embedded draft without noise. *In memory*: a good version",
+        "serves for a while, then its weights in memory become noise. *At once*: all files are whole and the weights",
+        "are noise.",
         "",
         "| broken | tries | rolled back | alarm | requests until then: median, most |",
         "|---|---|---|---|---|",
