@@ -200,3 +200,16 @@ def test_two_servers_do_not_share_a_folder(on_disk: Callable[[], DiskRing]) -> N
         on_disk()
     ring.close()
     on_disk().close()
+
+
+def test_what_a_killed_deletion_left_is_gone_once_the_ring_is_opened(
+    on_disk: Callable[[], DiskRing], folder: LearnFolder
+) -> None:
+    ring = on_disk()
+    ring.append(some_record())
+    ring.close()
+    [segment] = segment_files(folder.ring)
+    leftover = segment.with_name(f".{segment.name}.12345.tmp")
+    leftover.write_bytes(segment.read_bytes())
+    assert [one.number for one in on_disk().read()] == [0]
+    assert not leftover.exists()

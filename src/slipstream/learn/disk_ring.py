@@ -49,6 +49,7 @@ class DiskRing:
         folder.create()
         self._held = _hold(folder)
         try:
+            folder.clear_leftovers()  # of a deletion that was killed: old answers may be in them
             check_identity(folder, identity)
             self._next = 1 + _last_number(folder)
         except BaseException:
