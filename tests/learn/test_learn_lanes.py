@@ -31,6 +31,7 @@ from slipstream.learn.learners.base import LearnedWeights
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.loop import LoopSettings
 from slipstream.learn.options import LearnerOptions
+from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.records import Purpose, tenant_keys
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.session import LearnSession, SessionSettings
@@ -105,8 +106,14 @@ class NoRest:
         return
 
 
-def worker_on(folder: Path, by: LearnBy, costs: tuple[float, float] = (0.0, 0.0)) -> LearnWorker:
-    config = WorkerConfig(str(folder), "", "", "whole", 4, by=by, min_records=20)
+def worker_on(
+    folder: Path,
+    by: LearnBy,
+    costs: tuple[float, float] = (0.0, 0.0),
+    rules: PrivacyRules | None = None,
+) -> LearnWorker:
+    told = {} if rules is None else json.loads(json.dumps(rules.as_lists()))
+    config = WorkerConfig(str(folder), "", "", "whole", 4, by=by, min_records=20, **told)
     return LearnWorker(config, NoRest(costs))  # type: ignore[arg-type]
 
 
@@ -235,6 +242,32 @@ def test_a_candidate_that_forgets_what_was_asked_before_is_refused(
     assert [line["event"] for line in lines] == ["learning", "candidate" if is_kept else "refused"]
     if not is_kept:
         assert "it forgets" in lines[-1]["why"]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        PrivacyRules.of(denied=["acme"]),
+        PrivacyRules.of(allowed=["beta"], by_default=False),
+    ],
+    ids=["denied", "not named"],
+)
+def test_the_rules_hold_for_answers_that_were_kept_before(
+    rules: PrivacyRules, tmp_path: Path, learner: FakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+
+    class NotingScorer(FixedScorer):
+        def hits(self, records: Any) -> list[Any]:
+            judged.extend(one.tenant for one in records)
+            return super().hits(records)
+
+    monkeypatch.setattr(learner, "scorer", lambda tensors: NotingScorer(0.3 if tensors is None else 0.9))
+    ring_of(tmp_path, [("acme/ann", "sql"), ("acme", "sql"), ("beta", "sql"), ("beta/bob", "sql")])
+    made = worker_on(tmp_path, LearnBy.EVERYONE, rules=rules)
+    made.turn()
+    assert [tenants for tenants, _, _ in learner.given] == [{"beta", "beta/bob"}]
+    assert set(judged) == {"beta", "beta/bob"}
 
 
 def test_the_first_candidate_has_an_anchor_of_all_tasks(

@@ -22,10 +22,12 @@ from slipstream.learn import by_hand
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
+from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.process import MAX_STARTS, LearnerProcess
 from slipstream.learn.session import LearnSession, SessionSettings
 from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.worker import WorkerConfig
 from slipstream.models import load_tokenizer
 from slipstream.text.prompts import encode_chat
 
@@ -148,6 +150,14 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
         assert version in StateFile(LearnFolder(tmp_path)).read().retired
     finally:
         session.close()
+
+
+def test_the_learner_is_told_the_rules(client: AsyncEngine, tmp_path: Path) -> None:
+    rules = PrivacyRules.of(["beta"], ["acme"], by_default=False)
+    session = LearnSession(client, SessionSettings(tmp_path, 16 * 2**20, rules, worker=IDLE))
+    session.close()
+    told = WorkerConfig(**json.loads(session.process._argv[-1]))
+    assert PrivacyRules.of(told.allowed, told.denied, told.by_default) == rules
 
 
 def test_a_learner_that_dies_is_told_of_and_given_up_in_the_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.core import RequestOptions
 
@@ -35,9 +36,19 @@ class PrivacyRules:
 
     def may_learn(self, options: RequestOptions) -> bool:
         """Whether anything of the request may be kept; drafted steps, say, are not the target's own."""
-        if not options.learn or options.reasoning is not None:
-            return False
-        name = options.tenant
+        return options.learn and options.reasoning is None and self.allows(options.tenant)
+
+    def as_lists(self) -> dict[str, Any]:
+        """The arguments of `of`, as JSON has them."""
+        return {
+            "allowed": sorted(self.allowed),
+            "denied": sorted(self.denied),
+            "by_default": self.by_default,
+        }
+
+    def allows(self, tenant: str) -> bool:
+        """Whether a tenant's answers may be learned from."""
+        name = tenant
         while True:
             if name in self.denied:
                 return False

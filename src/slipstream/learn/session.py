@@ -140,6 +140,7 @@ class LearnSession:
             "depth": depth,
             "by": str(settings.by),
             "target": self._target,
+            **settings.rules.as_lists(),
             **settings.worker,
         }
         self.process = LearnerProcess(worker, log=self._folder.learner_log)

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from slipstream.learn.disk_ring import read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.lane_keys import LaneKey, LearnBy
 from slipstream.learn.options import LearnerOptions
+from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.records import Purpose, ServedRecord
 from slipstream.learn.state import LearnState, StateFile
 from slipstream.learn.versions import DataWindow, Version, VersionStore
@@ -66,6 +68,10 @@ class WorkerConfig:
     as `max_records` must not be forgotten."""
     max_looks: int = 10
     """Looks at an undecided candidate, each with more held-out answers, before it is refused."""
+    allowed: Seq[str] = ()
+    denied: Seq[str] = ()
+    by_default: bool = True
+    """The server's `PrivacyRules`: the ring may hold answers that were kept under others."""
     poll_s: float = 1.0
     niceness: int = 19
 
@@ -163,6 +169,7 @@ class LearnWorker:
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
         self._learner: Learner = make_learner(config.learner, Path(config.floor), options, config.target)
         self._by = LearnBy(config.by)
+        self._rules = PrivacyRules.of(config.allowed, config.denied, config.by_default)
         self._candidate: _Candidate | None = None
         self._last: dict[LaneKey, int] = {}
         """Number of the last record that a candidate of each lane learned from."""
@@ -182,11 +189,15 @@ class LearnWorker:
         if self._candidate is not None:
             self._judge(self._candidate, set(state.in_use))
 
+    def _read(self, purpose: Purpose) -> Iterator[ServedRecord]:
+        """The answers of a purpose that may be learned from."""
+        return (one for one in read_ring(self._folder, purpose) if self._rules.allows(one.tenant))
+
     def _learn(self, state: LearnState) -> None:
         """Make a candidate for the lane with the most new answers, if they are enough."""
         read_s = time.time()
         found: dict[LaneKey, list[ServedRecord]] = {}
-        for record in read_ring(self._folder, Purpose.TRAIN):
+        for record in self._read(Purpose.TRAIN):
             key = self._by.key_of(record.tenant, record.task)
             if key is not None and state.lane(*key).canary is None:
                 found.setdefault(key, []).append(record)
@@ -218,9 +229,7 @@ class LearnWorker:
         from slipstream.learn.judge import JudgeOptions, judge
 
         held_out = [
-            one
-            for one in read_ring(self._folder, Purpose.JUDGE)
-            if self._by.key_of(one.tenant, one.task) == candidate.key
+            one for one in self._read(Purpose.JUDGE) if self._by.key_of(one.tenant, one.task) == candidate.key
         ]
         if candidate.num_looks and sum(one.number > candidate.last_judged for one in held_out) < _SLICE:
             return  # those of the last look
