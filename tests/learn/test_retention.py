@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from learn_cases import some_record
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.disk_ring import DiskRing, read_ring, remove_older
 from slipstream.learn.folder import LearnFolder
@@ -69,6 +71,47 @@ def test_what_is_too_old_is_nowhere_on_disk_and_the_writer_goes_on(
     assert ring.append(some_record(41)) == 41, "numbers count on"
 
 
+def test_all_segments_are_looked_at(folder: LearnFolder, ring: DiskRing) -> None:
+    fill(ring, range(20, 40))
+    fill(ring, range(20))  # those that took longest are written last
+    assert remove_older(folder, 1020.0) == 20
+    assert not has_secret(folder)
+    assert [one.created_s for one in ring.read()] == [1000.0 + number for number in range(20, 40)]
+
+
+def test_an_answer_of_a_clock_that_ran_ahead_is_too_old(folder: LearnFolder, ring: DiskRing) -> None:
+    fill(ring, range(2))
+    ring.append(some_record(2, created_s=4e9))
+    assert remove_older(folder, 1000.0) == 1
+    assert [one.number for one in ring.read()] == [0, 1]
+    assert ring.append(some_record(3)) == 3
+    assert remove_older(folder, 1000.0, now_s=1002.0) == 1, "by the clock of the caller"
+
+
+def test_a_segment_that_cannot_be_read_goes_when_it_is_too_old(folder: LearnFolder, ring: DiskRing) -> None:
+    fill(ring, range(40))
+    first, *_, last = segment_files(folder.ring)
+    for file in (first, last):
+        data = bytearray(file.read_bytes())
+        data[data.index(b"\n") + 1] ^= 4  # the mark of the first record
+        file.write_bytes(data)
+        os.utime(file, (5000.0, 5000.0))
+    assert remove_older(folder, 900.0) == 0
+    assert has_secret(folder), "it is not known to be too old"
+    assert first.exists()
+    remove_older(folder, 5001.0)
+    assert not first.exists()
+    assert last.exists(), "it says which numbers were given"
+
+
+def test_one_segment_that_cannot_be_read_keeps_no_other(folder: LearnFolder, ring: DiskRing) -> None:
+    fill(ring, range(40))
+    (folder.ring / "00.ring").mkdir()
+    with pytest.raises(LearnError, match=r"cannot read .*00\.ring"):
+        remove_older(folder, 1020.0)
+    assert not has_secret(folder)
+
+
 def test_it_looks_now_and_then_and_tells_what_hinders_it(
     folder: LearnFolder, ring: DiskRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +142,11 @@ def test_a_server_deletes_what_is_too_old_before_it_learns(folder: LearnFolder) 
     client = AsyncEngine(
         engine=LLM(speculative_config={"method": "versions", "drafter": floor}, num_threads=1).engine
     )
+    now_s = time.time()
     ring = DiskRing(folder, identity := identity_of(client.engine), MIN_BYTES)
     model, template = identity.model_hash, identity.template_hash
     ring.append(some_record(1, model_hash=model, template_hash=template))
-    ring.append(some_record(2, model_hash=model, template_hash=template, created_s=4e9))
+    ring.append(some_record(2, model_hash=model, template_hash=template, created_s=now_s))
     ring.close()
     idle = {"min_records": 10**9, "poll_s": 60.0}
     settings = SessionSettings(folder.path, MIN_BYTES, worker=idle)
@@ -110,7 +154,7 @@ def test_a_server_deletes_what_is_too_old_before_it_learns(folder: LearnFolder) 
         LearnSession(client, settings).close()
         assert len(list(read_ring(folder))) == 2
         LearnSession(client, replace(settings, max_age_s=seconds_of_age("30d"))).close()
-        assert [one.created_s for one in read_ring(folder)] == [4e9]
+        assert [one.created_s for one in read_ring(folder)] == [now_s]
     finally:
         client.close()
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -236,24 +237,41 @@ def remove_from_ring(folder: LearnFolder, tenant: str) -> int:
         raise folder.unwritable(error) from None
 
 
-def remove_older(folder: LearnFolder, before_s: float) -> int:
+def remove_older(folder: LearnFolder, before_s: float, now_s: float | None = None) -> int:
     """Delete the records of answers that began before a time, seconds since 1970; returns how many.
 
-    They are looked for from the oldest segment on, up to the first one that has none: records are appended as answers
-    end, so that one that took long may lie behind others for a while. Raises `LearnError`.
+    One that seems to begin after `now_s` was made with a wrong clock: nobody knows how old it is, so it is deleted
+    too. So is a segment of which nothing can be read, once it was last written before that time. All segments are
+    looked at, each under a lock of its own, so that the writer waits for one only. Raises `LearnError`, of a segment
+    that cannot be read once all others were looked at.
     """
-    removed = 0
-    try:
-        with folder.lock("ring"):
-            files = segment_files(folder.ring)
-            for file in files:
-                num = _remove(folder, file, file == files[-1], lambda frame: _is_older(frame, before_s))
-                removed += num
-                if not num and next(read_frames(file), None) is not None:
-                    break
-    except OSError as error:
-        raise folder.unwritable(error) from None
+    now_s = time.time() if now_s is None else now_s
+    removed, fault = 0, None
+    for file in segment_files(folder.ring):
+        try:
+            with folder.lock("ring"):
+                is_last = segment_files(folder.ring)[-1:] == [file]
+                removed += _remove(
+                    folder, file, is_last, lambda frame: not _is_within(frame, before_s, now_s)
+                )
+                if not is_last:
+                    _remove_unreadable(file, before_s, now_s)
+        except LearnError as error:
+            fault = error
+        except OSError as error:
+            raise folder.unwritable(error) from None
+    if fault is not None:
+        raise fault
     return removed
+
+
+def _remove_unreadable(file: Path, before_s: float, now_s: float) -> None:
+    """Delete a segment that has bytes but no record that can be read, where it was last written too long ago."""
+    with contextlib.suppress(FileNotFoundError):
+        stat = file.stat()
+        is_old = not before_s <= stat.st_mtime <= now_s
+        if is_old and stat.st_size and next(read_frames(file), None) is None:
+            file.unlink()
 
 
 def _remove(folder: LearnFolder, file: Path, is_last: bool, is_gone: Callable[[Frame], bool]) -> int:
@@ -281,11 +299,11 @@ def _is_of(frame: Frame, tenant: str) -> bool:
         return True  # nobody can tell whose it is, and nobody can read it
 
 
-def _is_older(frame: Frame, before_s: float) -> bool:
+def _is_within(frame: Frame, first_s: float, last_s: float) -> bool:
     try:
-        return ServedRecord.decoded(frame.payload).created_s < before_s
+        return first_s <= ServedRecord.decoded(frame.payload).created_s <= last_s
     except CorruptRecordError:
-        return True  # as above
+        return False  # as above
 
 
 def _last_number(folder: LearnFolder) -> int:

@@ -38,7 +38,7 @@ class Retention:
             return 0
         self._looked_s = now_s
         try:
-            num_removed = remove_older(self._folder, now_s - age_s)
+            num_removed = remove_older(self._folder, now_s - age_s, now_s)
         except LearnError as error:
             self.fault = f"answers that are too old cannot be deleted: {error}"
             logger.warning("learning: %s; serving goes on", self.fault)
