@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,28 @@ import pytest
 from slipstream.learn.learner_log import LearnerLog
 from slipstream.learn.process import KILL_S, MAX_STARTS, SILENT_S, LearnerProcess
 
-HANGS = """
-import sys, time
+ANSWERS = """
+import sys
 print('{"event": "ready"}', flush=True)
 for line in sys.stdin:
     print('{"event": "alive"}', flush=True)
 """
 """It is heard of once, and then only when anything is said to it."""
+HANGS = """
+import time
+print('{"event": "ready"}', flush=True)
+time.sleep(600)
+"""
+"""It does not even read what is said to it."""
+WAKES = """
+import json, os, sys, time
+print('{"event": "ready"}', flush=True)
+while not os.path.exists(os.environ["STAND_IN_WAKES"]):
+    time.sleep(0.01)
+for line in sys.stdin:
+    print(json.dumps({"event": "heard", "line": line.strip()}), flush=True)
+"""
+"""It reads nothing until there is a file of that name, then all, and says what."""
 DIES = """
 import sys
 sys.stderr.write("the cause: \\u00fc\\n")
@@ -59,10 +77,71 @@ def watched(process: LearnerProcess, clock: Clock, seconds: float) -> None:
         process.watch()
 
 
+def say_more_than_a_pipe_holds(process: LearnerProcess) -> None:
+    """In a thread of its own, so that a test ends even where that never returns."""
+
+    def say() -> None:
+        for number in range(10_000):
+            process.tell_costs(number % 2, 0.5)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    if thread.is_alive():
+        os.kill(process.pid or 0, signal.SIGKILL)
+        pytest.fail("it waits for a process that does not read")
+
+
+def test_a_process_that_reads_nothing_stops_nobody_and_is_ended(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = started(HANGS, tmp_path, clock, monkeypatch)
+    try:
+        process.watch()
+        first = process.pid
+        assert process.messages.get(timeout=20) == {"event": "ready"}
+        say_more_than_a_pipe_holds(process)
+        watched(process, clock, SILENT_S + 1)
+        assert "hangs" in process.fault
+        watched(process, clock, KILL_S - SILENT_S)
+        assert process.num_deaths == 1
+        assert process.pid not in (None, first)
+    finally:
+        process.close()
+
+
+def test_what_it_could_not_take_is_said_again(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes = tmp_path / "wakes"
+    monkeypatch.setenv("STAND_IN_WAKES", str(wakes))
+    process, _ = started(WAKES, tmp_path, clock, monkeypatch)
+    heard: list[str] = []
+
+    def is_all_heard() -> bool:
+        process.watch()
+        while not process.messages.empty():
+            heard.append(process.messages.get().get("line", ""))
+        return "rest" in heard and [line for line in heard if line.startswith("costs")][-1] == "costs 1 0.5"
+
+    try:
+        process.watch()
+        say_more_than_a_pipe_holds(process)
+        process.rest(True)
+        process.rest(False)
+        process.rest(True)
+        wakes.touch()
+        wait_until(is_all_heard)
+        assert heard.count("rest") == 1, "only the latest state is said"
+        assert "go" not in heard
+    finally:
+        process.close()
+
+
 def test_a_process_that_hangs_raises_an_alarm_and_is_ended(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process, log = started(HANGS, tmp_path, clock, monkeypatch)
+    process, log = started(ANSWERS, tmp_path, clock, monkeypatch)
     try:
         process.watch()
         first = process.pid

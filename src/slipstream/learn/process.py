@@ -61,6 +61,9 @@ class LearnerProcess:
         """Why nothing is learned now; empty while the process lives and is heard of."""
         self._rests = False
         self._costs = ""
+        self._said_rests = False
+        self._said_costs = ""
+        """What the process that runs was told so far: what it could not take is said again."""
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -72,6 +75,7 @@ class LearnerProcess:
         """See whether it lives, and start it where it does not; never raises."""
         process = self._process
         if process is not None and process.poll() is None and not self._hangs(process):
+            self._say_what_is_new()
             return
         if process is not None:
             self.num_deaths += 1
@@ -109,16 +113,13 @@ class LearnerProcess:
 
     def rest(self, rests: bool) -> None:
         """Have it rest, or go on."""
-        if rests != self._rests:
-            self._rests = rests
-            self._say(REST if rests else GO)
+        self._rests = rests
+        self._say_what_is_new()
 
     def tell_costs(self, floor: float, version: float) -> None:
         """Have it judge by what drafting costs a step, in passes of the target: of the floor and of its versions."""
-        costs = f"{COSTS} {floor:.2g} {version:.2g}"
-        if costs != self._costs:
-            self._costs = costs
-            self._say(costs)
+        self._costs = f"{COSTS} {floor:.2g} {version:.2g}"
+        self._say_what_is_new()
 
     @property
     def rests(self) -> bool:
@@ -144,7 +145,10 @@ class LearnerProcess:
             errors="replace",
             env=environment,
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # one that hangs does not read: nobody waits for it
         self._process = process
+        self._said_rests, self._said_costs = False, ""
         self._silent_s, self._watched_s = 0.0, self._clock()
         if self._log is not None:
             threading.Thread(
@@ -153,16 +157,23 @@ class LearnerProcess:
         threading.Thread(
             target=self._listen, args=(process, process.stdout), name="learn-messages", daemon=True
         ).start()
-        if self._rests:
-            self._say(REST)
-        if self._costs:
-            self._say(self._costs)
+        self._say_what_is_new()
 
-    def _say(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it died; `watch` sees that
-                self._process.stdin.write(line + "\n")
-                self._process.stdin.flush()
+    def _say_what_is_new(self) -> None:
+        if self._rests != self._said_rests and self._say(REST if self._rests else GO):
+            self._said_rests = self._rests
+        if self._costs != self._said_costs and self._say(self._costs):
+            self._said_costs = self._costs
+
+    def _say(self, line: str) -> bool:
+        """Write a line without waiting; False where it was not taken. So short a one is taken whole or not at all."""
+        if self._process is None or self._process.stdin is None:
+            return False
+        try:
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode("ascii"))
+        except OSError:  # it does not read, or it died: `watch` sees both
+            return False
+        return True
 
     def _listen(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
         with stream:
