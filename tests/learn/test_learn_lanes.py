@@ -270,6 +270,25 @@ def test_the_rules_hold_for_answers_that_were_kept_before(
     assert set(judged) == {"beta", "beta/bob"}
 
 
+@pytest.mark.parametrize(("num_older", "is_kept"), [(1, True), (19, True), (20, False)])
+def test_a_few_older_answers_alone_refuse_no_candidate(
+    num_older: int,
+    is_kept: bool,
+    tmp_path: Path,
+    learner: FakeLearner,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.2, 0.9)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    shifted_ring(tmp_path, 0, ["old"] * num_older + ["new"] * 40)
+    made = worker_on(tmp_path, LearnBy.EVERYONE)
+    made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
+    made.turn()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == ["learning", "candidate" if is_kept else "refused"]
+
+
 def test_the_first_candidate_has_an_anchor_of_all_tasks(
     tmp_path: Path, learner: FakeLearner, capsys: pytest.CaptureFixture[str]
 ) -> None:

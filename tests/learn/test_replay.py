@@ -76,13 +76,16 @@ def test_there_is_an_anchor_of_all_tasks_from_the_first_candidate_on():
 
 def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_anchor():
     records = [a_record(number, (Purpose.JUDGE, Purpose.TRAIN)[number % 5 > 0]) for number in range(100)]
-    latest, anchor = judging_parts(records, 8, 6)
+    latest, anchor = judging_parts(records, 8, 6, least=12)
     assert [one.number for one in latest] == [*range(60, 100, 5)]
     assert len({one.number for one in anchor}) == 6
     assert {one.number for one in anchor} <= {*range(0, 60, 5)}
     assert sorted(one.task for one in anchor) == ["a"] * 3 + ["b"] * 3
-    assert [len(part) for part in judging_parts(records, 100, 6)] == [20, 0]
-    assert [len(part) for part in judging_parts(records, 0, 6)] == [0, 6]
+    assert [len(part) for part in judging_parts(records, 100, 6, least=1)] == [20, 0]
+    assert [len(part) for part in judging_parts(records, 0, 6, least=20)] == [0, 6]
+    latest, anchor = judging_parts(records, 8, 6, least=13)
+    assert [one.number for one in latest] == [*range(0, 100, 5)], "too few are no anchor, and judged on"
+    assert anchor == []
 
 
 def test_an_empty_trace_says_so():

@@ -48,10 +48,16 @@ def training_parts(
 
 
 def judging_parts(
-    held_out: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0
+    held_out: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0, *, least: int
 ) -> tuple[list[ServedRecord], list[ServedRecord]]:
     """What a candidate is judged on, from records in their order: the latest held-out ones, on which it must be faster,
-    and of the older ones the anchor, which must not be forgotten."""
+    and of the older ones the anchor, which must not be forgotten.
+
+    The anchor's figure counts without any benefit of doubt. Of fewer than `least` answers it would mean little, and one
+    unlucky answer could refuse a good candidate for good: so few count among the latest.
+    """
     known = split(held_out, Purpose.JUDGE)
     first = max(len(known) - num_latest, 0)
+    if first < least:
+        first = 0
     return known[first:], anchor_of(known[:first], Purpose.JUDGE, num_anchors, seed)

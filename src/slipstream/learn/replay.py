@@ -114,7 +114,9 @@ def replay(
                 candidate = learner.scorer(learned.tensors)
                 judged = records[max(0, after - options.judge_window) : after]
                 num_latest = len(split(judged, Purpose.JUDGE))
-                latest, held_out = judging_parts(older, num_latest, options.num_anchors, number)
+                latest, held_out = judging_parts(
+                    older, num_latest, options.num_anchors, number, least=judging.min_requests
+                )
                 verdict = judge(candidate, scorer, latest, held_out, judging)
                 promoted, why = verdict.better, verdict.why
                 figures = {"learner": learned.figures, "judge": verdict.figures}

@@ -236,7 +236,10 @@ class LearnWorker:
         num_latest = self.config.judged_records
         if candidate.num_looks:
             num_latest = sum(one.number >= candidate.first_judged for one in held_out)
-        latest, anchor = judging_parts(held_out, num_latest, self.config.max_records)
+        options = JudgeOptions(depth=self.config.depth)
+        latest, anchor = judging_parts(
+            held_out, num_latest, self.config.max_records, least=options.min_requests
+        )
         candidate.num_looks += 1
         if latest:
             candidate.first_judged, candidate.last_judged = latest[0].number, latest[-1].number
@@ -245,7 +248,7 @@ class LearnWorker:
             *candidate.scorers,
             latest,
             anchor,
-            JudgeOptions(depth=self.config.depth),
+            options,
             candidate_cost=version_cost,
             incumbent_cost=version_cost if candidate.parent else floor_cost,
         )
