@@ -20,7 +20,7 @@ from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.disk_ring import DiskRing, read_ring, remove_older
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
-from slipstream.learn.retention import Retention
+from slipstream.learn.retention import RETRY_S, Retention
 from slipstream.learn.ring import MIN_BYTES
 from slipstream.learn.segments import RingIdentity, segment_files
 from slipstream.learn.session import LearnSession, SessionSettings
@@ -113,7 +113,10 @@ def test_one_segment_that_cannot_be_read_keeps_no_other(folder: LearnFolder, rin
 
 
 def test_it_looks_now_and_then_and_tells_what_hinders_it(
-    folder: LearnFolder, ring: DiskRing, monkeypatch: pytest.MonkeyPatch
+    folder: LearnFolder,
+    ring: DiskRing,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = 1000.0 + 100 * HOUR_S
     fill(ring, range(40))
@@ -127,10 +130,18 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     now_s += 0.2 * HOUR_S
     assert retention.look() == 0
     assert retention.fault.startswith("answers that are too old cannot be deleted: cannot write in")
+    now_s += RETRY_S
+    assert retention.look() == 0
+    assert len(caplog.messages) == 1, "the same fault is told once"
     monkeypatch.undo()
-    now_s += HOUR_S
-    assert retention.look() == 30
+    now_s += RETRY_S - 1
+    assert retention.look() == 0
+    now_s += 1
+    assert retention.look() == 30, "a minute after a failure it tries again"
     assert retention.fault == ""
+    now_s += 2 * RETRY_S
+    fill(ring, range(1))
+    assert retention.look() == 0
 
 
 def refused(*_: object) -> int:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 _LOOKS = 24
 """Within the age itself."""
+RETRY_S = 60.0
+"""After a deletion that failed."""
 
 
 class Retention:
@@ -25,7 +27,9 @@ class Retention:
     ) -> None:
         """None keeps answers until the ring needs their room."""
         self._folder, self._max_age_s, self._clock = folder, max_age_s, clock
-        self._looked_s: float | None = None
+        self._looked_s = 0.0
+        self._wait_s = 0.0
+        """From then on until it looks again."""
         self.fault = ""
         """Why what is too old is still there; empty while it is not."""
 
@@ -34,14 +38,17 @@ class Retention:
         now_s, age_s = self._clock(), self._max_age_s
         if age_s is None:
             return 0
-        if self._looked_s is not None and 0 <= now_s - self._looked_s < min(age_s / _LOOKS, HOUR_S):
+        if 0 <= now_s - self._looked_s < self._wait_s:
             return 0
-        self._looked_s = now_s
+        every_s = min(age_s / _LOOKS, HOUR_S)
+        self._looked_s, self._wait_s = now_s, min(RETRY_S, every_s)
         try:
             num_removed = remove_older(self._folder, now_s - age_s, now_s)
         except LearnError as error:
-            self.fault = f"answers that are too old cannot be deleted: {error}"
-            logger.warning("learning: %s; serving goes on", self.fault)
+            fault = f"answers that are too old cannot be deleted: {error}"
+            if fault != self.fault:  # not each minute
+                logger.warning("learning: %s; serving goes on", fault)
+            self.fault = fault
             return 0
-        self.fault = ""
+        self.fault, self._wait_s = "", every_s
         return num_removed
