@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.learn import folder as folders
-from slipstream.learn.disk_ring import DiskRing
+from slipstream.learn.disk_ring import DiskRing, read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.segments import RingIdentity
 from slipstream.monitor.alarms import AlarmKind, Alarms
@@ -69,6 +70,21 @@ def damaged_state(path: Path, patch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     (path / "state.json").write_text("{")
     return path
+
+
+def test_old_answers_are_deleted_where_nothing_can_be_learned(client: AsyncEngine, tmp_path: Path) -> None:
+    path = tmp_path / "learn"
+    ring = DiskRing(LearnFolder(path), RingIdentity("model-a", "template-a"), 2**20)
+    ring.append(some_record(0))
+    ring.append(some_record(1, created_s=(now_s := time.time())))
+    ring.close()
+    learning = Learning(client, ServeConfig(learn=str(path), learn_max_age="30d"))
+    assert "of another model" in learning.facts.faults["learning_failed"]
+    deadline_s = time.monotonic() + 20
+    while len(left := list(read_ring(LearnFolder(path)))) > 1 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    learning.close()
+    assert [one.created_s for one in left] == [now_s]
 
 
 async def answer(client: AsyncEngine) -> list[int]:

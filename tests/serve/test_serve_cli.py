@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -24,6 +25,10 @@ from slipstream.cli.flags.settings import merged
 from slipstream.cli.main import app
 from slipstream.cli.serve import SERVER
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.learn.disk_ring import DiskRing, read_ring
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.records import ServedRecord
+from slipstream.learn.segments import RingIdentity
 
 TOML = """
 model = "from-file"
@@ -239,6 +244,23 @@ def test_a_drafter_that_cannot_learn_serves_all_the_same(tmp_path: Path) -> None
         "--learn is for draft_model and eagle3; serving goes on"
     )
     assert not learn.exists()
+
+
+def test_a_drafter_that_cannot_learn_deletes_old_answers_all_the_same(tmp_path: Path) -> None:
+    folder = LearnFolder(tmp_path / "learn")
+    ring = DiskRing(folder, RingIdentity("model", "template"), 2**20)
+    none = np.zeros(0, np.int32)
+    for number, began_s in enumerate((1000.0, time.time())):
+        ring.append(ServedRecord(f"{number}", "model", "template", none, none, created_s=began_s))
+    ring.close()
+    flags = ("--one-process", "--spec", "ngram", "--learn", str(folder.path), "--learn-max-age", "30d")
+    with serving(tmp_path, *flags):
+        for _ in range(400):
+            left = [one.request_id for one in read_ring(folder)]
+            if left == ["1"]:
+                break
+            time.sleep(0.05)
+    assert left == ["1"]
 
 
 def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], str, Path]) -> None:

@@ -27,6 +27,7 @@ from slipstream.serve.config import ServeConfig
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
     from slipstream.engine.async_engine import AsyncEngine
+    from slipstream.learn.retention import RetentionThread
     from slipstream.serve.process.remote import RemoteEngine
     from slipstream.serve.process.spawn import SpawnedEngine
 
@@ -63,7 +64,7 @@ def serve(
     server_config = ServeConfig(**settings["server"])
     speculative = chosen_speculation(settings["speculation"], model)
 
-    no_learning = ""
+    no_learning, asked = "", server_config
     if server_config.learn is not None:
         try:
             speculative = _with_versions(speculative, server_config)
@@ -89,14 +90,15 @@ def serve(
         speculative = replace(speculative, probe_share=PROBE_SHARE)
     logs.configure(server_config)  # from here on all lines have one format
     logs.take_over_transformers()
-    if no_learning:
-        logger.warning("nothing is learned: %s; serving goes on", no_learning)
+    retention = _retention_alone(no_learning, asked) if no_learning else None
     served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
         app = create_app(served, server_config, model or EMBEDDED_NAME)
         DrainingServer(app).run(sockets=[bound])
     finally:
         served.close()
+        if retention is not None:
+            retention.close()
 
 
 def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> SpeculativeConfig:
@@ -108,6 +110,14 @@ def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> Specu
     return replace(
         speculative, method="versions", options={"drafter": floor, "num_lanes": config.learn_lanes}
     )
+
+
+def _retention_alone(why: str, config: ServeConfig) -> RetentionThread | None:
+    """Tell why nothing is learned; what deletes old answers all the same, if anything should."""
+    from slipstream.serve.learning import retention_beside
+
+    logger.warning("nothing is learned: %s; serving goes on", why)
+    return retention_beside(config)
 
 
 def _engine(

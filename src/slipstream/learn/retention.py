@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -52,3 +54,32 @@ class Retention:
             return 0
         self.fault, self._wait_s = "", every_s
         return num_removed
+
+
+class RetentionThread:
+    """Deletes what is too old beside a server that learns nothing: the answers of one that did are there still."""
+
+    def __init__(self, folder: LearnFolder, max_age_s: float) -> None:
+        self._folder = folder
+        self._retention = Retention(folder, max_age_s)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learn-retention", daemon=True)
+        self._thread.start()
+
+    @property
+    def fault(self) -> str:
+        """Why what is too old is still there; empty while it is not."""
+        return self._retention.fault
+
+    def close(self) -> None:
+        """End it."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._folder.ring.is_dir():
+            with contextlib.suppress(LearnError):  # what hinders this hinders the deletion, which tells
+                self._folder.clear_leftovers()
+        self._retention.look()
+        while not self._closed.wait(RETRY_S):
+            self._retention.look()

@@ -33,7 +33,7 @@ from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
 from slipstream.learn.records import TAPS, share_of, tenant_key
-from slipstream.learn.retention import Retention
+from slipstream.learn.retention import Retention, RetentionThread
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
@@ -475,15 +475,21 @@ class LearnSession:
 
 def begin_learning(
     stepped: SteppedEngine, settings: SessionSettings
-) -> tuple[LearnSession | None, Callable[[], LearnFacts]]:
-    """A session and what tells its facts; where the folder cannot be used, None and why: serving goes on."""
+) -> tuple[LearnSession | RetentionThread | None, Callable[[], LearnFacts]]:
+    """A session and what tells its facts. Where the folder cannot be used, why, and what deletes old answers in it all
+    the same, if anything should: serving goes on. Whoever called closes what is returned."""
     try:
         session = LearnSession(stepped, settings)
     except (SlipstreamError, OSError) as error:
         fault = f"nothing is learned: {error}"
         logger.warning("%s; serving goes on", fault)
         facts = LearnFacts(faults={"learning_failed": fault})
-        return None, lambda: facts
+        if settings.max_age_s is None:
+            return None, lambda: facts
+        alone = RetentionThread(LearnFolder(settings.folder), settings.max_age_s)
+        return alone, lambda: LearnFacts(
+            faults={"learning_failed": "; ".join(filter(None, (fault, alone.fault)))}
+        )
     return session, session.facts
 
 

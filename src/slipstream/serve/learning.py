@@ -14,8 +14,10 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.facts import LearnFacts
+from slipstream.learn.folder import LearnFolder
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
+from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.serve.auth import digest
@@ -45,6 +47,16 @@ def max_age_s(config: ServeConfig) -> float | None:
     return None if config.learn_max_age is None else seconds_of_age(config.learn_max_age)
 
 
+def retention_beside(config: ServeConfig) -> RetentionThread | None:
+    """What deletes old answers for a server whose drafter cannot learn; None where nothing is to be deleted."""
+    age_s = max_age_s(config)
+    return (
+        None
+        if config.learn is None or age_s is None
+        else RetentionThread(LearnFolder(Path(config.learn)), age_s)
+    )
+
+
 class Learning(Collector):
     """The session of a server with `--learn`, or why there is none: then the server serves all the same."""
 
@@ -53,7 +65,7 @@ class Learning(Collector):
 
         Raises `ConfigError` for any other.
         """
-        self._session: LearnSession | None = None
+        self._session: LearnSession | RetentionThread | None = None
         self._shown: dict[AlarmKind, str] = {}
         self._facts: Callable[[], LearnFacts]
         assert config.learn is not None

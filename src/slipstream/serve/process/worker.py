@@ -22,6 +22,7 @@ from slipstream.errors import ProtocolError, SlipstreamError
 from slipstream.labels import engine_labels
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
+from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.serve import logs
 from slipstream.serve.config import ServeConfig
@@ -76,7 +77,7 @@ def main() -> None:
             session.close()
 
 
-def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | None:
+def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | RetentionThread | None:
     """Have the drafter learn; where it cannot, the server is told and the engine serves all the same."""
     settings = SessionSettings(
         Path(load.folder),
