@@ -86,8 +86,8 @@ def row_losses(logits: Tensor, rows: TargetRows, draft_ids: Tensor | None = None
     """(forward divergence [n], overlap [n]) of a draft's `logits` [n, draft vocab] and the target's rows.
 
     `draft_ids`, int64 [vocab], has the place of each of the target's tokens in the draft's vocabulary, -1 for those
-    that it cannot draft; None where it has them all. Of these nothing can be learned: the divergence is from the
-    target's distribution over the others, the overlap counts them as lost.
+    that it cannot draft; None where it has them all. These are left out: the divergence is from the target's
+    distribution over the others, the overlap counts them as lost.
     """
     temperatures = rows.temperatures.clamp(LEAST_TEMPERATURE, 1.0)[:, None]
     log_q = torch.log_softmax(logits / temperatures, dim=-1)
