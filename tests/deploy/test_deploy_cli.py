@@ -107,6 +107,9 @@ def test_the_embedded_pair_is_named_and_speculates_as_it_is_served() -> None:
     assert printed("--spec", "off")["speculative_config"]["method"] == "off"
     head = DeploySettings.from_mapping(printed("--spec", "eagle3"))
     assert (head.speculation or {})["model"] == EMBEDDED_EAGLE3
+    steps = DeploySettings.from_mapping(printed("--reasoning-draft", "embedded"))
+    assert EMBEDDED_DRAFT not in str(steps.as_json())
+    assert (steps.speculation or {})["reasoning"]["model"] == EMBEDDED_DRAFT
 
 
 def test_another_model_does_not_speculate_unless_it_is_told_to(tmp_path: Path) -> None:

@@ -452,6 +452,19 @@ def test_embedded_names_the_drafts_in_the_package_for_any_target(
     assert (config.method, config.options["model"]) == (method, model)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SpeculationFlags(reasoning_draft="embedded"),
+        SpeculationFlags(reasoning_draft='{"model": "embedded"}'),
+        SpeculationFlags(speculative_config='{"method": "off", "reasoning": {"model": "embedded"}}'),
+    ],
+)
+def test_embedded_names_the_draft_that_writes_steps(flags: SpeculationFlags) -> None:
+    reasoning = speculative_config(flags, "some/target").reasoning
+    assert reasoning == {"name": "embedded", "model": EMBEDDED_DRAFT}
+
+
 def test_embedded_names_the_target_in_the_package() -> None:
     named = run("generate", PROMPT, *GREEDY, "-m", "embedded")
     assert named.exit_code == 0, named.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ EMBEDDED_NAME = "embedded-pair"
 """The embedded target's name for clients of a server."""
 EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 """Method to the embedded target's own drafter."""
+
+
+def writer_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The value of `reasoning` with the folder of a draft that is called `embedded`, and with that as its name."""
+    if reasoning is None or reasoning.get("model") != EMBEDDED:
+        return reasoning
+    own = EMBEDDED_DRAFTERS.get(str(reasoning.get("method", "draft_model")))
+    return reasoning if own is None else {"name": EMBEDDED, **reasoning, "model": own}
 
 
 def sample_prompts() -> list[dict[str, Any]]:

@@ -188,6 +188,11 @@ def _settings(
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:
     """With the embedded draft by its name: its folder is another one on another machine."""
+    reasoning = config.get("reasoning") or {}
+    if "model" in reasoning and reasoning["model"] == EMBEDDED_DRAFTERS.get(
+        str(reasoning.get("method", "draft_model"))
+    ):
+        config = {**config, "reasoning": {**reasoning, "model": EMBEDDED}}
     if config.get("model") == EMBEDDED_DRAFTERS.get(config.get("method", "")):
         return {**config, "model": EMBEDDED}
     return config

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, writer_in_package
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
@@ -45,7 +45,7 @@ class SpeculationFlags:
 
     reasoning_draft: str | None = None
     """Who drafts whole steps of thinking for requests that ask for it, which may change their text: folder or hub id of
-    a draft model, or all keys of `reasoning` as a JSON object. Needs --allow-lossy."""
+    a draft model, `embedded`, or all keys of `reasoning` as a JSON object. Needs --allow-lossy."""
 
     def __post_init__(self) -> None:
         check_types(self, "speculation")
@@ -56,7 +56,10 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
 
     Raises `ConfigError` for contradictions, and for all errors that show without loading a model.
     """
-    config = _in_package(_chosen(flags, embedded=model is None))
+    config = _chosen(flags, embedded=model is None)
+    if flags.reasoning_draft is not None:
+        config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
+    config = _in_package(config)
     if flags.num_speculative_tokens is not None:
         if config.method == "off":
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
@@ -65,8 +68,6 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
         if _CLASS.fullmatch(flags.verifier):
             _search_working_directory()
         config = replace(config, verifier=flags.verifier)
-    if flags.reasoning_draft is not None:
-        config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     from slipstream.engine.speculation import validate
 
     validate(config)
@@ -86,10 +87,10 @@ def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
 
 
 def _in_package(config: SpeculativeConfig) -> SpeculativeConfig:
-    """With the folder of a draft that is called `embedded`."""
+    """With the folder of a draft that is called `embedded`, also of one that writes whole steps."""
     if config.options.get("model") == EMBEDDED and config.method in EMBEDDED_DRAFTERS:
-        return replace(config, options={**config.options, "model": EMBEDDED_DRAFTERS[config.method]})
-    return config
+        config = replace(config, options={**config.options, "model": EMBEDDED_DRAFTERS[config.method]})
+    return replace(config, reasoning=writer_in_package(config.reasoning))
 
 
 def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
