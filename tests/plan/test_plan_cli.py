@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from slipstream.assets import EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 
 BASE = ["plan", "--process-memory", "400MiB", "--memory", "2GiB"]
@@ -105,6 +106,25 @@ def test_bad_input_costs_one_line(words: list[str], complaint: str) -> None:
     error = result.stderr.strip().splitlines()
     assert len(error) == 1, error
     assert complaint in error[0]
+
+
+def test_a_draft_of_another_vocabulary_is_refused_as_the_engine_refuses_it(tmp_path: Path) -> None:
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    shutil.copytree(EMBEDDED_DRAFT, other)
+    described = json.loads((other / "tokenizer.json").read_text())
+    tokens = described["model"]["vocab"]
+    first, second = [token for token, index in tokens.items() if index in (300, 301)]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    result = run("--batch", "1", "--draft", str(other))
+    assert result.exit_code == 2
+    assert f"error: draft {str(other)!r} has another vocabulary" in result.stderr
+    assert "use method tli or slem" in result.stderr
+    assert run("--batch", "1", "--spec", f"tli:{other}").exit_code == 0
+    assert "vocabulary" not in run("--batch", "1").stdout
+    bare.mkdir()
+    shutil.copy(Path(EMBEDDED_DRAFT) / "config.json", bare)
+    assert "vocabulary was not looked at" in run("--batch", "1", "--draft", str(bare)).stdout
 
 
 def test_the_memory_of_a_gpu_that_is_not_here_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

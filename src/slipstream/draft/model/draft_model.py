@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +24,11 @@ from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.outline import outline_model
 from slipstream.models.rows import Rows
 from slipstream.text.vocabulary import check_same_vocabulary
+
+NOT_COMPARED = (
+    "whether the draft has the target's vocabulary was not looked at: the tokenizers of both must be in folders "
+    "here"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,16 @@ class DraftModelDrafter(CachedDrafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_of(options, context)
+        """Raises `VocabularyMismatchError` as loading does, where the tokenizers of both are files here."""
+        outline = outline_of(options, context)
+        engine = context.engine_config
+        target = engine.tokenizer or engine.model
+        if context.tokenizer is not None or options.model == target:
+            return outline
+        if not (_has_tokenizer(target) and _has_tokenizer(options.model)):
+            return replace(outline, note=NOT_COMPARED)
+        _compare_files(target, options.model, engine.trust_remote_code)
+        return outline
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         trust = context.engine_config.trust_remote_code
@@ -139,6 +155,17 @@ class DraftModelDrafter(CachedDrafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
         return logits[:, : self._growths.vocab_size]
+
+
+def _has_tokenizer(path: str) -> bool:
+    return (Path(path) / "tokenizer.json").is_file()
+
+
+@lru_cache(maxsize=16)
+def _compare_files(target: str, draft: str, trust_remote_code: bool) -> None:
+    """Kept once they are the same: a plan that does not fit is made again with each change."""
+    ours, theirs = (load_tokenizer(path, trust_remote_code=trust_remote_code) for path in (target, draft))
+    check_same_vocabulary(ours, theirs, draft)
 
 
 def _inherited_format(engine: EngineConfig, device: str) -> str | None:
