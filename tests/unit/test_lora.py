@@ -16,6 +16,7 @@ from slipstream.errors import ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model
 from slipstream.models.files import lora
+from slipstream.models.outline import outline_model
 from slipstream.train.attention import block_diagonal_mask
 from slipstream.train.target import load_model as load_for_training
 
@@ -166,6 +167,13 @@ def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_p
 def test_what_is_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"is no LoRA adapter: it has no adapter_config\.json"):
         load_model(str(base), lora=str(tmp_path / "nothing"))
+    (tmp_path / "bare").mkdir()
+    shutil.copy(adapter / "adapter_config.json", tmp_path / "bare")
+    for take in (load_model, outline_model):
+        with pytest.raises(
+            ModelError, match=r"has no weights: no adapter_model\.safetensors or adapter_model\.bin"
+        ):
+            take(str(base), lora=str(tmp_path / "bare"))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
     with pytest.raises(ModelError, match="adapter of type IA3; only LORA"):

@@ -23,6 +23,7 @@ from slipstream.models.linear.low_rank import LowRankChange
 log = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 WIDENS = "--dtype float32 widens them"
 """What to do about weights that cannot be kept as they are."""
@@ -72,6 +73,9 @@ def _check_adapter(folder: str) -> None:
         ) from None
     if kind != "LORA":
         raise ModelError(f"{folder!r} is an adapter of type {kind}; only LORA adapters can be merged")
+    if not any((where / name).is_file() for name in ADAPTER_WEIGHTS):
+        # PEFT would look for them in a repository of the hub.
+        raise ModelError(f"the LoRA adapter {folder!r} has no weights: no {' or '.join(ADAPTER_WEIGHTS)}")
     try:
         import peft  # noqa: F401
     except ImportError:
