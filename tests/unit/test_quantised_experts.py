@@ -274,6 +274,9 @@ def test_an_adapter_of_experts_that_are_rounded_is_refused(tmp_path: Path) -> No
         return
     options = {"quantization": "int8", "lora": str(tmp_path / "experts")}
     assert "the adapter cannot be kept apart from quantised weights" in refusal(tmp_path / "x", **options)
+    with pytest.raises(ModelError, match="the adapter cannot be kept apart from quantised weights"):
+        outline_model(str(tmp_path / "x"), **options)
+    outline_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
     lm = load_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
     adapted = peft.PeftModel.from_pretrained(model, str(tmp_path / "attention")).merge_and_unload()
     assert error(packed_logits(lm), logits(adapted)) < ROUNDED["int8"]

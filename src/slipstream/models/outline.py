@@ -443,7 +443,10 @@ def _described(
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and where.type == "cpu":
         fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
-        fitted.install(model, None if adapter is None else outlined_changes(model, adapter, fitted.matrices))
+        changes = (
+            None if adapter is None else outlined_changes(model, adapter, fitted.matrices, fitted.stacks)
+        )
+        fitted.install(model, changes)
         stored_as = fitted.kind if fitted.matrices else ""
         if fitted.stacks:
             key = (*key, quantization)

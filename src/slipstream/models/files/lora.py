@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -122,15 +123,19 @@ def apply_adapter(
     return merged, changes
 
 
+_PART = re.compile(r"\.(?=lora_|base_layer\.|token_adapter\.)")
+"""Between the name of a layer and that of an adapter's part of it."""
 _NEED_NO_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's ways to begin an adapter that neither read nor change the weights that it is for."""
 
 
-def outlined_changes(model: Any, folder: str, kept: Iterable[str]) -> dict[str, LowRankChange]:
+def outlined_changes(
+    model: Any, folder: str, kept: Iterable[str], stacks: Iterable[str] = ()
+) -> dict[str, LowRankChange]:
     """What an adapter adds to quantised layers, by their names and without its numbers.
 
-    `kept` names the layers of `model` that will be replaced by quantised ones; others may share their weights. Raises
-    `ModelError` for a kind that cannot be kept apart.
+    `kept` names the layers of `model` that will be replaced by quantised ones, and `stacks` the parameters of experts
+    that will be; others may share their weights. Raises `ModelError` for what `apply_adapter` would not keep apart.
     """
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
@@ -138,6 +143,11 @@ def outlined_changes(model: Any, folder: str, kept: Iterable[str]) -> dict[str, 
     found: dict[str, LowRankChange] = {}
     weights = load_peft_weights(folder, device="cpu")
     replaced = {id(model.get_submodule(name).weight) for name in kept}
+    replaced |= {id(model.get_parameter(name)) for name in stacks}
+    if replaced:
+        _check_kind(PeftConfig.from_pretrained(folder))
+        _check_whole_weights(model, folder, replaced)
+        _check_products(model, weights, replaced)
     for name, module in model.named_modules():
         if id(getattr(module, "weight", None)) not in replaced:
             continue
@@ -145,9 +155,19 @@ def outlined_changes(model: Any, folder: str, kept: Iterable[str]) -> dict[str, 
         down, up = (None if part is None else part.to("meta", torch.float32) for part in parts)
         if down is not None and up is not None:
             found[name] = LowRankChange(down, up)
-    if found:
-        _check_kind(PeftConfig.from_pretrained(folder))
     return found
+
+
+def _check_products(model: Any, names: Iterable[str], stand_ins: set[int]) -> None:
+    """Raise `ModelError` where a saved number changes a layer of stand-ins by more than a product of low rank."""
+    modules = dict(model.named_modules())
+    for key in names:
+        name, _, part = _PART.sub(" ", key.removeprefix("base_model.model."), count=1).partition(" ")
+        layer = modules.get(name)
+        if layer is None or not any(id(each) in stand_ins for each in layer.parameters(recurse=False)):
+            continue
+        if not isinstance(layer, nn.Linear) or part not in ("lora_A.weight", "lora_B.weight"):
+            raise _more_than_a_product(name)
 
 
 def _check_kind(config: Any) -> None:
@@ -189,11 +209,15 @@ def _take_apart(adapted: Any, stand_ins: set[int]) -> dict[str, LowRankChange]:
             continue
         is_product = not is_wrapper and isinstance(base, nn.Linear)
         if not is_product or layer.lora_variant or any(layer.lora_bias.values()):
-            raise _cannot_be_kept_apart(f"it changes {name} by more than a product of low rank")
+            raise _more_than_a_product(name)
         up = layer.lora_B["default"].weight.detach().float() * layer.scaling["default"]
         changes[name] = LowRankChange(layer.lora_A["default"].weight.detach().float(), up)
         adapted.set_submodule(name, base)
     return changes
+
+
+def _more_than_a_product(name: str) -> ModelError:
+    return _cannot_be_kept_apart(f"it changes {name} by more than a product of low rank")
 
 
 def _cannot_be_kept_apart(reason: str) -> ModelError:
