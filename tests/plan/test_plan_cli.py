@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -125,6 +126,16 @@ def test_a_draft_of_another_vocabulary_is_refused_as_the_engine_refuses_it(tmp_p
     bare.mkdir()
     shutil.copy(Path(EMBEDDED_DRAFT) / "config.json", bare)
     assert "vocabulary was not looked at" in run("--batch", "1", "--draft", str(bare)).stdout
+
+
+def test_where_a_merged_adapter_does_not_fit_quantising_first_is_offered(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET)
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    small = ("--memory", "100MiB", "--batch", "1", "--context", "64", "--spec", "off")
+    assert "`slipstream quantize` and give --lora" in run(*small, "--lora", str(tmp_path)).stdout
+    assert "slipstream quantize" not in run(*small).stdout
 
 
 def test_the_memory_of_a_gpu_that_is_not_here_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,9 +161,7 @@ def _print(report: FitReport) -> None:
             markup=False,
         )
     if not report.fits and not report.changes:
-        console.print(
-            "no change that is known makes it fit: take a smaller model or more memory", markup=False
-        )
+        console.print(report.without_change(), markup=False)
     for note in report.plan.notes:
         console.print(f"note: {note}", markup=False)
 

@@ -77,6 +77,17 @@ class FitReport:
             f"--kv-cache-bytes {plan.kv_cache_bytes}"
         )
 
+    def without_change(self) -> str:
+        """What to do where no change makes it fit."""
+        config, target = self.planner.config, self.planner.target
+        if config.lora is None or target.stored_as:
+            return "no change that is known makes it fit: take a smaller model or more memory"
+        return (
+            "no change that is known makes it fit: the adapter is merged into weights that are read whole; quantise "
+            "the model first with `slipstream quantize` and give --lora with what that writes, or take a smaller "
+            "model or more memory"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Everything, in bytes and tokens."""
         target, plan = self.planner.target, self.plan

@@ -1,6 +1,6 @@
 """LoRA adapters, put into a model while it is loaded.
 
-They are merged into plain weights, so that a pass costs no more with one. Weights that stay as a file holds them,
+They are merged into plain weights, so that a pass multiplies no more with one. Weights that stay as a file holds them,
 quantised, keep theirs apart: what it adds is computed in float32 beside the product of integers.
 """
 
