@@ -29,6 +29,7 @@ def test_a_table_says_what_fits() -> None:
         assert part in result.stdout
     assert "fits: 4 at once of 512 tokens" in result.stdout
     assert "--max-num-seqs 4 --max-model-len 512 --kv-cache-bytes" in result.stdout
+    assert run("--max-num-seqs", "4", "--max-model-len", "512").stdout == result.stdout
 
 
 def test_what_does_not_fit_exits_with_3_and_says_what_to_change(tmp_path: Path) -> None:
@@ -36,6 +37,7 @@ def test_what_does_not_fit_exits_with_3_and_says_what_to_change(tmp_path: Path) 
     result = run("--batch", "32", "--memory", "700MiB", "--kv-cache-dtype", "float32", "--plot", str(picture))
     assert result.exit_code == 3
     assert "does not fit" in result.stdout
+    assert "to hold just this" not in result.stdout
     assert result.stdout.count("Costs:") == 3
     assert picture.stat().st_size > 1000
     none = run("--memory", "100MiB", "--batch", "1")

@@ -45,10 +45,16 @@ DOES_NOT_FIT = 3
 @with_flags(speculation=SPECULATION, engine=ENGINE_TO_PLAN)
 def plan(
     model: ModelArgument = None,
-    batch: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
+    batch: Annotated[
+        int, typer.Option("--batch", "--max-num-seqs", help="Requests that run at once.")
+    ] = EngineConfig.max_num_seqs,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a request, prompt and answer together; the model's context by default."),
+        typer.Option(
+            "--context",
+            "--max-model-len",
+            help="Tokens of a request, prompt and answer together; the model's context by default.",
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -151,7 +157,7 @@ def _print(report: FitReport) -> None:
                     f"{each.context:,} tokens: {_count(each.batch, MAX_BATCH)}" for each in report.batches
                 ),
             ),
-            ("to hold just this", report.flags()),
+            *([("to hold just this", report.flags())] if report.fits else []),
         ],
     )
     for number, change in enumerate(report.changes, start=1):
