@@ -94,6 +94,8 @@ def test_configurations_that_cannot_be_planned(tmp_path: Path, config: object, c
         (["model.gguf"], "there is no file"),
         (["--memory", "much"], "is not a size"),
         (["--process-memory", "-1"], "is not a size"),
+        (["--memory", "8"], "--memory 8 is 8 bytes, less than 1 MiB; write a unit, as in 8GiB"),
+        (["--process-memory", "400"], "--process-memory 400 is 400 bytes"),
         (["--batch", "0"], "plan batch must be a whole number of at least 1"),
         (["--context", "0"], "plan context must be a whole number of at least 1"),
         (["--context", "9999"], "beyond the model's 2048"),

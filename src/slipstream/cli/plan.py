@@ -37,6 +37,8 @@ ENGINE_TO_PLAN = FlagSet(
     skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
 )
 """What a plan depends on beside `--batch` and `--context`."""
+LEAST_MEMORY = 2**20
+"""Bytes that a size of memory must have."""
 DOES_NOT_FIT = 3
 """Exit code; 2 is that of bad input, here as everywhere."""
 
@@ -83,8 +85,8 @@ def plan(
     with 2 on bad input.
     """
     check_at_least("plan", 1, batch=batch, **({} if context is None else {"context": context}))
-    memory_bytes = None if memory is None else parse_bytes(memory)
-    own_bytes = None if process_memory is None else parse_bytes(process_memory)
+    memory_bytes = None if memory is None else _memory_size("--memory", memory)
+    own_bytes = None if process_memory is None else _memory_size("--process-memory", process_memory)
     if plot is not None:
         check_plot(plot, overwrite)
     speculative = chosen_speculation(speculation, model)
@@ -107,6 +109,16 @@ def plan(
         notes().print(f"saved {plot}", markup=False)
     if not report.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _memory_size(flag: str, text: str) -> int:
+    """Bytes; fewer than any machine has are a forgotten unit."""
+    size = parse_bytes(text)
+    if size < LEAST_MEMORY:
+        raise ConfigError(
+            f"{flag} {text} is {size} bytes, less than 1 MiB; write a unit, as in 8GiB or 512MiB"
+        )
+    return size
 
 
 def _memory_here(device: torch.device) -> int:
