@@ -136,6 +136,16 @@ def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> Non
         if file.is_file():
             assert not {name for name in (b"beta", b"alpha") if name in file.read_bytes()}, file
     assert told("forget", path, "--tenant", "nobody") == {"num_records": 0, "versions": []}
+    code, text, _ = run("forget", path, "--tenant", "nobody")
+    assert (code, text.startswith("there is nothing of tenant 'nobody'")) == (0, True)
+
+
+def test_one_answer_is_counted_as_one(tmp_path: Path) -> None:
+    ring = DiskRing(LearnFolder(tmp_path), RingIdentity("model-a", "template-a"), MIN_BYTES)
+    ring.append(some_record(1, tenant="alpha", task="sql", num_steps=3, draft_version=""))
+    ring.close()
+    assert "1 answer, " in run("status", str(tmp_path))[1]
+    assert run("forget", str(tmp_path), "--tenant", "alpha")[1].startswith("1 record deleted;")
 
 
 def test_export(folder: LearnFolder, tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def status(folder: Folder, json: Json = False) -> None:
         return
     ring, state = found.ring, found.state
     rows = [
-        ("records", f"{ring.num_records:,} answers, {found.num_tokens:,} tokens, {ring.num_bytes:,} bytes"),
+        (
+            "records",
+            f"{_counted(ring.num_records, 'answer')}, {_counted(found.num_tokens, 'token')}, {ring.num_bytes:,} bytes",
+        ),
         ("purposes", _counts(found.by_purpose)),
         ("tenants", _counts(found.by_tenant)),
         ("tasks", _counts(found.by_task)),
@@ -141,7 +144,11 @@ def forget(
 
     gone = forget_(_existing(folder), tenant)
     names = ", ".join(gone.versions) or "none"
-    _told(gone, f"{gone.num_records:,} records deleted; versions retired, to be rebuilt: {names}", json)
+    text = f"{_counted(gone.num_records, 'record')} deleted; versions retired, to be rebuilt: {names}"
+    if not gone.num_records and not gone.versions:
+        # No error: the same call again, after one that was interrupted or has done all, must succeed.
+        text = f"there is nothing of tenant {tenant!r}: no records, and no versions that learned from any"
+    _told(gone, text, json)
 
 
 @app.command(cls=PlainHelp)
@@ -183,7 +190,7 @@ def export(
         for row in exported_rows(where, None if held_out else Purpose.TRAIN, tenant, task):
             stream.write(json_.dumps(row, ensure_ascii=False) + "\n")
             num += 1
-    notes().print(f"written: {output} ({num:,} answers)", markup=False)
+    notes().print(f"written: {output} ({_counted(num, 'answer')})", markup=False)
 
 
 def _folder(path: Path) -> LearnFolder:
@@ -235,6 +242,11 @@ def _table(found: list[Version], state: LearnState) -> Grid:
 
 def _figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _counted(number: int, what: str) -> str:
+    """'1 answer', '1,200 answers'."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _counts(counts: Any) -> str:
