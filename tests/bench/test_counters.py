@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
@@ -69,6 +71,15 @@ def test_no_drafts_no_rates() -> None:
     never = Counters(5, 10, 0, 5, None, None, [0, 0]).acceptance
     assert never is not None
     assert (never.rate, never.length, never.conditional) == (0.0, 1.0, [0.0])  # position 2 was never reached
+
+
+def test_a_position_of_deeper_drafts_before_is_not_shown() -> None:
+    """Three drafts of two tokens; an earlier load had drafts of four."""
+    before, after = Counters(10, 40, 30, accepted_per_position=[9, 8, 7, 6]), Counters(13, 46, 35)
+    grown = growth(before, dataclasses.replace(after, accepted_per_position=[12, 10, 7, 6]))
+    assert grown is not None
+    assert grown.acceptance is not None
+    assert grown.acceptance.conditional == pytest.approx([3 / 3, 2 / 3])
 
 
 def test_agreement_is_silent() -> None:

@@ -52,7 +52,13 @@ class Counters:
         """
         if not self.num_drafts or not self.num_draft_tokens or self.num_accepted_tokens is None:
             return None
-        accepted = self.accepted_per_position
+        accepted = list(self.accepted_per_position)
+        # A position of which nothing was accepted may come from an earlier load with deeper drafts. It is one of this
+        # load only where some draft must have been that deep.
+        while (
+            accepted and not accepted[-1] and self.num_draft_tokens <= (len(accepted) - 1) * self.num_drafts
+        ):
+            accepted.pop()
         reached = [reach for reach in [self.num_drafts, *accepted][: len(accepted)] if reach]
         return PooledAcceptance.of(
             RequestMetrics(
