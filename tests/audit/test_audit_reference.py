@@ -77,7 +77,15 @@ def test_our_server_is_certified_against_itself_with_all_parameters(url: str) ->
     assert found.decision is AuditDecision.CERTIFIED, found.reasons
     assert found.compared_with["extra_body"] == {"speculation": {"enabled": False}}
     held = {check.name for check in found.checks if check.outcome == "held"}
-    assert {"same tokens", "usage", "finish reasons", "stop strings", "streams", "counters"} <= held
+    assert {
+        "same tokens",
+        "usage",
+        "finish reasons",
+        "stop strings",
+        "cut at stop strings",
+        "streams",
+        "counters",
+    } <= held
 
 
 def test_a_reference_replays_our_noise(url: str, reference: Engine) -> None:

@@ -67,10 +67,12 @@ def test_an_honest_server_that_keeps_seeds_is_certified() -> None:
         "usage",
         "finish reasons",
         "streams",
-        "stop strings",
+        "cut at stop strings",
         "counters",
         "log-probabilities",
     } <= held
+    about_stops = [check.name for check in found.checks if "stop strings" in check.name]
+    assert sorted(about_stops) == ["cut at stop strings", "stop strings"], "two checks, each with its name"
     assert found.smallest_deviations["share_of_answers"] == pytest.approx(1 - 0.01 ** (1 / 40))
     assert "10.87% of the answers" in found.claim
 
@@ -86,7 +88,13 @@ def test_faults_of_accounting_are_found_at_once() -> None:
     found = audit(faulty, {}, num_answers=12)
     assert found.decision is AuditDecision.NOT_CERTIFIED
     assert found.exit_code == 1
-    assert set(violated(found)) == {"usage", "counters", "stop strings", "streams", "log-probabilities"}
+    assert set(violated(found)) == {
+        "usage",
+        "counters",
+        "cut at stop strings",
+        "streams",
+        "log-probabilities",
+    }
     assert found.claim == "Nothing is certified."
 
 

@@ -68,7 +68,7 @@ async def check_stops(
     replies: Mapping[int, AuditReply],
 ) -> AuditCheck:
     """Ask again with a piece of the answer as its stop string: the text must end before it."""
-    check = AuditCheck("stop strings", "texts with a stop string against the same text without")
+    check = AuditCheck("cut at stop strings", "texts with a stop string against the same text without")
     failures: list[str] = []
     asked = [
         request
