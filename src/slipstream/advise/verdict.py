@@ -16,11 +16,21 @@ def verdict(advice: Advice) -> str:
     if not advice.enable:
         return f"{DO_NOT_ENABLE}: nothing that was considered gains 2 % or more at any measured load."
     parts = [_gain(load) for load in advice.loads if load.setting != "off"]
-    without = [load.concurrency for load in advice.loads if load.setting == "off"]
+    off = [load.concurrency for load in advice.loads if load.setting == "off"]
+    some = [number for number in off if _pays_for_some(advice, number)]
+    without = [number for number in off if number not in some]
     text = f"Enable speculation: {'; '.join(parts)}." if parts else "Enable speculation for some tasks only."
+    if some:
+        text += f" At {_listed(some)} it pays for some tasks only, and for all together gains too little or loses."
     if without:
         text += f" {DO_NOT_ENABLE} at {_listed(without)}: it gains too little or loses."
     return text
+
+
+def _pays_for_some(advice: Advice, number: int) -> bool:
+    """Whether a task has rules of its own that draft at a load of `number` requests."""
+    tasks = [task for task in advice.plan.bands if task is not None]
+    return any(not advice.plan.choose(task, number).is_off for task in tasks)
 
 
 def _gain(load: LoadAdvice) -> str:
@@ -51,7 +61,9 @@ def _findings(advice: Advice) -> Iterator[str]:
     found = advice.findings
     if advice.enable:
         if found.break_even_batch is None:
-            yield f"Speculation pays at the largest load that was measured, {at_once(found.max_batch)}."
+            off = [load.concurrency for load in advice.loads if load.setting == "off"]
+            whom = ", for some tasks only" if found.max_batch in off else ""
+            yield f"Speculation pays at the largest load that was measured, {at_once(found.max_batch)}{whom}."
         else:
             yield f"Break-even batch: from {at_once(found.break_even_batch)} on nothing pays."
     for one in found.break_evens:
