@@ -92,11 +92,13 @@ def ensure(peer: str, folder: Path, say: Callable[[str], None], elsewhere: Elsew
     if not python.exists():
         venv.EnvBuilder(with_pip=True).create(environment)
     for arguments in _installs(peer):
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
+        run_command(
+            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+        )
     _install_optional(peer, python, say)
     if compiling:
         say("llamacpp: compiling it, about ten minutes on two cores")
-        _build_llama_tools(environment)
+        build_llama_tools(environment)
     stamp.write_text(wanted)
     return python
 
@@ -156,18 +158,18 @@ def _install_optional(peer: str, python: Path, say: Callable[[str], None]) -> No
     file = REQUIREMENTS / f"{peer}-optional.txt"
     if file.is_file():
         try:
-            _run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)])
+            run_command([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)])
         except EnvironmentFailed as failure:
             say(f"{peer}: {file.name} could not be installed: {failure}")
 
 
-def _build_llama_tools(environment: Path) -> None:
+def build_llama_tools(environment: Path) -> None:
     """Build the tools, and on a processor with AMX the server without it too, which is all if the first build fails."""
     sources = environment / "sources"
     sources.mkdir(exist_ok=True)
     pip = [str(environment / "bin/python"), "-m", "pip", "download", "--quiet", "--no-deps"]
     requirement = str(REQUIREMENTS / "llamacpp-source.txt")
-    _run([*pip, "--no-binary", "llama-cpp-python", "-r", requirement, "--dest", str(sources)])
+    run_command([*pip, "--no-binary", "llama-cpp-python", "-r", requirement, "--dest", str(sources)])
     [archive] = sources.glob("llama_cpp_python-*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(sources, filter="data")
@@ -194,12 +196,14 @@ def _build_llama_tools(environment: Path) -> None:
 def _compile_llama(environment: Path, tree: Path, build: Path, more: Sequence[str]) -> None:
     tool = environment / "bin/cmake"
     make_program = f"-DCMAKE_MAKE_PROGRAM={environment / 'bin/ninja'}"
-    _run([str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS, *more])
+    run_command(
+        [str(tool), "-G", "Ninja", "-S", str(tree), "-B", str(build), make_program, *CMAKE_OPTIONS, *more]
+    )
     parallel = str(os.cpu_count() or 1)
-    _run([str(tool), "--build", str(build), "--target", *LLAMA_TOOLS, "--parallel", parallel])
+    run_command([str(tool), "--build", str(build), "--target", *LLAMA_TOOLS, "--parallel", parallel])
 
 
-def _run(command: list[str]) -> None:
+def run_command(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         lines = (result.stderr.strip() or result.stdout.strip()).splitlines()

@@ -185,7 +185,7 @@ class Seen:
             for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
             if "_created" not in name
         }
-        [bucket] = self.history._buckets
+        [bucket] = self.history.snapshot().buckets
         return told, [getattr(bucket, name) for name in bucket.__slots__], self.history.positions
 
 

@@ -161,7 +161,7 @@ def test_fronts_hear_of_accounts_and_never_of_tenants(lone: LLM, prompt: list[in
     async def groups(house: House, by_account: bool) -> set[str]:
         """Of the steps of a request, once replicas know what the front wants."""
         house.relay.by_account = by_account
-        await until(lambda: all(server._by_account == by_account for server in house.servers.values()))
+        await until(lambda: all(server.by_account == by_account for server in house.servers.values()))
         await asyncio.sleep(0.2)
         told: list[str] = []
         house.relay.on_steps = lambda steps: told.extend(row.group for row, _ in steps.rows)

@@ -49,7 +49,7 @@ class Started:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, vllm: str) -> None:
         self._vllm = vllm
-        monkeypatch.setattr(verb, "_run", self._run)
+        monkeypatch.setattr(verb, "start_and_watch", self._run)
 
     def _run(self, plan: Any, setting: Any, *_: Any) -> None:
         self.command, self.off_command, self.notes = list(plan.command), plan.off_command, setting.notes

@@ -156,7 +156,7 @@ def test_the_learner_is_told_the_rules(client: AsyncEngine, tmp_path: Path) -> N
     rules = PrivacyRules.of(["beta"], ["acme"], by_default=False)
     session = LearnSession(client, SessionSettings(tmp_path, 16 * 2**20, rules, worker=IDLE))
     session.close()
-    told = WorkerConfig(**json.loads(session.process._argv[-1]))
+    told = WorkerConfig(**json.loads(session.process.argv[-1]))
     assert PrivacyRules.of(told.allowed, told.denied, told.by_default) == rules
 
 

@@ -126,7 +126,7 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     assert retention.look() == 10
     now_s += 0.9 * HOUR_S
     assert retention.look() == 0, "it looked less than an hour ago"
-    monkeypatch.setattr("slipstream.learn.disk_ring._remove", refused)
+    monkeypatch.setattr("slipstream.learn.disk_ring.remove_frames", refused)
     now_s += 0.2 * HOUR_S
     assert retention.look() == 0
     assert retention.fault.startswith("answers that are too old cannot be deleted: cannot write in")

@@ -105,14 +105,14 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources/llama_cpp_python-1.tar.gz").touch()
     (tmp_path / "cpuinfo").write_text("flags : avx512f amx_tile amx_int8")
-    monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(environments, "run_command", run)
     monkeypatch.setattr(environments.tarfile, "open", lambda _: Packed())
     monkeypatch.setattr(environments, "CPUINFO", tmp_path / "cpuinfo")
     return builds
 
 
 def test_llama_cpp_is_built_without_amx_too_where_there_is_amx(built: Builds, tmp_path: Path) -> None:
-    environments._build_llama_tools(tmp_path)
+    environments.build_llama_tools(tmp_path)
     assert [WITHOUT_AMX[0] in options for options in built.options] == [False, True]
     assert (tmp_path / "bin/llama-server").read_text() == "build"
     assert (tmp_path / "bin" / LLAMA_FALLBACK).read_text() == "build-without-amx"
@@ -120,14 +120,14 @@ def test_llama_cpp_is_built_without_amx_too_where_there_is_amx(built: Builds, tm
 
 def test_where_the_build_with_amx_fails_the_other_is_all(built: Builds, tmp_path: Path) -> None:
     built.amx_fails = True
-    environments._build_llama_tools(tmp_path)
+    environments.build_llama_tools(tmp_path)
     for name in (*LLAMA_TOOLS, LLAMA_FALLBACK):
         assert (tmp_path / "bin" / name).read_text() == "build-without-amx"
 
 
 def test_elsewhere_one_build_is_enough(built: Builds, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("flags : avx2")
-    environments._build_llama_tools(tmp_path)
+    environments.build_llama_tools(tmp_path)
     assert len(built.options) == 1
     assert not (tmp_path / "bin" / LLAMA_FALLBACK).exists()
 
@@ -150,4 +150,4 @@ def test_openvino_keeps_a_float32_cache_without_bfloat16(
     monkeypatch.delitem(sys.modules, worker.__name__)
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
     monkeypatch.setattr(worker, "CPUINFO", tmp_path / "cpuinfo")
-    assert worker._precision(weights).get("KV_CACHE_PRECISION") == cache
+    assert worker.precision_of(weights).get("KV_CACHE_PRECISION") == cache

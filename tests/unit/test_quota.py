@@ -72,7 +72,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """One that began with so many threads, under a quota of one and a half cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(PROCESS)
-    monkeypatch.setattr(threads, "_unasked", PROCESS)
+    monkeypatch.setattr(threads, "UNASKED", PROCESS)
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
     monkeypatch.setattr(threads, "num_cores", lambda: PROCESS)
     yield monkeypatch
@@ -104,7 +104,7 @@ def test_a_number_that_was_given_is_taken(
     torch.set_num_threads(5)
     assert threads.available() == 5
     torch.set_num_threads(PROCESS)
-    process.setattr(threads, "_unasked", None)  # OMP_NUM_THREADS said so
+    process.setattr(threads, "UNASKED", None)  # OMP_NUM_THREADS said so
     assert threads.available() == PROCESS
 
 

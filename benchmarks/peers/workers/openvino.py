@@ -57,7 +57,7 @@ class OpenVino:
 
 def load(request: dict[str, Any]) -> Loaded:
     options = dict(request["options"])
-    precision = _precision(request["weights"])
+    precision = precision_of(request["weights"])
     properties = {"INFERENCE_NUM_THREADS": request["threads"], **precision}
     arguments: dict[str, Any] = {}
     if options.pop("draft", False):
@@ -79,7 +79,7 @@ def load(request: dict[str, Any]) -> Loaded:
     return Loaded(OpenVino(pipeline), versions, [*notes, "prefix caching off"])
 
 
-def _precision(weights: str) -> dict[str, str]:
+def precision_of(weights: str) -> dict[str, str]:
     """A bfloat16 cache is refused on processors without bfloat16: there it is float32."""
     precision = dict(PRECISION.get(weights, {}))
     known = set(CPUINFO.read_text().split()) if CPUINFO.is_file() else BFLOAT16_FLAGS

@@ -184,7 +184,7 @@ def hand_to_vllm(
             off_url=None if off_url is None else plans.plain_url(off_url),
             **shared,
         )
-        _run(plan, VllmSetting((), plan.method), watch_host, watch_port, json)
+        start_and_watch(plan, VllmSetting((), plan.method), watch_host, watch_port, json)
         return
     program = find_vllm(vllm)
     with tempfile.TemporaryDirectory(
@@ -199,7 +199,7 @@ def hand_to_vllm(
             overwrite=overwrite,
         )
         plan = _started(model, words, program, (host, port), setting, (off_port, off_url), shared)
-        _run(plan, setting, watch_host, watch_port, json)
+        start_and_watch(plan, setting, watch_host, watch_port, json)
 
 
 def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list[str]]:
@@ -310,7 +310,7 @@ def _started(
     )
 
 
-def _run(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bool) -> None:
+def start_and_watch(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bool) -> None:
     from slipstream.handoff.plan import url_of
     from slipstream.handoff.run import Handoff
     from slipstream.serve import logs

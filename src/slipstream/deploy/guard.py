@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 
 
-class Guard:
+class FaultGuard:
     """A context whose faults end here: one line in the log, once in `LOG_EVERY_S`, with how many there were."""
 
     def __init__(self, what: str) -> None:

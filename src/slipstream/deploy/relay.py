@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.deploy import protocol
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
-from slipstream.deploy.guard import Guard
+from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import Message
 from slipstream.deploy.router import Cancel, Order, Router, Start
 from slipstream.deploy.stepped import steps_from_json
@@ -80,7 +80,7 @@ class Relay:
         """Told of the steps that a replica has made, a few times a second."""
         self.by_account = True
         """Whether what `on_steps` is told must keep accounts apart."""
-        self._guard = Guard("counting a replica's steps")
+        self._guard = FaultGuard("counting a replica's steps")
         self._secret = secret
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}

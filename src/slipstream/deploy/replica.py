@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
-from slipstream.deploy.guard import Guard
+from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
 from slipstream.deploy.served import engine_facts
 from slipstream.deploy.stepped import StepCounter, steps_to_json
@@ -74,7 +74,7 @@ class ReplicaServer:
         self._queued: dict[str, float] = {}
         self._without_accounts: set[str] = set()
         """Fronts that keep no accounts apart."""
-        self._guard = Guard("telling fronts of steps")
+        self._guard = FaultGuard("telling fronts of steps")
         self._about = engine_facts(engine.engine) if about is None else about
         self._secret = secret
         self._beat_s = beat_s
@@ -233,7 +233,7 @@ class ReplicaServer:
     # --- reports ----------------------------------------------------------------------------------------------
 
     @property
-    def _by_account(self) -> bool:
+    def by_account(self) -> bool:
         """Accounts are kept apart unless every front has said that its statistics have none."""
         return not self._fronts or any(front.name not in self._without_accounts for front in self._fronts)
 
@@ -243,7 +243,7 @@ class ReplicaServer:
         with contextlib.suppress(EngineStoppedError):
             await self.engine.ask(counter.attach)
             while True:
-                counter.by_account = self._by_account
+                counter.by_account = self.by_account
                 self.report, told = await self.engine.ask(counter.report)
                 if self._fronts:
                     beat = self._beat_frame(told)

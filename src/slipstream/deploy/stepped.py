@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.core import RequestOptions, StepItem
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
-from slipstream.deploy.guard import Guard
+from slipstream.deploy.guard import FaultGuard
 from slipstream.engine.engine import Engine
 from slipstream.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
 from slipstream.metrics.step import StepReport
@@ -39,7 +39,7 @@ class StepCounter:
         self._told: dict[DecodedRow, int] = {}
         self._prompts = [0, 0]
         """Tokens of prompts since the last report, and those of them that were cached."""
-        self._guard = Guard("counting a step")
+        self._guard = FaultGuard("counting a step")
         self.by_account = True
         """Whether rows are kept apart by account, the tenant up to its first slash; else they are of no group."""
         self._before = (0, 0)

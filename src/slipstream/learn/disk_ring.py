@@ -230,7 +230,7 @@ def remove_from_ring(folder: LearnFolder, tenant: str) -> int:
         with folder.lock("ring"):
             files = segment_files(folder.ring)
             return sum(
-                _remove(folder, file, file == files[-1], lambda frame: _is_of(frame, tenant))
+                remove_frames(folder, file, file == files[-1], lambda frame: _is_of(frame, tenant))
                 for file in files
             )
     except OSError as error:
@@ -251,7 +251,7 @@ def remove_older(folder: LearnFolder, before_s: float, now_s: float | None = Non
         try:
             with folder.lock("ring"):
                 is_last = segment_files(folder.ring)[-1:] == [file]
-                removed += _remove(
+                removed += remove_frames(
                     folder, file, is_last, lambda frame: not _is_within(frame, before_s, now_s)
                 )
                 if not is_last:
@@ -274,7 +274,7 @@ def _remove_unreadable(file: Path, before_s: float, now_s: float) -> None:
             file.unlink()
 
 
-def _remove(folder: LearnFolder, file: Path, is_last: bool, is_gone: Callable[[Frame], bool]) -> int:
+def remove_frames(folder: LearnFolder, file: Path, is_last: bool, is_gone: Callable[[Frame], bool]) -> int:
     """Delete the records of a segment that are gone, and the segment where none remains; returns how many."""
     frames = list(read_frames(file))
     kept = [one for one in frames if not is_gone(one)]

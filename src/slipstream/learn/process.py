@@ -54,7 +54,7 @@ class LearnerProcess:
         """While it need not rest, since anything was heard of it."""
         self._lock = threading.Lock()
         """What was heard is of the process that runs."""
-        self._argv = [sys.executable, "-m", module, json.dumps(dict(config))]
+        self.argv = [sys.executable, "-m", module, json.dumps(dict(config))]
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.num_deaths = 0
         self.fault = ""
@@ -137,7 +137,7 @@ class LearnerProcess:
     def _start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            self._argv,
+            self.argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if self._log is None else subprocess.PIPE,

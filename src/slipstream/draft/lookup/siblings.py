@@ -178,7 +178,7 @@ class SiblingsDrafter(Drafter):
         The empty proposal where nothing is known behind a text's last tokens.
         """
         trees = [self._tree(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        frontier: list[_Candidate] = []
+        frontier: list[_DraftNode] = []
         for tree in trees:
             if tree is not None:
                 frontier += tree.roots()
@@ -195,7 +195,7 @@ class SiblingsDrafter(Drafter):
                 heapq.heappush(frontier, below)
         return [EMPTY_PROPOSAL if tree is None else self._drafted(tree) for tree in trees]
 
-    def _tree(self, sequence: Sequence, budget: int) -> _Tree | None:
+    def _tree(self, sequence: Sequence, budget: int) -> _SiblingTree | None:
         key = self._key(sequence) if budget > 0 else None
         company = None if key is None else self._companies.get(key)
         if company is None:
@@ -204,11 +204,11 @@ class SiblingsDrafter(Drafter):
         max_nodes = min(budget, options.num_draft_nodes)
         max_depth = min(budget, options.num_speculative_tokens)
         coupled = self.context.verifier.accepts_coupled
-        return _Tree(
+        return _SiblingTree(
             sequence, company.rows, coupled, company.trust, options.min_path_prob, max_nodes, max_depth
         )
 
-    def _drafted(self, tree: _Tree) -> Proposal:
+    def _drafted(self, tree: _SiblingTree) -> Proposal:
         if not tree.token_ids:
             return EMPTY_PROPOSAL
         kind = ProposalKind.COUPLED if self.context.verifier.accepts_coupled else ProposalKind.ONE_HOT
@@ -267,13 +267,13 @@ class SiblingsDrafter(Drafter):
 
 
 @dataclass(order=True, slots=True)
-class _Candidate:
+class _DraftNode:
     """A node that may be drafted; the likeliest is the smallest."""
 
     minus_chance: float
     number: int
     """Tells equal chances apart, so that trees are the same each time."""
-    tree: _Tree = field(compare=False)
+    tree: _SiblingTree = field(compare=False)
     parent: int = field(compare=False)
     depth: int = field(compare=False)
     token: int = field(compare=False)
@@ -281,7 +281,7 @@ class _Candidate:
     """The last tokens before it."""
 
 
-class _Tree:
+class _SiblingTree:
     """The growing tree of one sequence."""
 
     def __init__(
@@ -309,18 +309,18 @@ class _Tree:
     def is_full(self) -> bool:
         return len(self.token_ids) == self._max_nodes
 
-    def roots(self) -> list[_Candidate]:
+    def roots(self) -> list[_DraftNode]:
         """The candidates behind the text."""
         return self._below(1.0, ROOT, 0, tuple(self.sequence.token_ids[-max(ORDERS) :]))
 
-    def take(self, candidate: _Candidate) -> list[_Candidate]:
+    def take(self, candidate: _DraftNode) -> list[_DraftNode]:
         """Draft it; returns the candidates below it."""
         self.token_ids.append(candidate.token)
         self.parents.append(candidate.parent)
         text = (*candidate.text, candidate.token)[-max(ORDERS) :]
         return self._below(-candidate.minus_chance, len(self.token_ids) - 1, candidate.depth + 1, text)
 
-    def _below(self, chance: float, node: int, depth: int, text: tuple[int, ...]) -> list[_Candidate]:
+    def _below(self, chance: float, node: int, depth: int, text: tuple[int, ...]) -> list[_DraftNode]:
         found = self._rows.find(text) if depth < len(self._keys) else None
         if found is None:
             return []
@@ -336,7 +336,7 @@ class _Tree:
                 break
             self._num_candidates += 1
             number = self._num_candidates
-            candidates.append(_Candidate(-whole, number, self, node, depth, token, text))
+            candidates.append(_DraftNode(-whole, number, self, node, depth, token, text))
         return candidates
 
 

@@ -24,7 +24,7 @@ _lowered_from: int | None = None
 """What PyTorch used before a body lowered the count last; None before the first time."""
 _here = threading.local()
 """`available`: what `available` answers in the body that this thread is in."""
-_unasked = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys() else torch.get_num_threads()
+UNASKED = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys() else torch.get_num_threads()
 """PyTorch's count where nobody gave it one; None where the environment did."""
 
 
@@ -53,7 +53,7 @@ def available() -> int:
         return here
     own = _of_process()
     quota = cpu_quota()
-    return own if quota is None or own != _unasked else min(own, threads_in(quota))
+    return own if quota is None or own != UNASKED else min(own, threads_in(quota))
 
 
 def _of_process() -> int:
