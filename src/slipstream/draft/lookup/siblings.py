@@ -47,7 +47,7 @@ class SiblingsOptions:
     """The most levels of the tree."""
     num_successors: int = 8
     """The target's best tokens that are kept behind each n-gram."""
-    min_path_prob: float = 0.2
+    min_path_prob: float = 0.35
     """A node is drafted while the estimated chance that it is accepted is at least this."""
     max_draft_rows: int = 32
     """The most nodes of a step, of all samples together: the likeliest are drafted."""
