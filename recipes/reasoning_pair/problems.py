@@ -161,14 +161,18 @@ class Example:
 
 
 RESULT_WEIGHT = 6.0
-"""Of a step's result and of the answer: they are what is to be learned; most other words are the writer's whim."""
+"""Of a step's operand and result and of the answer: they are what is to be learned; most other words are the writer's
+whim. Operands are in it because a model can foretell each result behind a given operation and still take the operation
+of another line."""
+NAME_WEIGHT = 3.0
+"""Of an operation's name: half of it is to be learned, half is whim."""
 NUM_CHECKS = 4
 """Right steps and wrong steps each that a text with checks asks about."""
 
 
 def example(rng: random.Random, problem: Problem, writer: Writer, has_checks: bool) -> Example:
     """The problem with its steps and its answer. With checks, a third of the steps are another writer's words, as
-    kept steps are in an answer: of these only the results count."""
+    kept steps are in an answer: of these only the operands and results count."""
     text, value = problem.prompt, problem.start
     ends, taught = [len(text)], [Span(len(text), 1 << 30, 1.0)]
     for operation in problem.operations:
@@ -178,7 +182,11 @@ def example(rng: random.Random, problem: Problem, writer: Writer, has_checks: bo
         if is_foreign:
             taught.append(Span(len(text), len(text) + len(step), 0.0))
         place = len(text) + step.rindex(f" {result}")
-        taught.append(Span(place, place + 1, RESULT_WEIGHT))
+        operand = (text + step).rindex(f" {operation.operand}", 0, place)
+        name = (text + step).rindex(" ", 0, operand)
+        if not is_foreign:
+            taught.append(Span(name, name + 1, NAME_WEIGHT))
+        taught += [Span(at, at + 1, RESULT_WEIGHT) for at in (operand, place)]
         text += step
         ends.append(len(text))
         value = result

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from slipstream.train.muon import Muon
 
-from .problems import DRAFT_WRITER, RIGHT, TARGET_WRITER, Example, Writer, examples
+from .problems import DRAFT_WRITER, RESULT_WEIGHT, RIGHT, TARGET_WRITER, Example, Writer, examples
 from .tokenizer import MAX_POSITIONS
 
 LOG_EVERY_S = 20.0
@@ -36,8 +36,8 @@ class Plan:
     has_checks: bool = False
     """Whether it learns to say whether a step is right."""
     enough: float = 1.0
-    """Training ends where, of the results of the last `ENOUGH_BATCHES` batches, so many were right before they were
-    learned from."""
+    """Training ends where, of the operands and results of the last `ENOUGH_BATCHES` batches, so many were right before
+    they were learned from."""
     batch_rows: int = 16
     muon_lr: float = 0.02
     adam_lr: float = 0.005
@@ -47,7 +47,7 @@ class Plan:
 
 
 PLANS = {
-    "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.91, batch_rows=24, seed=1),
+    "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.95, batch_rows=24, seed=1),
     "target": Plan(5, 96, 256, 3, TARGET_WRITER, 1600, has_checks=True),
 }
 RESULT_LAYER, JUDGING_LAYER = 3, 4
@@ -80,7 +80,7 @@ class Batch:
     weights: torch.Tensor
     """float [B, T], 0 where the next token does not count."""
     is_result: torch.Tensor
-    """bool [B, T]: the label is a step's result, or the answer."""
+    """bool [B, T]: the label is a step's operand or result, or the answer."""
     is_mark: torch.Tensor
     """bool [B, T]: the label is a mark."""
     is_right: torch.Tensor
@@ -161,7 +161,7 @@ def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Bat
         for branch, parent in zip(row.branches, row.parents, strict=True):
             is_branch[number, branch.start : branch.stop] = True
             seen[number, 0, branch.start : branch.stop, parent : branch.start] = False
-    counted = weights > 1
+    counted = weights >= RESULT_WEIGHT
     is_result, is_mark = counted & ~is_branch, counted & is_branch
     return Batch(token_ids, positions, seen, labels, weights, is_result, is_mark, is_right)
 
