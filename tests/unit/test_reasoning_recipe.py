@@ -77,13 +77,14 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 
 def test_rows_teach_what_counts() -> None:
-    """The steps and the answer, results above all; of another writer's steps the results alone."""
+    """The steps and the answer, operands and results above all; of another writer's steps these alone."""
     tokenizer = make_tokenizer()
     rng = random.Random(3)
     problem = draw_problem(rng, held_out=False)
     plain, checked = (example(rng, problem, TARGET_WRITER, has) for has in (False, True))
     batch = to_batch(tokenizer, [plain, checked])
-    results = "".join(f" {value}" for value in [*problem.values, problem.answer])
+    steps = zip(problem.operations, problem.values, strict=True)
+    results = "".join(f" {operation.operand} {value}" for operation, value in steps) + f" {problem.answer}"
     for number, lesson in enumerate((plain, checked)):
         assert tokenizer.decode(batch.labels[number][batch.is_result[number]]) == results
         said = tokenizer.decode(batch.labels[number][batch.weights[number] > 0])
