@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -216,3 +218,14 @@ def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     stream = text.open()
     LearnerLog(tmp_path / "file" / "learner.log").follow(stream)
     assert stream.closed
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no idle class")
+@pytest.mark.parametrize(("niceness", "idle"), [(19, True), (3, False)])
+def test_a_learner_runs_where_nobody_else_wants_to(niceness: int, idle: bool) -> None:
+    code = (
+        "import os\nfrom slipstream.learn.worker import stand_back\n"
+        f"stand_back({niceness})\nprint(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(niceness), str(idle)]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from slipstream.learn.scoring import Hits, Scorer
 
 REST, GO, COSTS = "rest", "go", "costs"
+LEAST_URGENT = 19
+"""The largest niceness."""
 _MAX_UNFINISHED = 8
 """Lanes whose unfinished candidates are kept in memory."""
 BEAT_S = 5.0
@@ -73,7 +76,7 @@ class WorkerConfig:
     by_default: bool = True
     """The server's `PrivacyRules`: the ring may hold answers that were kept under others."""
     poll_s: float = 1.0
-    niceness: int = 19
+    niceness: int = LEAST_URGENT
 
 
 class Rest:
@@ -313,10 +316,22 @@ def tell(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
+def stand_back(niceness: int) -> None:
+    """Leave the processor to others: by `niceness`, and at its largest only run where nobody else wants to.
+
+    A process that is merely nice goes on for its slice, some milliseconds, when the server's threads wake up; on Linux
+    one of the idle class makes way at once.
+    """
+    os.nice(niceness)
+    if niceness >= LEAST_URGENT and hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):  # not allowed here: it is nice all the same
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def main() -> None:
     """Learn until the server is gone."""
     config = WorkerConfig(**json.loads(sys.argv[1]))
-    os.nice(config.niceness)
+    stand_back(config.niceness)
     rest = Rest()
 
     import torch
