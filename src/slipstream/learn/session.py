@@ -477,7 +477,7 @@ def begin_learning(
     stepped: SteppedEngine, settings: SessionSettings
 ) -> tuple[LearnSession | RetentionThread | None, Callable[[], LearnFacts]]:
     """A session and what tells its facts. Where the folder cannot be used, why, and what deletes old answers in it all
-    the same, if anything should: serving goes on. Whoever called closes what is returned."""
+    the same, if anything should: serving goes on. The caller closes what is returned."""
     try:
         session = LearnSession(stepped, settings)
     except (SlipstreamError, OSError) as error:

@@ -79,7 +79,7 @@ class SiblingsOptions:
         )
 
 
-class _Guess(NamedTuple):
+class _Likeliest(NamedTuple):
     """The likeliest token behind a text."""
 
     length: int
@@ -102,11 +102,11 @@ class _Trust:
         """The share of promised acceptance that came true."""
         return self._accepted[order] / self._promised[order]
 
-    def learn(self, guess: _Guess, token: int) -> None:
+    def learn(self, likeliest: _Likeliest, token: int) -> None:
         """The target chose `token` where this was the likeliest, drafted or not."""
-        order = guess.order
-        self._promised[order] += guess.promised
-        self._accepted[order] += token == guess.token
+        order = likeliest.order
+        self._promised[order] += likeliest.promised
+        self._accepted[order] += token == likeliest.token
         if self._promised[order] > MOST_WEIGHT:  # what was long ago counts less
             self._promised[order] *= 0.5
             self._accepted[order] *= 0.5
@@ -142,7 +142,7 @@ class SiblingsDrafter(Drafter):
         self._num_successors = min(options.num_successors, context.vocab_size)
         self._companies: BoundedDict[tuple[str, str | None], _Company] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
-        self._guesses: dict[int, _Guess] = {}
+        self._likeliest: dict[int, _Likeliest] = {}
         """By sequence: what was likeliest when it was drafted for."""
 
     @classmethod
@@ -182,8 +182,8 @@ class SiblingsDrafter(Drafter):
         for tree in trees:
             if tree is not None:
                 frontier += tree.roots()
-                if tree.guess is not None:
-                    self._guesses[tree.sequence.id] = tree.guess
+                if tree.likeliest is not None:
+                    self._likeliest[tree.sequence.id] = tree.likeliest
         heapq.heapify(frontier)
         num_left = self.options.max_draft_rows
         while frontier and num_left:
@@ -232,10 +232,10 @@ class SiblingsDrafter(Drafter):
             end = tuple(seen.sequence.token_ids[: seen.length_before][-max(ORDERS) :])
             texts = {ROOT: end}
             company.rows.add(end, NgramRow(tuple(best_ids[0]), tuple(best_logits[0])))
-            guess = self._guesses.pop(seen.sequence.id, None)
+            likeliest = self._likeliest.pop(seen.sequence.id, None)
             came = seen.sequence.token_ids[seen.length_before :]
-            if guess is not None and guess.length == seen.length_before and came:
-                company.trust.learn(guess, came[0])
+            if likeliest is not None and likeliest.length == seen.length_before and came:
+                company.trust.learn(likeliest, came[0])
             proposal = seen.proposal
             for node, (token, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
                 text = texts[node] = (*texts[parent], token)[-max(ORDERS) :]
@@ -243,7 +243,7 @@ class SiblingsDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         """With the last running answer of a request its n-grams are dropped; a tenant's stay."""
-        self._guesses.pop(sequence.id, None)
+        self._likeliest.pop(sequence.id, None)
         key = self._key(sequence)
         company = None if key is None else self._companies.get(key)
         if key is None or company is None:
@@ -255,7 +255,7 @@ class SiblingsDrafter(Drafter):
     def reset(self) -> None:
         """Drop all n-grams."""
         self._companies.clear()
-        self._guesses.clear()
+        self._likeliest.clear()
 
     def num_held(self) -> int:
         """Answers that draft for each other now."""
@@ -297,7 +297,7 @@ class _SiblingTree:
         self.sequence = sequence
         self.token_ids: list[int] = []
         self.parents: list[int] = []
-        self.guess: _Guess | None = None
+        self.likeliest: _Likeliest | None = None
         """The likeliest token behind the text, where anything is known of it."""
         self._rows, self._trust = rows, trust
         self._min_path_prob, self._max_nodes = min_path_prob, max_nodes
@@ -328,7 +328,7 @@ class _SiblingTree:
         trust = self._trust.of(order)
         drawn = _drawn(row, order, self.sequence.params, self._keys[depth])
         if node == ROOT:
-            self.guess = _Guess(len(self.sequence.token_ids), drawn[0][0], order, drawn[0][1])
+            self.likeliest = _Likeliest(len(self.sequence.token_ids), drawn[0][0], order, drawn[0][1])
         candidates = []
         for token, promised in drawn:
             whole = chance * promised * trust
