@@ -257,7 +257,7 @@ def test_a_plan_counts_the_adapter_of_layers_that_run_one_by_one(
 ) -> None:
     path = in_gguf(tmp_path, True)
     folder = adapter(tmp_path, tiny(True), target_modules=[*ALL, "lm_head"])
-    monkeypatch.setattr("slipstream.models.outline._fuses", lambda model, variants: False)
+    monkeypatch.setattr("slipstream.models.unloaded.fuses_whole_passes", lambda model, variants: False)
     held = outline_model(str(path), lora=folder).held
     lm = load_model(str(path), lora=folder, attention_backend="packed")
     assert lm.kernels == "native"

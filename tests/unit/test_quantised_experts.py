@@ -24,8 +24,9 @@ from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.models import load_model
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.stored_experts import StoredStack
-from slipstream.models.outline import outline_model, shared_outlines
+from slipstream.models.outline import outline_model
 from slipstream.models.rows import RowGroup
+from slipstream.models.unloaded import shared_outlines
 from tests.unit.gguf_files import write_model
 from tests.unit.quantised_folders import Layer, awq, compressed, gptq, quantise_folder
 from tests.unit.test_gguf_models import ARCHS, FAMILIES, WITH_EXPERTS, tiny

@@ -6,59 +6,35 @@ can be planned, by the same classes, and nothing about a family is written down 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
-from slipstream.models.attention.registry import AUTO, choose_backend
-from slipstream.models.canary import probe_layers
-from slipstream.models.checkpoint import read_by_transformers
-from slipstream.models.configuration import load_config, meta_model, read_config_file
-from slipstream.models.cpu.decoder import layer_misfits
+from slipstream.models.attention.registry import AUTO
 from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
-from slipstream.models.files.gguf import open_gguf
-from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
-from slipstream.models.files.lora import outlined_changes
-from slipstream.models.files.quantised_folder import read_quantised
-from slipstream.models.files.quantized import Quantised, settle_quantized
-from slipstream.models.files.stored import StoredEmbedding, StoredModel, quantised_layers
+from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
-from slipstream.models.planned_adapter import held_adapter_bytes, planned_adapter
-from slipstream.models.quiet import one_line, silenced
+from slipstream.models.planned_adapter import held_adapter_bytes
 from slipstream.models.settling import (
     resolve_cache_dtype,
-    resolve_device,
     resolve_dtype,
-    resolve_kernels,
-    settle_dtype,
 )
-from slipstream.models.support import check_config, context_length
-from slipstream.models.text_tower import text_tower
-
-log = logging.getLogger(__name__)
-
-STORED_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "mxfp4": 0.5}
-"""Bytes a weight in checkpoints whose weights are widened while they are read."""
+from slipstream.models.support import context_length
+from slipstream.models.unloaded import unloaded_model
 
 _CODE_BYTES = 2
 """Of a weight while it is packed in groups: its code, and its part of the scale and zero of its group."""
@@ -331,7 +307,7 @@ def outline_model(
     configuration tells.
     """
     check_quantization(quantization)
-    seen = _described(
+    seen = unloaded_model(
         path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora, quantization
     )
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
@@ -365,173 +341,3 @@ def outline_model(
         stored_dtype=seen.stored_dtype,
         stored_as=seen.stored_as,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What is known of a model whatever format its weights get, but for experts that a file holds quantised."""
-
-    config: Any
-    model: Any
-    shapes: tuple[LayerShape, ...]
-    vocab_size: int
-    dtype: torch.dtype
-    stored_dtype: torch.dtype | None
-    asked: str | None
-    """The weight format that `dtype` asks for."""
-    matrix_dtype: torch.dtype
-    """In which matrices are read where nothing else asks for a type."""
-    device: torch.device
-    native: bool
-    fuses: bool
-    kv_unit: int
-    stored_bytes_per_weight: float
-    stored_as: str = ""
-
-
-_shared: ContextVar[dict[tuple[Any, ...], _Described] | None] = ContextVar("_shared", default=None)
-"""What `shared_outlines` has seen."""
-
-
-@contextlib.contextmanager
-def shared_outlines() -> Iterator[None]:
-    """Read every configuration once within the body, however many plans are made of it."""
-    token = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def _described(
-    path: str,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    cpu_kernels: str,
-    attention_backend: str,
-    lora: str | None,
-    quantization: str | None,
-) -> _Described:
-    key: tuple[Any, ...] = (
-        *(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora),
-    )
-    known = _shared.get()
-    for seen in () if known is None else (known.get(key), known.get((*key, quantization))):
-        if seen is not None:
-            return seen
-    config, stored_weights, quantised = _config(path, revision, trust_remote_code)
-    where = _device(device)
-    stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
-    adapter = planned_adapter(path, revision, lora)
-    stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
-    stored = _stored_bytes_per_weight(config)
-    if quantised is not None and not quantised.is_kept:
-        stored = 1.0
-    native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
-    traits = ModelTraits(config, where, resolve_dtype(dtype, where, config), native)
-    backend = choose_backend(attention_backend, traits)
-    model = meta_model(config, backend.attn_implementation, trust_remote_code)
-    plain = native and has_only_plain_matrices(model)
-    kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
-    backend = choose_backend(attention_backend, replace(traits, dtype=kind))
-    matrices = kind
-    if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
-        matrices = stored_dtype
-    shapes, variants, vocab_size = _probed(model, backend)
-    stored_as = ""
-    if stored_weights is not None and dtype == "auto" and where.type == "cpu":
-        fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
-        changes = (
-            None if adapter is None else outlined_changes(model, adapter, fitted.matrices, fitted.stacks)
-        )
-        fitted.install(model, changes)
-        stored_as = fitted.kind if fitted.matrices else ""
-        if fitted.stacks:
-            key = (*key, quantization)
-    found = _Described(
-        config=config,
-        model=model,
-        shapes=tuple(shapes),
-        vocab_size=vocab_size,
-        dtype=kind,
-        stored_dtype=stored_dtype,
-        asked=asked,
-        matrix_dtype=matrices,
-        device=where,
-        native=native,
-        fuses=_fuses(model, variants),
-        kv_unit=backend.layout.unit,
-        stored_bytes_per_weight=stored,
-        stored_as=stored_as,
-    )
-    if known is not None:
-        known[key] = found
-    return found
-
-
-def _config(
-    path: str, revision: str | None, trust_remote_code: bool
-) -> tuple[Any, StoredModel | None, Quantised | None]:
-    """The language model's configuration, and the quantised weights of one that is here and keeps them.
-
-    The last is how the configuration says that they are quantised.
-
-    Raises for a configuration that the engine would refuse.
-    """
-    if Path(path).is_file() and path.endswith(".json"):
-        config = read_config_file(path, trust_remote_code=trust_remote_code)
-    else:
-        config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    tower = text_tower(config)
-    config = config if tower is None else tower.config
-    check_config(config)
-    quantised = settle_quantized(path, config, read_by_transformers(config, tower))
-    if path.lower().endswith(".gguf"):
-        stored = read_gguf_model(open_gguf(find_gguf(path, revision) or path), config)
-        return config, stored if stored.matrices else None, None
-    if quantised is None or not quantised.is_kept:
-        return config, None, quantised
-    if not any(Path(path).glob("*.safetensors")):
-        log.warning(
-            "the %s weights of %r are not here, and are planned as plain ones", quantised.method, path
-        )
-        return config, None, quantised
-    with one_line(f"cannot read the weights of {path!r}"):
-        stored = read_quantised(path, revision, quantised.method, quantised.settings)
-    return config, stored, quantised
-
-
-def _device(name: str) -> torch.device:
-    """As `resolve_device`, but a device need not be there to be planned for."""
-    if name == "auto":
-        return resolve_device(name)
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
-
-
-def _stored_bytes_per_weight(config: Any) -> float:
-    """Bytes a weight in the checkpoint; the configuration is left without its quantisation, which a plan widens."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is not None:
-        method = str(settings["quant_method"])
-        del config.quantization_config
-        return STORED_BYTES.get(method, 2.0)
-    stored: torch.dtype | None = getattr(config, "dtype", None)
-    return float(torch.float32.itemsize if stored is None else stored.itemsize)
-
-
-def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
-    """What each layer stores and how it attends, and the width of the logits."""
-    with silenced():
-        probed = probe_layers(model, backend)
-    return probed.shapes, probed.variants, probed.vocab_size
-
-
-def _fuses(model: Any, variants: list[Variant]) -> bool:
-    """Whether the kernels' decoder computes whole passes of it."""
-    family = find_family(model)
-    return family is not None and next(layer_misfits(model, family, variants), None) is None

@@ -14,7 +14,7 @@ import torch
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WEIGHT_FORMATS, weight_format
-from slipstream.models.outline import shared_outlines
+from slipstream.models.unloaded import shared_outlines
 from slipstream.plan.deployment import DeploymentPlan
 from slipstream.plan.fitting import largest_batch, longest_context
 from slipstream.plan.planner import Planner
