@@ -236,7 +236,7 @@ def test_an_answer_that_went_on_with_other_arithmetic_says_so(lone: LLM, prompts
         own = fingerprint_of(house.engines[0].engine)
         await house.kill("r1")
         seams: list[tuple[int, bool]] = []
-        params = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0)
+        params = SamplingParams(max_tokens=1700, ignore_eos=True, temperature=0)
         keywords = {"params": params, "on_seam": lambda moves, crossed: seams.append((moves, crossed))}
         task = asyncio.create_task(house.whole(prompts[0], **keywords))
         await asyncio.sleep(0.05)

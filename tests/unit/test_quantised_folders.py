@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
-from slipstream.models import load_model, outline
+from slipstream.models import load_model, unloaded
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.awq import AwqMatrix
@@ -512,5 +512,5 @@ def test_a_plan_says_in_one_line_what_cannot_be_read(tmp_path: Path, monkeypatch
         raise RuntimeError("a fault\nof two lines")
 
     saved(tmp_path, *FOLDERS["gptq"])
-    monkeypatch.setattr(outline, "read_quantised", fail)
+    monkeypatch.setattr(unloaded, "read_quantised", fail)
     assert "cannot read the weights of" in refusal(lambda: outline_model(str(tmp_path)))
