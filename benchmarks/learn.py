@@ -40,6 +40,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.learn.anchor import anchor_of, split
 from slipstream.learn.judge import JudgeOptions, judge
 from slipstream.learn.learners.base import LearnedWeights, Learner
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import Purpose, ServedRecord
@@ -65,7 +66,7 @@ def main() -> None:
     before, after, held_out, steps = 180 // part, 600 // part, 480 // part, 120 // part
     kept = Kept(args.output, {name: str(value) for name, value in vars(args).items()})
     options = LearnerOptions(num_steps=steps, batch_rows=4 if args.quick else 8, row_length=256, depth=DEPTH)
-    learner = make_learner(args.learner, args.floor, options)
+    learner = make_learner(args.learner, DraftFloor(str(args.floor)), options)
     trace, other = answers(args, before, after, held_out)
     shift = sum(int(one.request_id.split("-")[1]) < before for one in trace)
     rounds = ReplayOptions(

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.segments import RingIdentity
@@ -35,7 +36,7 @@ def shaken(noise: float, seed: int) -> dict[str, torch.Tensor]:
 
 @cache
 def _weights() -> dict[str, torch.Tensor]:
-    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     return learner.tensors(model)
 
@@ -43,7 +44,9 @@ def _weights() -> dict[str, torch.Tensor]:
 def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:
     """The draft that a server is started with, as a folder; returns it."""
     if not folder.exists():
-        make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions()).checkpoint(shaken(noise, seed), folder)
+        make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions()).checkpoint(
+            shaken(noise, seed), folder
+        )
     return str(folder)
 
 

@@ -108,11 +108,14 @@ ANY_WRITER = Writer(0.5)
 
 
 def draw_problem(rng: random.Random, held_out: bool, num_steps: tuple[int, int] = (6, 10)) -> Problem:
-    """A problem of the training part or of the held-out one, with a number of operations in `num_steps`."""
+    """A problem of the training part or of the held-out one, with a number of operations in `num_steps`. Its labels
+    are a row of neighbours, so that short problems too have all of them."""
     while True:
         number = rng.randint(*num_steps)
+        first = rng.randint(0, len(LABELS) - number)
         operations = [
-            Operation(label, rng.choice(list(OPERATIONS)), rng.randint(2, 9)) for label in LABELS[:number]
+            Operation(label, rng.choice(list(OPERATIONS)), rng.randint(2, 9))
+            for label in LABELS[first : first + number]
         ]
         problem = Problem(rng.randrange(MODULUS), tuple(operations))
         if problem.is_held_out == held_out:
@@ -130,15 +133,6 @@ def held_out_problems(num: int, seed: int = 0) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Characters of a text, and how much each token that begins in them weighs in the loss."""
-
-    begin: int
-    end: int
-    weight: float
-
-
-@dataclass(frozen=True)
 class Check:
     """A side branch of a text: a step, or nothing, then the question and the mark. Only the mark counts."""
 
@@ -152,58 +146,63 @@ class Check:
 
 @dataclass(frozen=True)
 class Example:
-    """A text to learn from, what of it counts, and the checks beside it."""
+    """A text to learn from, what of it counts, and the checks beside it. All that counts weighs alike. Places are those
+    of characters."""
 
     text: str
-    taught: tuple[Span, ...]
-    """Later spans go before earlier ones."""
+    begin: int
+    """The problem before it does not count."""
+    foreign: tuple[range, ...]
+    """Steps in another writer's words: of these only the operands and results count."""
+    results: frozenset[int]
+    """Where the operand and the result of each step begin, and the answer."""
     checks: tuple[Check, ...] = ()
 
+    def counts(self, place: int) -> bool:
+        """Whether a token that begins there is to be learned."""
+        is_foreign = any(place in step for step in self.foreign)
+        return place >= self.begin and (not is_foreign or place in self.results)
 
-RESULT_WEIGHT = 6.0
-"""Of a step's operand and result and of the answer: they are what is to be learned; most other words are the writer's
-whim. Operands are in it because a model can foretell each result behind a given operation and still take the operation
-of another line."""
-NAME_WEIGHT = 3.0
-"""Of an operation's name: half of it is to be learned, half is whim."""
+
+FOREIGN_SHARE = 1 / 3
 NUM_CHECKS = 4
-"""Right steps and wrong steps each that a text with checks asks about."""
+"""Right steps and wrong steps each that a text with checks asks about, where it has so many steps."""
 
 
-def example(rng: random.Random, problem: Problem, writer: Writer, has_checks: bool) -> Example:
-    """The problem with its steps and its answer. With checks, a third of the steps are another writer's words, as
-    kept steps are in an answer: of these only the operands and results count."""
+def example(
+    rng: random.Random, problem: Problem, writer: Writer, is_mixed: bool, has_checks: bool
+) -> Example:
+    """The problem with its steps and its answer. In a mixed text a third of the steps are the draft's words, as kept
+    steps are in an answer."""
     text, value = problem.prompt, problem.start
-    ends, taught = [len(text)], [Span(len(text), 1 << 30, 1.0)]
+    ends, foreign, results = [len(text)], list[range](), set[int]()
     for operation in problem.operations:
         result = operation.apply(value)
-        is_foreign = has_checks and rng.random() < 1 / 3
+        is_foreign = is_mixed and rng.random() < FOREIGN_SHARE
         step = (DRAFT_WRITER if is_foreign else writer).step(rng, operation, value, result)
         if is_foreign:
-            taught.append(Span(len(text), len(text) + len(step), 0.0))
+            foreign.append(range(len(text), len(text) + len(step)))
         place = len(text) + step.rindex(f" {result}")
-        operand = (text + step).rindex(f" {operation.operand}", 0, place)
-        name = (text + step).rindex(" ", 0, operand)
-        if not is_foreign:
-            taught.append(Span(name, name + 1, NAME_WEIGHT))
-        taught += [Span(at, at + 1, RESULT_WEIGHT) for at in (operand, place)]
+        results |= {(text + step).rindex(f" {operation.operand}", 0, place), place}
         text += step
         ends.append(len(text))
         value = result
     text += THINK_END
-    taught.append(Span(len(text), len(text) + 1, RESULT_WEIGHT))
-    return Example(f"{text} {value}", tuple(taught), _checks(rng, problem, ends) if has_checks else ())
+    results.add(len(text))
+    checks = _checks(rng, problem, ends) if has_checks else ()
+    return Example(f"{text} {value}", len(problem.prompt), tuple(foreign), frozenset(results), checks)
 
 
 def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Check, ...]:
     """Questions about the text's own steps, and about right and wrong ones in their places; as many right as wrong."""
     before = [problem.start, *problem.values]
     checks = list[Check]()
-    for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
+    num_checks = min(NUM_CHECKS, len(problem.operations))
+    for number in rng.sample(range(len(problem.operations)), num_checks):
         operation = problem.operations[number]
         said, begun, result = _mistake(rng, problem, operation, before[number])
         checks.append(_check(ends[number], ANY_WRITER.step(rng, said, begun, result), result, WRONG))
-    for number in rng.sample(range(len(problem.operations)), NUM_CHECKS):
+    for number in rng.sample(range(len(problem.operations)), num_checks):
         operation = problem.operations[number]
         if rng.random() < 0.5:
             checks.append(Check(ends[number + 1], QUESTION, RIGHT))
@@ -240,8 +239,10 @@ def _mistake(
             return said, begun, result
 
 
-def examples(seed: int, writer: Writer, has_checks: bool) -> Iterator[Example]:
+def examples(
+    rng: random.Random, writer: Writer, operations: tuple[int, int], is_mixed: bool, has_checks: bool
+) -> Iterator[Example]:
     """Training texts without end."""
-    rng = random.Random(f"training {seed}")
     while True:
-        yield example(rng, draw_problem(rng, held_out=False), writer, has_checks)
+        problem = draw_problem(rng, held_out=False, num_steps=operations)
+        yield example(rng, problem, writer, is_mixed, has_checks)

@@ -1,6 +1,7 @@
 """The tokenizer of the pair: byte-level BPE that knows every word and number of the problems as one token."""
 
 import itertools
+import random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -24,8 +25,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    drawn = itertools.islice(examples(1, ANY_WRITER, True), NUM_SAMPLES)
-    bpe.train_from_iterator((f"{each.text}\n{each.checks[0].text}" for each in drawn), trainer)
+    drawn = examples(random.Random(1), ANY_WRITER, (6, 10), is_mixed=False, has_checks=True)
+    bpe.train_from_iterator(
+        (f"{each.text}\n{each.checks[0].text}" for each in itertools.islice(drawn, NUM_SAMPLES)), trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=END, model_max_length=MAX_POSITIONS
     )

@@ -1,6 +1,7 @@
 """Train one model of the pair; stopped at any step and started again, it goes on where it was."""
 
 import itertools
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from slipstream.train.muon import Muon
 
-from .problems import DRAFT_WRITER, RESULT_WEIGHT, RIGHT, TARGET_WRITER, Example, Writer, examples
+from .problems import DRAFT_WRITER, RIGHT, TARGET_WRITER, Example, Writer, examples
 from .tokenizer import MAX_POSITIONS
 
 LOG_EVERY_S = 20.0
@@ -24,31 +25,58 @@ SAVE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a training: what is learned in it, and for how long."""
+
+    num_steps: int
+    operations: tuple[int, int]
+    """Fewest and most operations of a problem."""
+    batch_rows: int
+    is_mixed: bool = False
+    """Whether steps in another writer's words stand among those that are learned."""
+    has_checks: bool = False
+    """Whether it is learned to say whether a step is right."""
+    enough: float = 1.0
+    """The stage ends where, of the last `ENOUGH_BATCHES` batches, so many operands and results were right before they
+    were learned from; with checks, so many marks."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One model: its shape, how it writes, how much it learns."""
+    """One model: its shape, how it writes, and the stages in which it learns."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     writer: Writer
-    num_steps: int
-    has_checks: bool = False
-    """Whether it learns to say whether a step is right."""
-    enough: float = 1.0
-    """Training ends where, of the operands and results of the last `ENOUGH_BATCHES` batches, so many were right before
-    they were learned from."""
-    batch_rows: int = 16
+    stages: tuple[Stage, ...]
     muon_lr: float = 0.02
     adam_lr: float = 0.005
-    hold_fraction: float = 0.5
-    """Of the steps; from there the rate falls to zero."""
     seed: int = 0
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether it learns to say whether a step is right."""
+        return any(stage.has_checks for stage in self.stages)
 
 
 PLANS = {
-    "draft": Plan(2, 64, 192, 2, DRAFT_WRITER, 2000, enough=0.95, batch_rows=24, seed=1),
-    "target": Plan(5, 96, 256, 3, TARGET_WRITER, 1600, has_checks=True),
+    "draft": Plan(
+        2, 64, 192, 2, DRAFT_WRITER, (Stage(1000, (1, 3), 64), Stage(3000, (6, 10), 24, enough=0.975)), seed=1
+    ),
+    "target": Plan(
+        5,
+        96,
+        256,
+        3,
+        TARGET_WRITER,
+        (
+            Stage(1200, (1, 3), 64, enough=0.98),
+            Stage(2500, (1, 3), 64, is_mixed=True, has_checks=True, enough=0.98),
+            Stage(1500, (6, 10), 16, is_mixed=True, has_checks=True),
+        ),
+    ),
 }
 RESULT_LAYER, JUDGING_LAYER = 3, 4
 """A mark takes a comparison of the result with what the target would have written: one layer for what it would have
@@ -116,6 +144,8 @@ class _Row:
     """How many of the text's tokens each branch sees."""
     labels: list[int]
     weights: list[float]
+    is_result: list[bool]
+    is_mark: list[bool]
     is_right: list[float]
 
 
@@ -123,11 +153,18 @@ def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
     encoded = tokenizer(example.text, return_offsets_mapping=True)
     begins = [begin for begin, _ in encoded["offset_mapping"]]
     ids = [*encoded["input_ids"], tokenizer.eos_token_id]
-    weights = [0.0] * len(ids)
-    for number, begin in enumerate([*begins, len(example.text)]):
-        said = [span.weight for span in example.taught if span.begin <= begin < span.end]
-        weights[max(number - 1, 0)] = said[-1] if said else 0.0
-    row = _Row(ids, list(range(len(ids))), [], [], [*ids[1:], ids[-1]], weights, [-1.0] * len(ids))
+    nexts = [*begins[1:], len(example.text)]
+    row = _Row(
+        ids,
+        list(range(len(ids))),
+        branches=[],
+        parents=[],
+        labels=[*ids[1:], ids[-1]],
+        weights=[*(float(example.counts(place)) for place in nexts), 0.0],
+        is_result=[*(place in example.results for place in nexts), False],
+        is_mark=[False] * len(ids),
+        is_right=[-1.0] * len(ids),
+    )
     for check in example.checks:
         parent = sum(begin < check.at for begin in begins)
         asked = tokenizer(check.text + check.mark, return_offsets_mapping=True)
@@ -140,6 +177,8 @@ def _row(tokenizer: PreTrainedTokenizerBase, example: Example) -> _Row:
         row.positions += range(parent, parent + len(branch))
         row.labels += [*branch[1:], mark]
         row.weights += [0.0] * (len(branch) - 1) + [MARK_WEIGHT]
+        row.is_result += [False] * len(branch)
+        row.is_mark += [False] * (len(branch) - 1) + [True]
     return row
 
 
@@ -149,7 +188,8 @@ def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Bat
     shape = len(rows), max(len(row.token_ids) for row in rows)
     token_ids = torch.full(shape, tokenizer.pad_token_id)
     positions, labels, weights = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.zeros(shape)
-    is_branch, is_right = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1.0)
+    is_result, is_mark = torch.zeros(shape).bool(), torch.zeros(shape).bool()
+    is_right = torch.full(shape, -1.0)
     seen = torch.ones(shape[1], shape[1], dtype=torch.bool).tril().repeat(len(rows), 1, 1, 1)
     for number, row in enumerate(rows):
         width = len(row.token_ids)
@@ -157,40 +197,46 @@ def to_batch(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Bat
         positions[number, :width] = torch.tensor(row.positions)
         labels[number, :width] = torch.tensor(row.labels)
         weights[number, :width] = torch.tensor(row.weights)
+        is_result[number, :width] = torch.tensor(row.is_result)
+        is_mark[number, :width] = torch.tensor(row.is_mark)
         is_right[number, :width] = torch.tensor(row.is_right)
         for branch, parent in zip(row.branches, row.parents, strict=True):
-            is_branch[number, branch.start : branch.stop] = True
             seen[number, 0, branch.start : branch.stop, parent : branch.start] = False
-    counted = weights >= RESULT_WEIGHT
-    is_result, is_mark = counted & ~is_branch, counted & is_branch
     return Batch(token_ids, positions, seen, labels, weights, is_result, is_mark, is_right)
 
 
-def batches(plan: Plan, tokenizer: PreTrainedTokenizerBase, done: int) -> Iterator[Batch]:
-    """The batches from number `done` on."""
-    stream = examples(plan.seed, plan.writer, plan.has_checks)
+def batches(plan: Plan, number: int, tokenizer: PreTrainedTokenizerBase, done: int) -> Iterator[Batch]:
+    """The batches of stage `number` from batch `done` on."""
+    stage = plan.stages[number]
+    rng = random.Random(f"training {plan.seed} {number}")
+    stream = examples(rng, plan.writer, stage.operations, stage.is_mixed, stage.has_checks)
     for window in itertools.count():
-        drawn = list(itertools.islice(stream, WINDOW * plan.batch_rows))
+        drawn = list(itertools.islice(stream, WINDOW * stage.batch_rows))
         drawn.sort(key=lambda each: len(each.text))
         for place in range(WINDOW):
             if window * WINDOW + place >= done:
-                yield to_batch(tokenizer, drawn[place * plan.batch_rows : (place + 1) * plan.batch_rows])
+                yield to_batch(tokenizer, drawn[place * stage.batch_rows : (place + 1) * stage.batch_rows])
 
 
-def rate_factor(plan: Plan, step: int) -> float:
-    """Warm-up over 20 steps, constant, then linear to zero."""
-    left = (plan.num_steps - step) / (plan.num_steps * (1 - plan.hold_fraction))
-    return min(1.0, (step + 1) / 20, left)
+def rate_factor(plan: Plan, number: int, step: int) -> float:
+    """For step `step` of stage `number`: warm-up over the first 20 steps, constant, and in the second half of the last
+    stage linear to zero."""
+    if number == 0:
+        return min(1.0, (step + 1) / 20)
+    num_steps = plan.stages[number].num_steps
+    return min(1.0, 2 * (num_steps - step) / num_steps) if number == len(plan.stages) - 1 else 1.0
 
 
 @dataclass
 class Progress:
     """What is known of a training that is under way; plain values."""
 
+    stage: int = 0
     step: int = 0
+    """Of the stage."""
     elapsed_s: float = 0.0
     right: list[float] = field(default_factory=list)
-    """Of the last batches: the share of results that were foretold."""
+    """Of the last batches: the share of operands and results, or of marks, that were foretold."""
 
 
 def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> LlamaForCausalLM:
@@ -212,38 +258,46 @@ def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         progress = Progress(**state["progress"])
+
+    def save() -> None:
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        _save(
+            checkpoint,
+            {
+                "model": model.state_dict(),
+                "probe": probe.state_dict(),
+                "optimizers": states,
+                "progress": asdict(progress),
+            },
+        )
+
     clock = time.monotonic() - progress.elapsed_s
     logged = saved_at = progress.elapsed_s
-    recent = list[Learned]()
-    for batch in batches(plan, tokenizer, progress.step):
-        if _is_done(plan, progress):
-            break
-        recent.append(_learn(model, probe, optimizers, batch, rate_factor(plan, progress.step)))
-        progress.right = [*progress.right, recent[-1].right][-ENOUGH_BATCHES:]
-        progress.step += 1
-        progress.elapsed_s = time.monotonic() - clock
-        is_done = _is_done(plan, progress)
-        if progress.elapsed_s - logged >= LOG_EVERY_S or is_done:
-            _log(name, plan, progress, recent)
-            recent, logged = [], progress.elapsed_s
-        if progress.elapsed_s - saved_at >= SAVE_EVERY_S or is_done:
-            states = [optimizer.state_dict() for optimizer in optimizers]
-            _save(
-                checkpoint,
-                {
-                    "model": model.state_dict(),
-                    "probe": probe.state_dict(),
-                    "optimizers": states,
-                    "progress": asdict(progress),
-                },
-            )
-            saved_at = progress.elapsed_s
+    while progress.stage < len(plan.stages):
+        recent = list[Learned]()
+        for batch in batches(plan, progress.stage, tokenizer, progress.step):
+            factor = rate_factor(plan, progress.stage, progress.step)
+            recent.append(_learn(model, probe if plan.is_judge else None, optimizers, batch, factor))
+            progress.right = [*progress.right, recent[-1].share_of(plan.stages[progress.stage])][-ENOUGH_BATCHES:]
+            progress.step += 1
+            progress.elapsed_s = time.monotonic() - clock
+            is_done = _is_done(plan.stages[progress.stage], progress)
+            if progress.elapsed_s - logged >= LOG_EVERY_S or is_done:
+                _log(name, plan, progress, recent)
+                recent, logged = [], progress.elapsed_s
+            if is_done:
+                break
+            if progress.elapsed_s - saved_at >= SAVE_EVERY_S:
+                save()
+                saved_at = progress.elapsed_s
+        progress.stage, progress.step, progress.right = progress.stage + 1, 0, []
+        save()
     return model.eval()
 
 
-def _is_done(plan: Plan, progress: Progress) -> bool:
-    has_enough = len(progress.right) == ENOUGH_BATCHES and mean(progress.right) >= plan.enough
-    return has_enough or progress.step >= plan.num_steps
+def _is_done(stage: Stage, progress: Progress) -> bool:
+    has_enough = len(progress.right) == ENOUGH_BATCHES and mean(progress.right) >= stage.enough
+    return has_enough or progress.step >= stage.num_steps
 
 
 @dataclass(frozen=True)
@@ -256,10 +310,14 @@ class Learned:
     marks: float
     probed: float
 
+    def share_of(self, stage: Stage) -> float:
+        """Of what is to be enough."""
+        return self.marks if stage.has_checks else self.right
+
 
 def _learn(
     model: LlamaForCausalLM,
-    probe: nn.Linear,
+    probe: nn.Linear | None,
     optimizers: list[torch.optim.Optimizer],
     batch: Batch,
     factor: float,
@@ -281,9 +339,10 @@ def _learn(
     labels, weights = batch.labels[counted], batch.weights[counted]
     loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
     judged, probed = batch.is_right >= 0, float("nan")
-    if judged.any():
+    if probe is not None:
         early = model.lm_head(model.model.norm(computed.hidden_states[RESULT_LAYER][batch.is_result]))
         loss = loss + AID_WEIGHT * F.cross_entropy(early, batch.labels[batch.is_result])
+    if probe is not None and judged.any():
         rows = F.rms_norm(computed.hidden_states[JUDGING_LAYER][judged], (probe.in_features,))
         said, wanted = probe(rows).squeeze(-1), batch.is_right[judged]
         loss = loss + AID_WEIGHT * F.binary_cross_entropy_with_logits(said, wanted)
@@ -303,13 +362,14 @@ def provenance(plan: Plan) -> dict[str, Any]:
 
 
 def _log(name: str, plan: Plan, progress: Progress, recent: list[Learned]) -> None:
-    left_min = progress.elapsed_s * (plan.num_steps / progress.step - 1) / 60
+    stage = plan.stages[progress.stage]
     loss, right, marks, probed = (mean(values) for values in zip(*map(astuple, recent), strict=True))
     said = f"loss {loss:.4f} results {right:.1%}"
-    if plan.has_checks:
+    if stage.has_checks:
         said += f" marks {marks:.1%} probe {probed:.1%}"
     print(
-        f"{time.strftime('%H:%M:%S')} {name} step {progress.step} of {plan.num_steps} {said} eta {left_min:.0f} min",
+        f"{time.strftime('%H:%M:%S')} {name} stage {progress.stage + 1} of {len(plan.stages)}, step {progress.step} of "
+        f"at most {stage.num_steps}: {said}, {progress.elapsed_s / 60:.1f} min",
         file=sys.stderr,
         flush=True,
     )

@@ -28,6 +28,7 @@ from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.lane_keys import EVERYONES, LearnBy
 from slipstream.learn.learners.base import LearnedWeights
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.loop import LoopSettings
 from slipstream.learn.options import LearnerOptions
@@ -113,7 +114,7 @@ def worker_on(
     rules: PrivacyRules | None = None,
 ) -> LearnWorker:
     told = {} if rules is None else json.loads(json.dumps(rules.as_lists()))
-    config = WorkerConfig(str(folder), "", "", "whole", 4, by=by, min_records=20, **told)
+    config = WorkerConfig(str(folder), {"model": "draft"}, "", "whole", 4, by=by, min_records=20, **told)
     return LearnWorker(config, NoRest(costs))  # type: ignore[arg-type]
 
 
@@ -391,7 +392,7 @@ def answers(client: AsyncEngine, numbers: range, tenant: str) -> list[Any]:
 
 def add_version(session: LearnSession, folder: Path, tenant: str) -> str:
     """A corrective layer that changes much."""
-    learner = make_learner("corrective", Path(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("corrective", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     tensors = learner.tensors(model)
     tensors["left"] = tensors["left"] + 0.3

@@ -14,6 +14,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import LearnError
 from slipstream.learn.batches import batch_of, batches, example_of
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.objective import TargetRows, learn_loss, reached, row_losses
 from slipstream.learn.options import LearnerOptions
@@ -112,7 +113,7 @@ def test_tokens_that_a_head_cannot_draft_are_lost_and_teach_nothing():
 @pytest.mark.parametrize(("name", "rate"), [("whole", 5e-3), ("low_rank", 2e-2), ("corrective", 0.1)])
 def test_a_learner_gets_better_and_its_tensors_are_all_that_it_needs(name: str, rate: float, tmp_path: Path):
     options = LearnerOptions(num_steps=20, batch_rows=2, row_length=128, learning_rate=rate)
-    learner = make_learner(name, Path(EMBEDDED_DRAFT), options)
+    learner = make_learner(name, DraftFloor(EMBEDDED_DRAFT), options)
     seen: list[int] = []
     learned = learner.learn([told(number) for number in range(12)], before_step=lambda at, _: seen.append(at))
     assert seen == list(range(20))
@@ -123,11 +124,11 @@ def test_a_learner_gets_better_and_its_tensors_are_all_that_it_needs(name: str, 
     ]
     assert steps[1] < 0.8 * steps[0]
     if name == "corrective":
-        with pytest.raises(LearnError, match="no draft model"):
+        with pytest.raises(LearnError, match="no draft of its own"):
             learner.checkpoint(learned.tensors, tmp_path)
     else:
         learner.checkpoint(learned.tensors, tmp_path)
-        saved = make_learner("whole", tmp_path, options).scorer(None).hits(held_out)
+        saved = make_learner("whole", DraftFloor(str(tmp_path)), options).scorer(None).hits(held_out)
         assert all(
             (one == two).mean() > 0.9
             for one, two in zip(saved, learner.scorer(learned.tensors).hits(held_out), strict=True)
@@ -148,20 +149,20 @@ def test_what_is_scored_is_what_the_engine_would_have_accepted(temperature: floa
         top_p=0.95,
         seed=3,
     )
-    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
     [hits] = learner.scorer(None).hits([record])
     found = replayed(hits, 4)
     assert abs(sum(found.accepted) - output.metrics.num_accepted_tokens) <= 1
 
 
 def test_a_drafter_that_does_not_learn_here_says_so_in_a_line():
-    with pytest.raises(LearnError, match=r"'ngram' learns by itself.*--learn is for draft_model and eagle3"):
+    with pytest.raises(LearnError, match=r"'ngram' learns by itself.*--learn is for draft_model, eagle3"):
         check_learns(SpeculativeConfig("ngram"))
-    for method in ("auto", "ensemble", "self"):
+    for method in ("auto", "ensemble"):
         with pytest.raises(
-            LearnError, match=f"drafter '{method}' does not; --learn is for draft_model and eagle3"
+            LearnError, match=f"drafter '{method}' does not; --learn is for draft_model, eagle3, eagle"
         ):
             check_learns(SpeculativeConfig(method))
     with pytest.raises(LearnError, match="without a drafter"):
         check_learns(None)
-    assert check_learns(SpeculativeConfig("draft_model", options={"model": "a"})) == "a"
+    check_learns(SpeculativeConfig("draft_model", options={"model": "a"}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.engine.factory import make_engine
 from slipstream.errors import LearnError
 from slipstream.learn.anchor import anchor_of, judging_parts, training_parts
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import Purpose, ServedRecord
@@ -18,7 +17,7 @@ from slipstream.learn.replay import ReplayOptions, replay
 from slipstream.learn.tracing import asked_trace
 from slipstream.sampling.params import SamplingParams
 
-FLOOR = Path(EMBEDDED_DRAFT)
+FLOOR = DraftFloor(EMBEDDED_DRAFT)
 
 
 def test_a_trace_is_answered_in_order_with_the_rows_of_every_token():

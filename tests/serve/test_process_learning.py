@@ -17,6 +17,7 @@ from slipstream.learn import by_hand
 from slipstream.learn.disk_ring import read_ring, ring_identity
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules
@@ -33,7 +34,7 @@ TENANTS = ("acme", "quiet", "acme", "quiet", "other")
 
 def a_version(folder: LearnFolder) -> str:
     """The draft itself as a version."""
-    learner = make_learner("whole", Path(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     tensors: dict[str, torch.Tensor] = {name: one.half() for name, one in learner.tensors(model).items()}
     identity = ring_identity(folder)

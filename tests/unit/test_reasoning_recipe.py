@@ -10,6 +10,7 @@ import torch
 
 from recipes.reasoning_pair.problems import (
     ANY_WRITER,
+    LABELS,
     NUM_CHECKS,
     QUESTION,
     RIGHT,
@@ -30,7 +31,7 @@ def test_a_solution_is_right_and_a_changed_one_is_not() -> None:
     rng = random.Random(1)
     for _ in range(30):
         problem = draw_problem(rng, held_out=False)
-        text = example(rng, problem, ANY_WRITER, has_checks=True).text
+        text = example(rng, problem, ANY_WRITER, is_mixed=True, has_checks=True).text
         steps = text[len(problem.prompt) :].splitlines()
         assert len(steps) == len(problem.operations) + 1
         for line, operation, value in zip(steps, problem.operations, problem.values, strict=False):
@@ -46,7 +47,7 @@ def test_half_of_the_checked_steps_are_wrong_and_so_marked() -> None:
     rng = random.Random(2)
     for _ in range(50):
         problem = draw_problem(rng, held_out=False)
-        lesson = example(rng, problem, ANY_WRITER, has_checks=True)
+        lesson = example(rng, problem, ANY_WRITER, is_mixed=True, has_checks=True)
         marks = []
         for check in lesson.checks:
             shown = lesson.text[: check.at] + check.text
@@ -71,17 +72,18 @@ def test_what_is_held_out_is_never_trained_on() -> None:
     assert all(problem.is_held_out for problem in held)
     prompts = {problem.prompt for problem in held}
     assert len(prompts) == 50
-    for lesson in itertools.islice(examples(0, ANY_WRITER, True), 300):
+    lessons = examples(random.Random(0), ANY_WRITER, (6, 10), is_mixed=True, has_checks=True)
+    for lesson in itertools.islice(lessons, 300):
         prompt = lesson.text[: lesson.text.index("\n") + 1]
         assert prompt not in prompts
 
 
 def test_rows_teach_what_counts() -> None:
-    """The steps and the answer, operands and results above all; of another writer's steps these alone."""
+    """The steps and the answer; of another writer's steps the operands and results alone."""
     tokenizer = make_tokenizer()
     rng = random.Random(3)
     problem = draw_problem(rng, held_out=False)
-    plain, checked = (example(rng, problem, TARGET_WRITER, has) for has in (False, True))
+    plain, checked = (example(rng, problem, TARGET_WRITER, has, has) for has in (False, True))
     batch = to_batch(tokenizer, [plain, checked])
     steps = zip(problem.operations, problem.values, strict=True)
     results = "".join(f" {operation.operand} {value}" for operation, value in steps) + f" {problem.answer}"
@@ -102,7 +104,8 @@ def test_a_branch_of_a_row_is_a_text_of_its_own() -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     model = build_model(PLANS["draft"], tokenizer).eval()
-    [lesson] = itertools.islice(examples(3, TARGET_WRITER, True), 1)
+    rng = random.Random(3)
+    lesson = example(rng, draw_problem(rng, held_out=False), TARGET_WRITER, is_mixed=True, has_checks=True)
     batch = to_batch(tokenizer, [lesson])
     mask = torch.zeros(batch.seen.shape).masked_fill_(~batch.seen, -torch.inf)
     with torch.no_grad():
@@ -115,10 +118,22 @@ def test_a_branch_of_a_row_is_a_text_of_its_own() -> None:
 
 def test_the_rate_rises_and_falls_to_zero() -> None:
     plan: Plan = PLANS["target"]
-    rates = [rate_factor(plan, step) for step in range(plan.num_steps)]
+    rates = [
+        rate_factor(plan, number, step)
+        for number, stage in enumerate(plan.stages)
+        for step in range(stage.num_steps)
+    ]
     assert rates[0] < 0.1
     assert max(rates) == 1
+    assert rates[len(rates) // 2] == 1
     assert rates[-1] < 0.01
+
+
+def test_short_problems_have_every_label() -> None:
+    rng = random.Random(5)
+    drawn = [draw_problem(rng, held_out=False, num_steps=(1, 3)) for _ in range(300)]
+    assert {len(problem.operations) for problem in drawn} == {1, 2, 3}
+    assert {operation.label for problem in drawn for operation in problem.operations} == set(LABELS)
 
 
 def test_pairs_are_compared_exactly() -> None:

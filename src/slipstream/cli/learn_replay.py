@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.flags.options import Json, Model, print_json
+from slipstream.cli.flags.speculation import SpeculationFlags
+from slipstream.cli.flags.speculation import speculative_config as drafter_of
 from slipstream.cli.output.console import notes, wide_results
 from slipstream.cli.output.writing import Overwrite, check_file, write_text
 from slipstream.errors import ConfigError
@@ -29,13 +31,24 @@ def replay(
     ],
     model: Model = None,
     draft: Annotated[
-        str,
-        typer.Option(help="Folder of the draft model that would have learned; the embedded one by default."),
-    ] = "embedded",
+        str | None,
+        typer.Option(
+            help="Folder of the draft model that would have learned; by default the embedded target's own."
+        ),
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help="The drafter that would have learned where it is no draft model, as for slipstream serve: "
+            """'{"method": "layer_skip", "exit_layer": 4}'."""
+        ),
+    ] = None,
     learner: Annotated[
-        str,
-        typer.Option(help="What learns: whole, low_rank or corrective; eagle where an EAGLE-3 head served."),
-    ] = "whole",
+        str | None,
+        typer.Option(
+            help="What learns: whole, low_rank, corrective or eagle; by default what suits the drafter."
+        ),
+    ] = None,
     every: Annotated[int, typer.Option(min=1, help="Requests between two candidates.")] = 100,
     window: Annotated[
         int, typer.Option(min=1, help="The latest requests, which a candidate learns from.")
@@ -55,20 +68,24 @@ def replay(
 
     The answers are the same with any draft, so each version's drafts on them are known, not estimated.
     """
-    from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+    from slipstream.assets import EMBEDDED_TARGET
     from slipstream.learn.judge import JudgeOptions
-    from slipstream.learn.learners.registry import make_learner
+    from slipstream.learn.learners.floor import DraftFloor
+    from slipstream.learn.learners.registry import check_learns, learner_for, make_learner
     from slipstream.learn.options import LearnerOptions
     from slipstream.learn.replay import ReplayOptions
     from slipstream.learn.replay import replay as run
 
     if output is not None:
         check_file(output, overwrite, "--output")
-    floor = Path(EMBEDDED_DRAFT if draft == "embedded" else draft)
-    if not floor.is_dir():
-        raise ConfigError(f"--draft needs the folder of a draft model, got {draft!r}")
+    flags = SpeculationFlags(draft=draft, speculative_config=speculative_config)
+    speculative = drafter_of(flags, model)
+    check_learns(speculative, learner)
+    floor = DraftFloor.of(speculative, EMBEDDED_TARGET if model is None else model)
+    if not floor.path.is_dir():
+        raise ConfigError(f"learning needs the folder of the draft's weights, got {floor.model!r}")
     options = LearnerOptions(num_steps=steps, learning_rate=learning_rate, depth=depth, seed=seed)
-    made = make_learner(learner, floor, options, EMBEDDED_TARGET if model is None else model)
+    made = make_learner(learner or learner_for(floor.method, 0), floor, options)
     records = _records(trace, model, temperature, max_tokens, seed)
     notes().print(f"{len(records):,} answers", markup=False)
     report = run(

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.capture import MAX_ANSWER_BYTES, Capture
+from slipstream.learn.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture
 from slipstream.learn.costs import DraftCosts
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.events import EventLog
@@ -27,6 +27,7 @@ from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
+from slipstream.learn.learners.floor import BORROWING, DraftFloor
 from slipstream.learn.learners.registry import HEADS, learner_for, make_learner
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
@@ -37,7 +38,6 @@ from slipstream.learn.retention import Retention, RetentionThread
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
-from slipstream.models.files.digest import digest_of_files
 
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class SessionSettings:
     """None is what suits the draft's size."""
     max_age_s: float | None = None
     """After which answers are deleted."""
+    capture_share: float | None = MAX_SHARE
+    """The most of the engine's time that capture uses; None for no bound."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
 
@@ -106,7 +108,7 @@ class LearnSession:
         self._stepped, self._engine, self._settings = stepped, engine, settings
         self._drafter = engine.drafter_as(VersionsDrafter)
         self._floor: SpeculativeConfig = self._drafter.options.floor()
-        floor = str(self._floor.options["model"])
+        self._draft_floor = _floor_of(self._floor, engine)
         model = self._drafter.drafting_model()
         name = settings.learner or learner_for(
             self._floor.method, 0 if model is None else model.num_parameters
@@ -114,7 +116,7 @@ class LearnSession:
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
         self._learner, self._depth = name, depth
-        self._target = engine.config.model
+        self._floor_hash = self._draft_floor.digest()
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
         self._retention = Retention(self._folder, settings.max_age_s)
@@ -134,12 +136,11 @@ class LearnSession:
         self._loaded: set[str] = set()
         worker = {
             "folder": str(settings.folder),
-            "floor": floor,
-            "floor_hash": digest_of_files(floor),
+            "floor": asdict(self._draft_floor),
+            "floor_hash": self._floor_hash,
             "learner": name,
             "depth": depth,
             "by": str(settings.by),
-            "target": self._target,
             **settings.rules.as_lists(),
             **settings.worker,
         }
@@ -154,6 +155,7 @@ class LearnSession:
             settings.rules,
             version_of=self._drafter.version_of,
             features_of=self._features if self._floor.method in HEADS else None,
+            max_share=settings.capture_share,
         )
         self._apply(self._state)
         engine.on_checked = self._on_checked
@@ -451,12 +453,13 @@ class LearnSession:
     def _load(self, version: str, tenant: str | None) -> DraftLane:
         """A lane of a version's tensors, whose sha256 is right."""
         about = self._store.get(version)
+        if about.floor_hash not in ("", self._floor_hash):
+            raise LearnError("it was learned on another drafter than the one that serves")
         tensors = self._store.load(version)
         owner = about.tenant if about.tenant is not None else tenant
         folder = self._checkpoints / version
         try:
-            floor = Path(str(self._floor.options["model"]))
-            learner = make_learner(about.learner, floor, LearnerOptions(depth=self._depth), self._target)
+            learner = make_learner(about.learner, self._draft_floor, LearnerOptions(depth=self._depth))
             own = learner.lane_options(tensors, folder)
             config = replace(self._floor, options={**self._floor.options, **own})
             return self._drafter.prepare(version, config, owner)
@@ -491,6 +494,13 @@ def begin_learning(
             faults={"learning_failed": "; ".join(filter(None, (fault, alone.fault)))}
         )
     return session, session.facts
+
+
+def _floor_of(speculative: SpeculativeConfig, engine: Engine) -> DraftFloor:
+    """Raises `LearnError` where its logits are not those of the files."""
+    if speculative.method in BORROWING and engine.config.lora is not None:
+        raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
+    return DraftFloor.of(speculative, engine.config.model)
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:

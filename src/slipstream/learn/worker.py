@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -51,15 +51,13 @@ class WorkerConfig:
     """What the learner's process is told."""
 
     folder: str
-    floor: str
-    """The folder of the draft model that the server was started with."""
+    floor: Mapping[str, Any]
+    """The fields of the `DraftFloor` that the server was started with."""
     floor_hash: str
     learner: str
     depth: int
     """Draft tokens of the chains that are served."""
     by: str = LearnBy.EVERYONE
-    target: str | None = None
-    """The folder of the target, for heads."""
     num_steps: int = 120
     """Of training, for a candidate."""
     min_records: int = 64
@@ -163,6 +161,7 @@ class LearnWorker:
     """One candidate after another: for everyone, or for the lane with the most new answers."""
 
     def __init__(self, config: WorkerConfig, rest: Rest) -> None:
+        from slipstream.learn.learners.floor import DraftFloor
         from slipstream.learn.learners.registry import make_learner
 
         self.config, self.rest = config, rest
@@ -170,7 +169,7 @@ class LearnWorker:
         self._store = VersionStore(self._folder)
         self._state = StateFile(self._folder)
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
-        self._learner: Learner = make_learner(config.learner, Path(config.floor), options, config.target)
+        self._learner: Learner = make_learner(config.learner, DraftFloor(**config.floor), options)
         self._by = LearnBy(config.by)
         self._rules = PrivacyRules.of(config.allowed, config.denied, config.by_default)
         self._candidate: _Candidate | None = None

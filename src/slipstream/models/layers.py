@@ -53,17 +53,22 @@ def layer_stack(lm: CausalLM) -> LayerStack:
     Raises `ConfigError` for a model whose layers are not found, or which treats a layer by its place among those that
     run (another rotary embedding for every other layer, inputs layer by layer).
     """
-    found = [
-        (parent, name)
-        for parent in lm.model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and _numbers(child) == list(range(lm.num_layers))
-    ]
-    if len(found) != 1:
+    stack = find_layers(lm.model, lm.num_layers)
+    if stack is None:
         raise ConfigError(f"{lm.family} cannot run some of its layers: they are not in one list of modules")
-    stack = LayerStack(*found[0])
     _check(lm, stack)
     return stack
+
+
+def find_layers(model: nn.Module, num_layers: int) -> LayerStack | None:
+    """The one list in which a model keeps its layers, untried; None where there is none such."""
+    found = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and _numbers(child) == list(range(num_layers))
+    ]
+    return LayerStack(*found[0]) if len(found) == 1 else None
 
 
 def _numbers(layers: nn.ModuleList) -> list[int | None]:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from slipstream.errors import LearnError
 from slipstream.learn.batches import LearnBatch, batches
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.objective import LearnLoss, learn_loss
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import ServedRecord
 from slipstream.learn.scoring import Scorer
-from slipstream.train.target import load_model
 
 BeforeStep = Callable[[int, int], None]
 """(steps done, all steps): called before each step; it may wait, and what it raises ends the learning."""
@@ -50,11 +50,11 @@ def no_rest(done: int, total: int) -> None:
 
 
 class Learner(ABC):
-    """Learns on top of a draft model, the floor: a checkpoint folder with the target's vocabulary."""
+    """Learns on top of a drafter with weights, the floor, whose tokens are the target's."""
 
     name: str
 
-    def __init__(self, floor: Path, options: LearnerOptions) -> None:
+    def __init__(self, floor: DraftFloor, options: LearnerOptions) -> None:
         self.floor, self.options = floor, options
 
     @abstractmethod
@@ -151,9 +151,6 @@ class Learner(ABC):
         total = self.options.num_steps
         rise = max(1, round(total * _WARMUP))
         return min((step + 1) / rise, (total - step) / max(1, total - rise), 1.0)
-
-    def _floor_model(self) -> Any:
-        return load_model(str(self.floor), torch.device("cpu"))
 
 
 def hidden_logits(model: Any, batch: LearnBatch) -> Tensor:

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.model.correction import corrected
 from slipstream.errors import LearnError
 from slipstream.learn.batches import LearnBatch
 from slipstream.learn.learners.base import Learner, Tensors, hidden_logits
+from slipstream.learn.learners.eagle import EagleLearner, HeadScorer
 from slipstream.learn.scoring import ModelScorer, Scorer
 
 
@@ -44,19 +46,20 @@ class Corrective(nn.Module):
             ) from None
         return made
 
-    def forward(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """`logits` [n, vocab] behind the tokens `previous`, int64 [n]."""
-        return corrected(logits, self.left[previous] @ self.right, self.log_temperature)
+    def forward(self, logits: Tensor, previous: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """`logits` [n, vocab] behind the tokens `previous`, int64 [n]; or those of `token_ids` alone."""
+        right = self.right if token_ids is None else self.right[:, token_ids]
+        return corrected(logits, self.left[previous] @ right, self.log_temperature)
 
 
 class CorrectiveLearner(Learner):
-    """Learns the layer; the draft below stays as it is."""
+    """Learns the layer of a draft that reads the text alone; the draft stays as it is."""
 
     name = "corrective"
 
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
-        model = self._floor_model().requires_grad_(False)
-        vocab_size = model.get_output_embeddings().weight.shape[0]
+        model = self.floor.causal_model().requires_grad_(False)
+        vocab_size = int(model.config.get_text_config().vocab_size)
         layer = Corrective(vocab_size, self.options.rank) if start is None else Corrective.of(start)
         return (model, layer), list(layer.parameters())
 
@@ -64,20 +67,70 @@ class CorrectiveLearner(Learner):
         floor, layer = model
         with torch.no_grad():
             logits = hidden_logits(floor, batch)
-        corrected: Tensor = layer(logits, batch.previous)
-        return corrected
+        found: Tensor = layer(logits, batch.previous)
+        return found
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
-        return {name: one.detach().clone() for name, one in model[1].named_parameters()}
+        return _tensors_of(model[1])
 
     def scorer(self, tensors: Tensors | None) -> Scorer:
-        return ModelScorer(self._floor_model(), None if tensors is None else Corrective.of(tensors))
+        return ModelScorer(self.floor.causal_model(), None if tensors is None else Corrective.of(tensors))
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        raise LearnError("a corrective layer is no draft model of its own; it works on its floor's logits")
+        raise LearnError(_NO_MODEL)
 
     def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "correction.safetensors"
-        save_file({name: one.contiguous() for name, one in tensors.items()}, file)
-        return {"correction": str(file)}
+        return _written(tensors, folder)
+
+
+class CorrectiveHeadLearner(EagleLearner):
+    """Learns the layer of an EAGLE head of either kind; the head stays as it is."""
+
+    name = "corrective"
+
+    def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
+        head = self._read_head().requires_grad_(False)
+        size = self.target.vocab_size
+        layer = Corrective(size, self.options.rank) if start is None else Corrective.of(start)
+        return (head, layer), list(layer.parameters())
+
+    def logits_behind(self, model: Any, states: Tensor, previous: Tensor) -> Tensor:
+        head, layer = model
+        with torch.no_grad():
+            logits = head.logits(states) if head.config.version == 3 else self.target.project(states)
+        if layer is None:
+            return logits.float()
+        found: Tensor = layer(logits.float(), previous, head.draft_token_ids)
+        return found
+
+    def tensors(self, model: Any) -> dict[str, Tensor]:
+        return _tensors_of(model[1])
+
+    def scorer(self, tensors: Tensors | None) -> Scorer:
+        head = self._read_head()
+        return HeadScorer((head, None if tensors is None else Corrective.of(tensors)), self, head)
+
+    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
+        raise LearnError(_NO_MODEL)
+
+    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
+        return _written(tensors, folder)
+
+    def _head_of(self, model: Any) -> EagleHead:
+        head: EagleHead = model[0]
+        return head
+
+
+_NO_MODEL = "a corrective layer is no draft of its own; it works on its floor's logits"
+
+
+def _tensors_of(layer: Corrective) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in layer.named_parameters()}
+
+
+def _written(tensors: Tensors, folder: Path) -> dict[str, str]:
+    """The options of a drafter with the layer, whose file is written into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "correction.safetensors"
+    save_file({name: one.contiguous() for name, one in tensors.items()}, file)
+    return {"correction": str(file)}

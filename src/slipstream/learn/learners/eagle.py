@@ -16,8 +16,9 @@ from transformers import AutoConfig
 
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.errors import LearnError
+from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.learners.base import Learner, Tensors
+from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.objective import LearnLoss, TargetRows, row_losses, weighted_loss
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import TAPS, ServedRecord
@@ -27,7 +28,7 @@ from slipstream.train.target import load_model
 
 
 class TargetTable:
-    """What a head shares with its target: sizes and the embedding, which is read where it is needed first."""
+    """What a head shares with its target: sizes, embedding and output layer, which are read where they are needed."""
 
     def __init__(self, path: str) -> None:
         config = AutoConfig.from_pretrained(path).get_text_config()
@@ -37,13 +38,26 @@ class TargetTable:
         self.num_layers = int(config.num_hidden_layers)
         self.context_length = int(config.max_position_embeddings)
         self._table: Tensor | None = None
+        self._output: nn.Linear | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> float32 [..., hidden]"""
-        if self._table is None:
-            model = load_model(self.path, torch.device("cpu"))
-            self._table = model.get_input_embeddings().weight.detach().clone()
+        self._load()
+        assert self._table is not None
         return self._table[token_ids]
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """float32 [..., hidden] -> [..., vocab], by the target's own output layer."""
+        self._load()
+        assert self._output is not None
+        logits: Tensor = self._output(hidden)
+        return logits
+
+    def _load(self) -> None:
+        if self._table is None:
+            model = load_model(self.path, torch.device("cpu")).requires_grad_(False)
+            self._table = model.get_input_embeddings().weight.detach().clone()
+            self._output = model.get_output_embeddings()
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,8 @@ class HeadBatch:
     """Texts, and the target's rows behind the places where `text.learns`, in order."""
 
     text: TargetText
+    token_ids: Tensor
+    """int64 [B, L]"""
     target: TargetRows
 
 
@@ -107,14 +123,21 @@ class EagleLearner(Learner):
 
     name = "eagle"
 
-    def __init__(self, floor: Path, options: LearnerOptions, target: str = "") -> None:
-        """`target` is the folder of the model that the head drafts for."""
+    def __init__(self, floor: DraftFloor, options: LearnerOptions) -> None:
+        """Raises `ConfigError` for a floor without the target that it drafts for."""
         super().__init__(floor, options)
-        self.target = TargetTable(target)
+        if floor.target is None:
+            raise ConfigError(f"learner {self.name!r} needs the target that the head drafts for")
+        self.target = TargetTable(floor.target)
 
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
         head = self._head(start)
         return head, list(head.parameters())
+
+    def logits_behind(self, model: Any, states: Tensor, previous: Tensor) -> Tensor:
+        """float32 [n, draft vocab]: of the head's `states` [n, hidden] behind the tokens `previous`, int64 [n]."""
+        logits: Tensor = model.logits(states).float()
+        return logits
 
     def batches(self, records: Seq[ServedRecord], anchor: Seq[ServedRecord]) -> Iterator[Any]:
         options = self.options
@@ -167,7 +190,7 @@ class EagleLearner(Learner):
             torch.cat([torch.from_numpy(one.is_drafted) for one in examples]).float(),
             torch.zeros(sum(num_rows), dtype=torch.int64),
         )
-        return HeadBatch(text, target)
+        return HeadBatch(text, tokens, target)
 
     def num_tokens(self, batch: Any) -> int:
         return int(batch.text.documents.numel())
@@ -175,19 +198,21 @@ class EagleLearner(Learner):
     def loss(self, model: Any, batch: Any) -> LearnLoss:
         """Of chains that begin behind every token of an answer: a row weighs as much as its chain comes that far, by
         the head's own overlaps with the target before."""
-        learns = batch.text.learns.flatten()
+        head = self._head_of(model)
+        learns, token_ids = batch.text.learns.flatten(), batch.token_ids.flatten()
         row_of = learns.cumsum(0) - 1
         draft_ids = torch.full((self.target.vocab_size,), -1)
-        draft_ids[model.draft_token_ids] = torch.arange(len(model.draft_token_ids))
+        draft_ids[head.draft_token_ids] = torch.arange(len(head.draft_token_ids))
         reached = torch.zeros(len(learns))  # by the place at which a chain begins
         divergences, overlaps, weights = [], [], []
-        for step, later, states in draft_states(model, batch.text, self.options.depth):
+        for step, later, states in draft_states(head, batch.text, self.options.depth):
             learned = learns[later]
             rows = batch.target.at(row_of[later[learned]])
             begins = later[learned] - 1 - step
             if step == 0:
                 reached[begins] = rows.weights
-            divergence, overlap = row_losses(model.logits(states[learned]).float(), rows, draft_ids)
+            logits = self.logits_behind(model, states[learned], token_ids[later[learned]])
+            divergence, overlap = row_losses(logits, rows, draft_ids)
             divergences.append(divergence)
             overlaps.append(overlap)
             weights.append(reached[begins])
@@ -198,15 +223,23 @@ class EagleLearner(Learner):
         return {name: one.detach().half() for name, one in model.named_parameters()}
 
     def scorer(self, tensors: Tensors | None) -> Scorer:
-        return HeadScorer(self._head(tensors), self)
+        head = self._head(tensors)
+        return HeadScorer(head, self, head)
+
+    def _head_of(self, model: Any) -> EagleHead:
+        """The head of what `begin` gave."""
+        head: EagleHead = model
+        return head
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
         save_eagle(self._head(tensors), folder, target=self.target.path)
 
     def _head(self, tensors: Tensors | None) -> EagleHead:
-        head = read_eagle(str(self.floor), self.target)
-        if head.config.version != 3 or head.embedding is not None:
-            raise LearnError("only EAGLE-3 heads with the target's own embedding learn while they serve")
+        head = self._read_head()
+        if head.config.version != 3:
+            raise LearnError(
+                "the weights of EAGLE-3 heads alone learn; --learner corrective learns a layer behind this one"
+            )
         if tensors is not None:
             own = dict(head.named_parameters())
             if {name: one.shape for name, one in tensors.items()} != {
@@ -219,12 +252,20 @@ class EagleLearner(Learner):
                 one.data.copy_(tensors[name])
         return head
 
+    def _read_head(self) -> EagleHead:
+        """The floor's head, as it is on disk."""
+        head = read_eagle(self.floor.model, self.target)
+        if head.embedding is not None:
+            raise LearnError("only heads with the target's own embedding learn while they serve")
+        return head
+
 
 class HeadScorer:
     """A head on recorded answers: what it would have drafted at every place, by how far its chain had come."""
 
-    def __init__(self, head: EagleHead, learner: EagleLearner) -> None:
-        self._head, self._learner = head.eval(), learner
+    def __init__(self, model: Any, learner: EagleLearner, head: EagleHead) -> None:
+        """`model` is what the learner computes logits with, and `head` the head in it."""
+        self._model, self._learner, self._head = model, learner, head.eval()
 
     @torch.no_grad()
     def hits(self, records: Seq[ServedRecord]) -> list[Hits]:
@@ -253,7 +294,7 @@ class HeadScorer:
             places = (later[wanted] + 1 - first).tolist()
             if not places:
                 break
-            logits = self._head.logits(states[wanted]).float()
+            logits = self._learner.logits_behind(self._model, states[wanted], text.flatten()[later[wanted]])
             full = logits.new_full((len(logits), target.vocab_size), float("-inf"))
             full[:, self._head.draft_token_ids] = logits
             found[step, places] = drawn(full, record, places) == record.token_ids[places]

@@ -28,10 +28,10 @@ class WholeLearner(Learner):
         return ModelScorer(self._model(tensors))
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        write_checkpoint(self._model(tensors), self.floor, folder)
+        write_checkpoint(self._model(tensors), self.floor.path, folder)
 
     def _model(self, tensors: Tensors | None) -> Any:
-        model = self._floor_model()
+        model = self.floor.causal_model()
         if tensors is not None:
             own = dict(model.named_parameters())
             shapes = {name: one.shape for name, one in tensors.items()}
