@@ -38,7 +38,7 @@ from slipstream.learn.segments import RingIdentity
 from slipstream.learn.session import LearnSession, SessionSettings
 from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
-from slipstream.learn.worker import LearnWorker, Rest, WorkerConfig
+from slipstream.learn.worker import LearnWorker, ServerPipe, WorkerConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.config import ServeConfig
 
@@ -97,13 +97,11 @@ def learner(monkeypatch: pytest.MonkeyPatch) -> FakeLearner:
     return fake
 
 
-class NoRest:
-    rested_s = 0.0
-
+class NoServer:
     def __init__(self, costs: tuple[float, float] = (0.0, 0.0)) -> None:
         self.costs = costs
 
-    def wait(self, *_: object) -> None:
+    def beat(self, *_: object) -> None:
         return
 
 
@@ -115,7 +113,7 @@ def worker_on(
 ) -> LearnWorker:
     told = {} if rules is None else json.loads(json.dumps(rules.as_lists()))
     config = WorkerConfig(str(folder), {"model": "draft"}, "", "whole", 4, by=by, min_records=20, **told)
-    return LearnWorker(config, NoRest(costs))  # type: ignore[arg-type]
+    return LearnWorker(config, NoServer(costs))  # type: ignore[arg-type]
 
 
 def ring_of(folder: Path, answers: list[tuple[str, str]]) -> None:
@@ -325,16 +323,16 @@ def test_the_learner_hears_what_drafting_costs_and_tells_that_it_works(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(learner_process.os, "_exit", ended.append)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("rest\ncosts 0.2 0.5\ngo\n"))
-    rest = Rest()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("costs 0.2 0.5\n"))
+    server = ServerPipe()
     deadline_s = time.monotonic() + 5
     while not ended and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert rest.costs == (0.2, 0.5)
-    rest.wait()
+    assert server.costs == (0.2, 0.5)
+    server.beat()
     assert not told(capsys, "alive"), "it was begun a moment ago"
     monkeypatch.setattr(learner_process, "BEAT_S", 0.0)
-    rest.wait()
+    server.beat()
     assert len(told(capsys, "alive")) == 1
 
 

@@ -219,7 +219,7 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     client = AsyncEngine(engine=LLM(speculative_config=config).engine)
     folder = tmp_path / "state"
     worker = {"min_records": 96, "num_steps": 60, "poll_s": 0.2, "niceness": 0}
-    session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker))
+    session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker, beside_share=1.0))
     try:
         deadline_s = time.monotonic() + 240
         number = 0

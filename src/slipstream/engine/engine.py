@@ -184,6 +184,8 @@ class Engine:
         """Of writing steps of thinking while nothing else was to be done; the next step counts it."""
         self._aborted: list[Update] | None = None
         """While callbacks run: the updates of the requests that they abort."""
+        self.on_begin: Callable[[], None] | None = None
+        """Called at the begin of every step, for those who make way for it."""
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[StepItem]], None] | None = None
@@ -399,6 +401,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step for everyone who is scheduled; returns what it added to their answers."""
         started_s = time.perf_counter()
+        if self.on_begin is not None:
+            self.on_begin()
         wrote_s = self._write_steps()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:

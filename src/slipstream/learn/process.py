@@ -1,4 +1,4 @@
-"""The learner's process as its server sees it: started, told to rest, listened to, started again a few times.
+"""The learner's process as its server sees it: started, stopped and let go on, listened to, started again a few times.
 
 It tells that it is alive between two steps of its work. Where it should work and nothing is heard of it for long, it
 hangs: an alarm says so, and in the end it is killed and started again as one that died.
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,14 +21,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.learn.learner_log import LearnerLog
-from slipstream.learn.worker import COSTS, GO, REST
+from slipstream.learn.worker import COSTS
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 4
 """A learner that died that often stays dead; serving goes on without."""
 SILENT_S = 300.0
-"""Without a word while it need not rest, after which it is said to hang. It has the lowest priority: on a busy machine
+"""Without a word while it is not stopped, after which it is said to hang. It has the lowest priority: on a busy machine
 a step may take long."""
 KILL_S = 1800.0
 """The same, after which it is killed."""
@@ -36,7 +37,7 @@ _LONGEST_LOOK_S = 10.0
 
 
 class LearnerProcess:
-    """Used from one thread; `messages` are put in by another one."""
+    """Used from one thread, but for `pause` and `resume`; `messages` are put in by another one."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LearnerProcess:
         self._clock = clock
         self._watched_s = clock()
         self._silent_s = 0.0
-        """While it need not rest, since anything was heard of it."""
+        """While it was not stopped, since anything was heard of it."""
         self._lock = threading.Lock()
         """What was heard is of the process that runs."""
         self.argv = [sys.executable, "-m", module, json.dumps(dict(config))]
@@ -59,11 +60,11 @@ class LearnerProcess:
         self.num_deaths = 0
         self.fault = ""
         """Why nothing is learned now; empty while the process lives and is heard of."""
-        self._rests = False
-        self._costs = ""
-        self._said_rests = False
-        self._said_costs = ""
-        """What the process that runs was told so far: what it could not take is said again."""
+        self._costs = self._said_costs = ""
+        """What the process that runs is to know and was told so far: what it could not take is said again."""
+        self._signals = threading.Lock()
+        self._paused_at_s: float | None = None
+        self._rested_s = self._counted_rest_s = 0.0
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -94,10 +95,10 @@ class LearnerProcess:
 
     def _hangs(self, process: subprocess.Popen[str]) -> bool:
         """Count how long nothing was heard; True where it was so long that the process has been killed."""
-        now_s = self._clock()
-        if not self._rests:
-            self._silent_s += min(now_s - self._watched_s, _LONGEST_LOOK_S)
-        self._watched_s = now_s
+        now_s, rested_s = self._clock(), self.rested_s
+        ran_s = now_s - self._watched_s - (rested_s - self._counted_rest_s)
+        self._silent_s += min(max(ran_s, 0.0), _LONGEST_LOOK_S)
+        self._watched_s, self._counted_rest_s = now_s, rested_s
         if self._silent_s >= SILENT_S and not self.fault:
             self._raise(f"the learner's process hangs: nothing was heard of it for {SILENT_S:.0f} s")
         if self._silent_s < KILL_S:
@@ -111,10 +112,29 @@ class LearnerProcess:
         self.fault = fault + where
         logger.warning("learning: %s; serving goes on", self.fault)
 
-    def rest(self, rests: bool) -> None:
-        """Have it rest, or go on."""
-        self._rests = rests
-        self._say_what_is_new()
+    def pause(self) -> None:
+        """Stop it where it is, at any instant; from any thread."""
+        with self._signals:
+            if self._paused_at_s is None and self._signal(signal.SIGSTOP):
+                self._paused_at_s = self._clock()
+
+    def resume(self) -> None:
+        """Let it go on; from any thread."""
+        with self._signals:
+            if self._paused_at_s is not None and self._signal(signal.SIGCONT):
+                self._count_rest()
+
+    def _signal(self, number: signal.Signals) -> bool:
+        process = self._process
+        if process is None:
+            return False
+        process.send_signal(number)  # nothing, where it has ended
+        return True
+
+    def _count_rest(self) -> None:
+        if self._paused_at_s is not None:
+            self._rested_s += self._clock() - self._paused_at_s
+        self._paused_at_s = None
 
     def tell_costs(self, floor: float, version: float) -> None:
         """Have it judge by what drafting costs a step, in passes of the target: of the floor and of its versions."""
@@ -123,8 +143,14 @@ class LearnerProcess:
 
     @property
     def rests(self) -> bool:
-        """Whether it was told to rest."""
-        return self._rests
+        """Whether it is stopped."""
+        return self._paused_at_s is not None
+
+    @property
+    def rested_s(self) -> float:
+        """How long it was stopped so far, all processes together."""
+        since_s = self._paused_at_s
+        return self._rested_s + (0.0 if since_s is None else self._clock() - since_s)
 
     def close(self) -> None:
         """End it at once: what it had not kept is lost, and nothing that it had."""
@@ -144,12 +170,17 @@ class LearnerProcess:
             text=True,
             errors="replace",
             env=environment,
+            # In a group of its own, so that one that is stopped does not outlive a server that was killed: the system
+            # hangs up a group with stopped processes whose last link to the session dies.
+            process_group=0,
         )
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # one that hangs does not read: nobody waits for it
-        self._process = process
-        self._said_rests, self._said_costs = False, ""
-        self._silent_s, self._watched_s = 0.0, self._clock()
+        with self._signals:
+            self._count_rest()
+            self._process = process
+        self._said_costs = ""
+        self._silent_s, self._watched_s, self._counted_rest_s = 0.0, self._clock(), self.rested_s
         if self._log is not None:
             threading.Thread(
                 target=self._log.follow, args=(process.stderr,), name="learn-log", daemon=True
@@ -160,8 +191,6 @@ class LearnerProcess:
         self._say_what_is_new()
 
     def _say_what_is_new(self) -> None:
-        if self._rests != self._said_rests and self._say(REST if self._rests else GO):
-            self._said_rests = self._rests
         if self._costs != self._said_costs and self._say(self._costs):
             self._said_costs = self._costs
 

@@ -31,6 +31,7 @@ from slipstream.learn.learners.floor import BORROWING, DraftFloor
 from slipstream.learn.learners.registry import HEADS, learner_for, make_learner
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
+from slipstream.learn.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
 from slipstream.learn.records import TAPS, share_of, tenant_key
@@ -38,12 +39,13 @@ from slipstream.learn.retention import Retention, RetentionThread
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
 from slipstream.learn.versions import VersionStore
+from slipstream.models.cpu.threads import leaves_a_core
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
+TICK_S = 0.02
 WATCH_S = 1.0
 """How often the learner's process and the state's file are looked at."""
 MAX_REFUSED = 12
@@ -70,6 +72,8 @@ class SessionSettings:
     """After which answers are deleted."""
     capture_share: float | None = MAX_SHARE
     """The most of the engine's time that capture uses; None for no bound."""
+    beside_share: float = BESIDE_SHARE
+    """Of the time that requests run and the engine uses all cores, how much the learner runs too: 0 to 1."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
 
@@ -145,6 +149,9 @@ class LearnSession:
             **settings.worker,
         }
         self.process = LearnerProcess(worker, log=self._folder.learner_log)
+        self._pace = LearnerPace(
+            self.process, leaves_a_core(engine.config.num_threads), settings.beside_share
+        )
         self._finished: queue.SimpleQueue[_FinishedRequest] = queue.SimpleQueue()
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
@@ -158,7 +165,7 @@ class LearnSession:
             max_share=settings.capture_share,
         )
         self._apply(self._state)
-        engine.on_checked = self._on_checked
+        engine.on_begin, engine.on_checked = self._pace.step_begins, self._on_checked
         self._thread = threading.Thread(target=self._run, name="learn-session", daemon=True)
         self._thread.start()
 
@@ -184,6 +191,7 @@ class LearnSession:
             by_version=dict(self._facts.by_version),
             learner_deaths=self.process.num_deaths,
             rests=self.process.rests,
+            learner_rested_s=self.process.rested_s,
             capture=self._capture.facts(),
             faults=dict(self._faults),
         )
@@ -193,7 +201,7 @@ class LearnSession:
         self._closed.set()
         self._thread.join()
         self.process.close()
-        self._engine.on_checked = None
+        self._engine.on_begin = self._engine.on_checked = None
         self._capture.close()
         self._ring.close()
 
@@ -248,15 +256,16 @@ class LearnSession:
         watched_s = 0.0
         while not self._closed.wait(TICK_S):
             try:
-                num_running, num_waiting = self._engine.load
-                self.process.rest(num_waiting > 0 or 2 * num_running > self._engine.config.max_num_seqs)
+                self._pace.look(*self._engine.load, self._engine.config.max_num_seqs)
                 while not self._finished.empty():
                     self._count(self._finished.get())
                 while not self.process.messages.empty():
-                    self._hear(self.process.messages.get())
+                    with self._pace.running():
+                        self._hear(self.process.messages.get())
                 if time.monotonic() - watched_s >= WATCH_S:
                     watched_s = time.monotonic()
-                    self._watch()
+                    with self._pace.running():
+                        self._watch()
             except Exception as error:  # serving goes on
                 logger.warning("learning: %s", error, exc_info=not isinstance(error, SlipstreamError))
                 self._faults["learning_failed"] = str(error)
@@ -321,16 +330,13 @@ class LearnSession:
             cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
             decision = loop.served(version, cost * one.tokens_a_pass / self._most)
             if decision is not None:
-                self._carry_out(one.key, decision)
+                with self._pace.running():
+                    self._carry_out(one.key, decision)
 
     def _hear(self, message: dict[str, Any]) -> None:
         event = message.pop("event", "")
         if event == "alive":
-            self._facts = replace(
-                self._facts,
-                learner_cpu_s=float(message.get("cpu_s", 0.0)),
-                learner_rested_s=float(message.get("rested_s", 0.0)),
-            )
+            self._facts = replace(self._facts, learner_cpu_s=float(message.get("cpu_s", 0.0)))
         elif event == "refused":
             self._note("refused", **_named(message))
             self._on_refused()

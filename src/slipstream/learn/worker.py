@@ -1,7 +1,8 @@
 """The learner's process: reads the ring, trains a candidate, holds it against what serves, keeps it where it is faster.
 
-It is started by `learn.process`: one JSON object is its argument, lines on its standard input tell it to rest or to go
-on, and lines of JSON on its standard output tell what became of it. It ends with the server that started it.
+It is started by `learn.process`: one JSON object is its argument, lines on its standard input tell it what drafting
+costs, and lines of JSON on its standard output tell what became of it. The server stops it at any instant and lets it
+go on (`learn.pace`). It ends with the server that started it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
     from slipstream.learn.scoring import Hits, Scorer
 
-REST, GO, COSTS = "rest", "go", "costs"
+COSTS = "costs"
 LEAST_URGENT = 19
 """The largest niceness."""
 _MAX_UNFINISHED = 8
@@ -43,7 +44,7 @@ _MAX_UNFINISHED = 8
 BEAT_S = 5.0
 """How often it tells that it is alive while it works."""
 _SLICE = 8
-"""Records scored between two looks at whether to rest."""
+"""Records scored between two signs of life."""
 
 
 @dataclass(frozen=True)
@@ -77,56 +78,41 @@ class WorkerConfig:
     niceness: int = LEAST_URGENT
 
 
-class Rest:
-    """Whether to rest, as the server says on a stream; the process ends with the stream."""
+class ServerPipe:
+    """What the server says, and that this process is alive; the process ends with the stream."""
 
     def __init__(self) -> None:
-        self._go = threading.Event()
-        self._go.set()
-        self.rested_s = 0.0
         self._told_s = time.monotonic()
         self.costs = 0.0, 0.0
         """What drafting costs a step, in passes of the target: of the floor and of a version."""
-        threading.Thread(target=self._listen, name="learn-rest", daemon=True).start()
+        threading.Thread(target=self._listen, name="learn-server", daemon=True).start()
 
-    def wait(self, *_: object) -> None:
-        """Return once there is no need to rest; called between two steps of the work, it tells that they go on."""
-        self.beat(BEAT_S)
-        if not self._go.is_set():
-            began_s = time.monotonic()
-            self._go.wait()
-            self.rested_s += time.monotonic() - began_s
-
-    def beat(self, every_s: float) -> None:
-        """Tell that the process is alive, unless it did so a moment ago."""
+    def beat(self, *_: object) -> None:
+        """Tell that the process is alive, unless it did so a moment ago; called between two steps of the work."""
         now_s = time.monotonic()
-        if now_s - self._told_s >= every_s:
+        if now_s - self._told_s >= BEAT_S:
             self._told_s = now_s
-            tell("alive", cpu_s=time.process_time(), rested_s=self.rested_s)
+            tell("alive", cpu_s=time.process_time())
 
     def _listen(self) -> None:
         for line in sys.stdin:
             said = line.split()
-            if said == [REST]:
-                self._go.clear()
-            elif said == [GO]:
-                self._go.set()
-            elif said[:1] == [COSTS]:
+            if said[:1] == [COSTS]:
                 self.costs = float(said[1]), float(said[2])
         os._exit(0)  # the server is gone
 
 
-class RestingScorer:
-    """Scores a few records at a time, and rests between them."""
+class BeatingScorer:
+    """Scores a few records at a time, and tells between them that it is alive."""
 
-    def __init__(self, scorer: Scorer, rest: Rest) -> None:
-        self._scorer, self._rest = scorer, rest
+    def __init__(self, scorer: Scorer, server: ServerPipe) -> None:
+        self._scorer, self._server = scorer, server
 
     def hits(self, records: Seq[ServedRecord]) -> list[Hits]:
         """As `Scorer.hits`."""
         found: list[Hits] = []
         for begin in range(0, len(records), _SLICE):
-            self._rest.wait()
+            self._server.beat()
             found += self._scorer.hits(records[begin : begin + _SLICE])
         return found
 
@@ -140,7 +126,7 @@ class _Candidate:
     parent: str
     window: DataWindow
     first: ServedRecord
-    scorers: tuple[RestingScorer, RestingScorer]
+    scorers: tuple[BeatingScorer, BeatingScorer]
     num_looks: int = 0
     first_judged: int = -1
     """Number of the first held-out answer that it must be faster on: the next look goes on from there, since a window
@@ -160,11 +146,11 @@ class _Unfinished(NamedTuple):
 class LearnWorker:
     """One candidate after another: for everyone, or for the lane with the most new answers."""
 
-    def __init__(self, config: WorkerConfig, rest: Rest) -> None:
+    def __init__(self, config: WorkerConfig, server: ServerPipe) -> None:
         from slipstream.learn.learners.floor import DraftFloor
         from slipstream.learn.learners.registry import make_learner
 
-        self.config, self.rest = config, rest
+        self.config, self.server = config, server
         self._folder = LearnFolder(Path(config.folder))
         self._store = VersionStore(self._folder)
         self._state = StateFile(self._folder)
@@ -222,9 +208,9 @@ class LearnWorker:
             window, start = window.with_(before.window), before.tensors
         tell("learning", num_records=len(recent), parent=serving, **_whose(key))
         self._last[key] = records[-1].number
-        learned = self._learner.learn(recent, anchor, start=start, before_step=self.rest.wait)
+        learned = self._learner.learn(recent, anchor, start=start, before_step=self.server.beat)
         scorers = self._learner.scorer(learned.tensors), self._learner.scorer(served)
-        made = RestingScorer(scorers[0], self.rest), RestingScorer(scorers[1], self.rest)
+        made = BeatingScorer(scorers[0], self.server), BeatingScorer(scorers[1], self.server)
         self._candidate = _Candidate(key, learned, serving, window, recent[-1], made)
 
     def _judge(self, candidate: _Candidate, in_use: set[str]) -> None:
@@ -245,7 +231,7 @@ class LearnWorker:
         candidate.num_looks += 1
         if latest:
             candidate.first_judged, candidate.last_judged = latest[0].number, latest[-1].number
-        floor_cost, version_cost = self.rest.costs
+        floor_cost, version_cost = self.server.costs
         verdict = judge(
             *candidate.scorers,
             latest,
@@ -331,20 +317,19 @@ def main() -> None:
     """Learn until the server is gone."""
     config = WorkerConfig(**json.loads(sys.argv[1]))
     stand_back(config.niceness)
-    rest = Rest()
+    server = ServerPipe()
 
     import torch
 
     torch.set_num_threads(1)
-    worker = LearnWorker(config, rest)
+    worker = LearnWorker(config, server)
     tell("ready", **{"pid": os.getpid(), "learner": asdict(config)["learner"]})
     while True:
-        rest.wait()
+        server.beat()
         try:
             worker.turn()
         except SlipstreamError as error:
             tell("failed", why=str(error))
-        rest.beat(0.0)
         time.sleep(config.poll_s)
 
 

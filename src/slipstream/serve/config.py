@@ -10,6 +10,7 @@ from slipstream.errors import ConfigError
 from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.learners.registry import LEARNERS
+from slipstream.learn.pace import BESIDE_SHARE
 from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -92,17 +93,21 @@ class ServeConfig:
     max_task_labels: int = 32
     """Tasks with metrics of their own where no task_labels are given."""
     learn: str | None = None
-    """Folder in which the draft model or EAGLE-3 head goes on learning from what is served: answers are kept there,
+    """Folder in which the drafter goes on learning from what is served: answers are kept there,
     versions of the draft are trained beside the server, tried on a share of the requests and served where they are
     faster. The text does not change."""
     learn_by: str = "everyone"
     """everyone: versions learn from all answers and draft for all requests. tenant, task: each account, or each task,
     has versions that learn from its own answers and draft for its own requests alone."""
     learner: str | None = None
-    """What learns: whole (all weights of the draft), low_rank (adapters) or corrective (a light layer on its logits).
-    None is whole for drafts of up to 20 million parameters, else low_rank. Heads learn by eagle."""
+    """What learns: whole (all weights of a draft model), low_rank (adapters of it), eagle (an EAGLE-3 head) or
+    corrective (a light layer on the logits of any drafter with weights). None is whole for draft models of up to
+    20 million parameters, low_rank for larger ones, eagle for EAGLE-3 heads, corrective for the others."""
     learn_lanes: int = 3
     """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
+    learn_share: float = BESIDE_SHARE
+    """Of the time that requests run, how much the learner runs beside them, 0 to 1, where the engine leaves it no core:
+    more learns sooner and serves slower. While nothing runs it always does, beside many requests never."""
     learn_bytes: int = 256 * 2**20
     """The most that is kept of served answers; the oldest are deleted."""
     learn_max_age: str | None = None
@@ -146,6 +151,8 @@ class ServeConfig:
         check_at_least("serve", MIN_HEAD_BYTES, max_head_bytes=self.max_head_bytes)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
+        if not 0 <= self.learn_share <= 1:
+            raise ConfigError(f"serve learn_share must be 0 to 1, got {self.learn_share}")
         for name in ("body_timeout_s", "head_timeout_s", "idle_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"serve {name} must be above 0, got {getattr(self, name)}")

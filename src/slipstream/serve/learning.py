@@ -77,6 +77,7 @@ class Learning(Collector):
                 by=LearnBy(config.learn_by),
                 learner=config.learner,
                 max_age_s=max_age_s(config),
+                beside_share=config.learn_share,
             )
             self._session, self._facts = begin_learning(engine, settings)
         elif isinstance(engine, RemoteEngine):

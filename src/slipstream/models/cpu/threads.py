@@ -41,6 +41,13 @@ def usable_cores() -> float:
     return num_cores() if quota is None else min(num_cores(), quota)
 
 
+def leaves_a_core(number: int | None) -> bool:
+    """Whether an engine of `number` threads, None for all that are available, and a thread beside it for everything
+    else leave a core of those that this process may use."""
+    engines = available() if number is None else number
+    return usable_cores() - engines - 1 >= 1
+
+
 def available() -> int:
     """How many threads a pass may use that is computed by the calling thread.
 
