@@ -43,7 +43,7 @@ class LearnerPace:
         beside_share: float = BESIDE_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Beside some requests it runs for `beside_share` of the time; always, with a core that the engine does not use."""
+        """Beside requests it runs for `beside_share` of the time, or always where the engine leaves it a core."""
         self._learner, self._share_of_time, self._clock = learner, beside_share, clock
         self._has_own_core = has_own_core or beside_share >= 1
         self._lock = threading.Lock()
