@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib import import_module, metadata
 from typing import Generic, TypeVar
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def entry_points(group: str) -> metadata.EntryPoints:
+    """Those of installed packages in a group."""
+    return _installed(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=32)
+def _installed(group: str, _: tuple[str, ...]) -> metadata.EntryPoints:
+    """Those on a search path, read once: it takes some 10 ms, and loading a model asks for a dozen names."""
+    return metadata.entry_points(group=group)
 
 
 class Registry(Generic[T]):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
+from slipstream.learn.beside import run_beside
 from slipstream.learn.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture
 from slipstream.learn.costs import DraftCosts
 from slipstream.learn.disk_ring import DiskRing
@@ -427,7 +429,7 @@ class LearnSession:
         for version, tenant in wanted.items():
             if version not in self._drafter.names:
                 try:
-                    lanes.append(self._load(version, tenant))
+                    lanes.append(run_beside(partial(self._load, version, tenant)))
                 except (SlipstreamError, OSError, ValueError) as error:
                     damaged[version] = str(error)
         keep = self._loaded = set(wanted) - set(damaged)

@@ -1,0 +1,62 @@
+"""Work in this process beside an engine that steps: it takes what the steps leave of cores and of the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from slipstream.models.cpu import threads
+
+T = TypeVar("T")
+
+SWITCH_S = 0.0002
+"""How long a thread keeps the interpreter while another one waits for it. By default that is 5 ms, and a step waits as
+often as it comes back from a kernel."""
+_NICENESS = 10
+"""Enough to make way for the kernels' threads. A thread of the lowest priority might keep the interpreter from the step
+where other processes want all cores."""
+_interval = threading.Lock()
+_num_short = 0
+_usual_s = 0.0
+
+
+def run_beside(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, called in a thread of its own that makes way for others; waits for it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # only Linux schedules threads one by one
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            with threads.operators(1), _short_switches():
+                done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="learn-load", daemon=True)
+    thread.start()
+    thread.join()
+    return done.result()
+
+
+@contextlib.contextmanager
+def _short_switches() -> Iterator[None]:
+    """Threads hand over the interpreter soon; afterwards as before, once the last of such bodies has ended."""
+    global _num_short, _usual_s
+    with _interval:
+        if not _num_short:
+            _usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(_usual_s, SWITCH_S))
+        _num_short += 1
+    try:
+        yield
+    finally:
+        with _interval:
+            _num_short -= 1
+            if not _num_short:
+                sys.setswitchinterval(_usual_s)
