@@ -57,21 +57,21 @@ PICTURE = DOCS / "images/learning.svg"
 DEPTH = 4
 NUM_BAD = 50
 OFFLINE_FACTOR = 3
+EVERY, WINDOW, NUM_ANCHORS = 120, 600, 400
+"""Requests between candidates, and of how many each learns: about what a server does."""
 
 
 def main() -> None:
     args = options_of()
     torch.set_num_threads(1)
     part = 3 if args.quick else 1
-    before, after, held_out, steps = 180 // part, 600 // part, 480 // part, 120 // part
+    before, after, held_out, steps = 180 // part, args.after // part, 480 // part, 120 // part
     kept = Kept(args.output, {name: str(value) for name, value in vars(args).items()})
     options = LearnerOptions(num_steps=steps, batch_rows=4 if args.quick else 8, row_length=256, depth=DEPTH)
     learner = make_learner(args.learner, DraftFloor(str(args.floor)), options)
     trace, other = answers(args, before, after, held_out)
     shift = sum(int(one.request_id.split("-")[1]) < before for one in trace)
-    rounds = ReplayOptions(
-        every=40 if args.quick else 60, window=200 if args.quick else 300, num_anchors=240 // part
-    )
+    rounds = ReplayOptions(every=EVERY // part, window=WINDOW // part, num_anchors=NUM_ANCHORS // part)
     final: list[LearnedWeights] = []
     loop = kept.cell("the loop", partial(online, learner, trace, other, rounds, final))
     offline = kept.cell("offline", partial(trained_offline, learner, trace, other, args.topic, rounds))
@@ -113,11 +113,14 @@ def options_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topic", default="sql")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--learner", default="whole")
+    parser.add_argument(
+        "--after", type=int, default=1800, help="requests from the one on with which the topic appears"
+    )
     parser.add_argument("--quick", action="store_true", help="a third of the requests and of the steps")
     parser.add_argument("--output", type=Path, help="the result, as JSON")
     args = parser.parse_args(given)
     if args.output is None:
-        names = ("model", "topic", "temperature", "learner")
+        names = ("model", "topic", "temperature", "learner", "after")
         others = [name for name in names if getattr(args, name) != parser.get_default(name)]
         if others:
             parser.error(f"give --output: {RESULT.name} is not of another {' or '.join(others)}")

@@ -140,8 +140,6 @@ class Check:
     """The branch follows the text's first so many characters."""
     text: str
     mark: str
-    result_at: int | None = None
-    """The place of the step's result in `text`; None without a step."""
 
 
 @dataclass(frozen=True)
@@ -201,20 +199,16 @@ def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Chec
     for number in rng.sample(range(len(problem.operations)), num_checks):
         operation = problem.operations[number]
         said, begun, result = _mistake(rng, problem, operation, before[number])
-        checks.append(_check(ends[number], ANY_WRITER.step(rng, said, begun, result), result, WRONG))
+        step = ANY_WRITER.step(rng, said, begun, result)
+        checks.append(Check(ends[number], step + QUESTION, WRONG))
     for number in rng.sample(range(len(problem.operations)), num_checks):
         operation = problem.operations[number]
         if rng.random() < 0.5:
             checks.append(Check(ends[number + 1], QUESTION, RIGHT))
         else:
-            result = before[number + 1]
-            step = ANY_WRITER.step(rng, operation, before[number], result)
-            checks.append(_check(ends[number], step, result, RIGHT))
+            step = ANY_WRITER.step(rng, operation, before[number], before[number + 1])
+            checks.append(Check(ends[number], step + QUESTION, RIGHT))
     return tuple(checks)
-
-
-def _check(at: int, step: str, result: int, mark: str) -> Check:
-    return Check(at, step + QUESTION, mark, step.rindex(f" {result}"))
 
 
 def _mistake(
