@@ -60,6 +60,8 @@ class Operator:
     """What is done to the server while it answers, one act after another."""
 
     folder: LearnFolder
+    floor: str
+    """The folder of the draft that the server was started with."""
     num_acts: Counter[str] = field(default_factory=Counter)
     number: int = 0
     owners: dict[str, str] = field(default_factory=dict)
@@ -142,7 +144,7 @@ class Operator:
         identity = ring_identity(self.folder)
         if identity is None:
             raise LearnError("no record yet")
-        return add_version(self.folder, identity, noise, self.number, tenant)
+        return add_version(self.folder, identity, self.floor, noise, self.number, tenant)
 
 
 def answers(place: Path, number: int) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def answers(place: Path, number: int) -> dict[str, Any]:
     samples: list[dict[str, float]] = []
     began_s = time.monotonic()
     with Server(options, place / "home") as server:
-        found, operator = asyncio.run(_swapped(server, folder, number, samples))
+        found, operator = asyncio.run(_swapped(server, Operator(folder, floor), number, samples))
         metrics, steps = _learned(server), _steps(server)
         running = looked_for(place / "home", folder, found)
     ended = looked_for(place / "home", folder, found)
@@ -207,10 +209,9 @@ def _keep(found: dict[int, Answered], one: Answered, number: int) -> None:
 
 
 async def _swapped(
-    server: Server, folder: LearnFolder, number: int, samples: list[dict[str, float]]
+    server: Server, operator: Operator, number: int, samples: list[dict[str, float]]
 ) -> tuple[dict[int, Answered], Operator]:
     found: dict[int, Answered] = {}
-    operator = Operator(folder)
     acting: list[Future[None]] = []
     hand = ThreadPoolExecutor(1)
     """One act after another."""

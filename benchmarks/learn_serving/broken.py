@@ -62,7 +62,7 @@ def one_try(place: Path, way: str, number: int) -> dict[str, Any]:
     try:
         served = 20 + 40 * number if way == "in memory" else 0
         version = add_version(
-            folder, session.identity, 0.0 if way == "in memory" else BROKEN_NOISE, number + 1
+            folder, session.identity, EMBEDDED_DRAFT, 0.0 if way == "in memory" else BROKEN_NOISE, number + 1
         )
         by_hand.promote(folder, version)
         _wait_for(lambda: session.facts().serving == version)
@@ -95,7 +95,7 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
     """A promoted version whose file loses a byte: the next server does not serve it, and says so."""
     folder = LearnFolder(where)
     client, session = _begun(place, folder)
-    version = add_version(folder, session.identity, 0.0, number + 1)
+    version = add_version(folder, session.identity, EMBEDDED_DRAFT, 0.0, number + 1)
     by_hand.promote(folder, version)
     _wait_for(lambda: session.facts().serving == version)
     session.close()

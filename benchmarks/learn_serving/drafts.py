@@ -51,14 +51,20 @@ def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:
 
 
 def add_version(
-    folder: LearnFolder, identity: RingIdentity, noise: float, seed: int = 0, tenant: str | None = None
+    folder: LearnFolder,
+    identity: RingIdentity,
+    floor: str,
+    noise: float,
+    seed: int = 0,
+    tenant: str | None = None,
 ) -> str:
-    """A version that is whole and promises to be faster, whatever its weights are; returns its id."""
+    """A version that is whole and promises to be faster, whatever its weights are, beside the draft in the folder
+    `floor`; returns its id."""
     version = Version(
         learner="whole",
         model_hash=identity.model_hash,
         template_hash=identity.template_hash,
-        floor_hash="",
+        floor_hash=DraftFloor(floor).digest(),
         tenant=tenant,
         figures={"judge": {"gain": PROMISE}},
     )

@@ -100,7 +100,7 @@ class Crashes:
         deadline_s = time.monotonic() + self.rng.uniform(0.05, MAX_WAIT_S)
         learner = server.wait_for_learner() if target != "server" else None
         if instant % 4 == 0 and (identity := ring_identity(self.folder)) is not None:
-            by_hand.promote(self.folder, add_version(self.folder, identity, 0.0, instant))
+            by_hand.promote(self.folder, add_version(self.folder, identity, self.options.floor, 0.0, instant))
             self.counts["promoted by hand"] += 1
         self._look()
         time.sleep(max(deadline_s - time.monotonic(), 0.0))

@@ -70,7 +70,7 @@ PLANS = {
         TARGET_WRITER,
         (
             Stage(1200, (1, 3), 64, enough=0.98),
-            Stage(1000, (6, 10), 16, is_mixed=True, enough=0.97),
+            Stage(1000, (6, 10), 16, is_mixed=True, enough=0.99),
             Stage(2000, (6, 10), 16, is_mixed=True, has_checks=True),
         ),
     ),

@@ -18,11 +18,12 @@ def test_it_runs_in_a_thread_of_its_own_and_leaves_everything_as_it_was() -> Non
     def work() -> tuple[float, int, int, int]:
         return sys.getswitchinterval(), threading.get_ident(), torch.get_num_threads(), threads.available()
 
-    switch_s, thread, num_operators, num_of_models = run_beside(work)
+    switch_s, thread, num_operators, num_of_models = run_beside(work, None)
     assert switch_s == pytest.approx(SWITCH_S)
     assert thread != here
     assert num_operators == 1
-    assert num_of_models == available, "models that are loaded in it use all threads later"
+    assert num_of_models == available, "models that are loaded in it compute with as many later"
+    assert run_beside(threads.available, 1) == 1
     assert sys.getswitchinterval() == usual_s
     assert torch.get_num_threads() == available
 
@@ -31,10 +32,10 @@ def test_what_it_raises_is_raised_and_others_may_be_under_way() -> None:
     usual_s = sys.getswitchinterval()
 
     def fails() -> None:
-        assert run_beside(sys.getswitchinterval) == pytest.approx(SWITCH_S)
+        assert run_beside(sys.getswitchinterval, None) == pytest.approx(SWITCH_S)
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S), "the outer one is under way"
         raise LookupError("as told")
 
     with pytest.raises(LookupError, match="as told"):
-        run_beside(fails)
+        run_beside(fails, 1)
     assert sys.getswitchinterval() == usual_s

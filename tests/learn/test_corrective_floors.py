@@ -28,6 +28,7 @@ from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import ServedRecord
 from slipstream.learn.scoring import replayed
 from slipstream.learn.session import LearnSession, SessionSettings
+from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
 
 DEPTH = 2
@@ -141,7 +142,7 @@ def test_what_is_scored_is_what_the_engine_accepted(served: Served) -> None:
 
 def test_the_layer_makes_drafts_better_and_they_are_scored_as_they_are_served(served: Served) -> None:
     base, better = sum(accepted(served, None)), sum(accepted(served, served.tensors))
-    assert better > base or base > 0.95 * DEPTH / (DEPTH + 1) * sum(len(r.token_ids) for r in served.records)
+    assert better > base
     kept = {
         one.seed: found for one, found in zip(served.records, accepted(served, served.tensors), strict=True)
     }
@@ -181,10 +182,11 @@ def test_a_version_of_another_drafter_is_not_served(tmp_path: Path) -> None:
         version = VersionStore(LearnFolder(tmp_path)).add(about, tensors).id
         by_hand.promote(LearnFolder(tmp_path), version)
         deadline_s = time.monotonic() + 20
-        while not session.facts().faults and time.monotonic() < deadline_s:
+        while not session.facts().events and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert "another drafter" in session.facts().faults["version_rolled_back"]
+        assert "another drafter" in str(session.facts().events)
         assert session.lanes == [""]
+        assert StateFile(LearnFolder(tmp_path)).read().retired == {}, "it serves again with its own drafter"
     finally:
         session.close()
         client.close()

@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord]
         learner = make_learner("eagle", HEAD_FLOOR, OPTIONS)
         head, _ = learner.begin(None)
         identity = session.identity
-        about = Version("eagle", identity.model_hash, identity.template_hash, "")
+        about = Version("eagle", identity.model_hash, identity.template_hash, HEAD_FLOOR.digest())
         version = VersionStore(LearnFolder(folder)).add(about, shaken(learner.tensors(head), 0.02)).id
         by_hand.freeze(LearnFolder(folder), True)  # no requests of the floor for comparison
         by_hand.promote(LearnFolder(folder), version)

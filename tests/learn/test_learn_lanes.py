@@ -104,6 +104,9 @@ class NoServer:
     def beat(self, *_: object) -> None:
         return
 
+    def ask_to_keep(self) -> None:
+        return
+
 
 def worker_on(
     folder: Path,
@@ -395,7 +398,9 @@ def add_version(session: LearnSession, folder: Path, tenant: str) -> str:
     tensors = learner.tensors(model)
     tensors["left"] = tensors["left"] + 0.3
     identity = session.identity
-    version = Version("corrective", identity.model_hash, identity.template_hash, "", tenant=tenant)
+    version = Version(
+        "corrective", identity.model_hash, identity.template_hash, learner.floor.digest(), tenant=tenant
+    )
     return VersionStore(LearnFolder(folder)).add(version, tensors).id
 
 

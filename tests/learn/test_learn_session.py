@@ -109,7 +109,7 @@ def add_version(session: LearnSession, folder: Path, noise: float, tenant: str |
         learner="whole",
         model_hash=identity.model_hash,
         template_hash=identity.template_hash,
-        floor_hash="",
+        floor_hash=learner.floor.digest(),
         tenant=tenant,
         figures={"judge": {"gain": 0.3}},
     )
@@ -219,9 +219,9 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     client = AsyncEngine(engine=LLM(speculative_config=config).engine)
     folder = tmp_path / "state"
     worker = {"min_records": 96, "num_steps": 60, "poll_s": 0.2, "niceness": 0}
-    session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker, beside_share=1.0))
+    session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker, beside_share=0.6))
     try:
-        deadline_s = time.monotonic() + 240
+        deadline_s = time.monotonic() + 400
         number = 0
         while not session.facts().num_promoted:
             facts = session.facts()

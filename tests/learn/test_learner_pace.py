@@ -104,16 +104,38 @@ def test_the_share_may_be_all_or_nothing() -> None:
 
 
 def test_it_may_be_waited_for() -> None:
-    """Within the body nobody stops it; afterwards the next step does."""
-    pace, process, _ = made()
+    """Within the body nobody stops it."""
+    pace, process, clock = made()
     pace.step_begins()
-    with pace.running(), pace.running():
+    with pace.running():
+        with pace.running():
+            assert process.runs
+            pace.step_begins()
+            pace.look(9, 9, 8)
+            assert process.runs
         assert process.runs
-        pace.step_begins()
-        pace.look(9, 9, 8)
-        assert process.runs
+    assert not process.runs, "it is stopped again at once, in the middle of a step"
+    clock.now_s += 1
+    pace.look(0, 0, 8)
+    clock.now_s += 2 * IDLE_S
+    pace.look(0, 0, 8)
+    with pace.running():
+        pass
+    assert process.runs, "nothing runs"
+
+
+def test_after_a_long_step_it_waits_too() -> None:
+    pace, process, clock = made()
     pace.step_begins()
+    for _ in range(50):
+        clock.now_s += 0.02
+        pace.look(1, 0, 8)
+    clock.now_s += IDLE_S / 4
+    pace.look(0, 0, 8)
     assert not process.runs
+    clock.now_s += IDLE_S
+    pace.look(0, 0, 8)
+    assert process.runs
 
 
 def test_a_core_is_left_where_the_engine_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

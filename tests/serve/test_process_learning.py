@@ -39,7 +39,7 @@ def a_version(folder: LearnFolder) -> str:
     tensors: dict[str, torch.Tensor] = {name: one.half() for name, one in learner.tensors(model).items()}
     identity = ring_identity(folder)
     assert identity is not None
-    version = Version("whole", identity.model_hash, identity.template_hash, floor_hash="")
+    version = Version("whole", identity.model_hash, identity.template_hash, floor_hash=learner.floor.digest())
     return VersionStore(folder).add(version, tensors).id
 
 

@@ -241,7 +241,7 @@ def test_a_drafter_that_cannot_learn_serves_all_the_same(tmp_path: Path) -> None
     [line] = [one["message"] for one in logged if "nothing is learned" in one["message"]]
     assert line == (
         "nothing is learned: drafter 'ngram' learns by itself: its tables take in every answer; "
-        "--learn is for draft_model and eagle3; serving goes on"
+        "--learn is for draft_model, eagle3, eagle, self and layer_skip; serving goes on"
     )
     assert not learn.exists()
 

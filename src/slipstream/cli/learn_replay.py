@@ -46,7 +46,7 @@ def replay(
     learner: Annotated[
         str | None,
         typer.Option(
-            help="What learns: whole, low_rank, corrective or eagle; by default what suits the drafter."
+            help="What learns: whole, low_rank, corrective, eagle; by default whole, eagle for a head, else corrective."
         ),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Requests between two candidates.")] = 100,
@@ -56,7 +56,12 @@ def replay(
     anchors: Annotated[int, typer.Option(min=0, help="Older answers that must not be forgotten.")] = 400,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps for a candidate.")] = 120,
     learning_rate: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = 1e-3,
-    depth: Annotated[int, typer.Option(min=1, help="Draft tokens of the chains that are served.")] = 4,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Draft tokens of the chains that are served; by default the drafter's, or 4."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of answers that are made now.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of answers that are made now.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of answers that are made now, and of the learner.")] = 0,
@@ -71,7 +76,7 @@ def replay(
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.learn.judge import JudgeOptions
     from slipstream.learn.learners.floor import DraftFloor
-    from slipstream.learn.learners.registry import check_learns, learner_for, make_learner
+    from slipstream.learn.learners.registry import HEADS, check_learns, learner_for, make_learner
     from slipstream.learn.options import LearnerOptions
     from slipstream.learn.replay import ReplayOptions
     from slipstream.learn.replay import replay as run
@@ -82,6 +87,11 @@ def replay(
     speculative = drafter_of(flags, model)
     check_learns(speculative, learner)
     floor = DraftFloor.of(speculative, EMBEDDED_TARGET if model is None else model)
+    depth = depth or int(speculative.options.get("num_speculative_tokens", 4))
+    if floor.method in HEADS and not Path(trace).is_dir():
+        raise ConfigError(
+            f"a head learns from hidden states, which slipstream serve --learn keeps: give its folder, not {trace!r}"
+        )
     if not floor.path.is_dir():
         raise ConfigError(f"learning needs the folder of the draft's weights, got {floor.model!r}")
     options = LearnerOptions(num_steps=steps, learning_rate=learning_rate, depth=depth, seed=seed)

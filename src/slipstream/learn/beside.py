@@ -25,15 +25,19 @@ _num_short = 0
 _usual_s = 0.0
 
 
-def run_beside(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, called in a thread of its own that makes way for others; waits for it."""
+def run_beside(work: Callable[[], T], num_threads: int | None) -> T:
+    """What `work` returns or raises, called in a thread of its own that makes way for others; waits for it.
+
+    Models that are loaded in it compute with `num_threads` later, None for all that are available.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
-        with contextlib.suppress(OSError):  # only Linux schedules threads one by one
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if sys.platform == "linux":  # elsewhere threads have no priorities of their own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            with threads.operators(1), _short_switches():
+            with threads.limit(num_threads), threads.operators(1), _short_switches():
                 done.set_result(work())
         except BaseException as error:
             done.set_exception(error)

@@ -48,6 +48,7 @@ class LearnerPace:
         self._has_own_core = has_own_core or beside_share >= 1
         self._lock = threading.Lock()
         self._may_run_beside = self._has_own_core
+        self._is_idle = True
         self._num_held = 0
         self._credit_s = 0.0
         self._looked_s = self._worked_s = clock()
@@ -55,7 +56,7 @@ class LearnerPace:
 
     def step_begins(self) -> None:
         """Stop the learner, unless it may run beside this step."""
-        self._worked_s = self._clock()
+        self._worked_s, self._is_idle = self._clock(), False
         if not self._may_run_beside:
             self._pause()
 
@@ -67,8 +68,11 @@ class LearnerPace:
         if num_running + num_waiting == 0:
             self._may_run_beside = self._has_own_core
             if now_s - self._worked_s >= IDLE_S:
+                self._is_idle = True
                 self._learner.resume()
-        elif many:
+            return
+        self._worked_s = now_s  # a step may take long
+        if many:
             self._may_run_beside, self._credit_s = False, 0.0
             self._pause()
         elif self._has_own_core:
@@ -102,6 +106,8 @@ class LearnerPace:
         finally:
             with self._lock:
                 self._num_held -= 1
+            if not (self._is_idle or self._may_run_beside):
+                self._pause()
 
     def _pause(self) -> None:
         with self._lock:

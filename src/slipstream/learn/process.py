@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.learn.learner_log import LearnerLog
-from slipstream.learn.worker import COSTS
+from slipstream.learn.worker import BEGUN, COSTS, KEEP
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class LearnerProcess:
         self._costs = self._said_costs = ""
         """What the process that runs is to know and was told so far: what it could not take is said again."""
         self._signals = threading.Lock()
+        self._has_begun = False
         self._paused_at_s: float | None = None
         self._rested_s = self._counted_rest_s = 0.0
         self._process: subprocess.Popen[str] | None = None
@@ -113,9 +114,10 @@ class LearnerProcess:
         logger.warning("learning: %s; serving goes on", self.fault)
 
     def pause(self) -> None:
-        """Stop it where it is, at any instant; from any thread."""
+        """Stop it where it is; from any thread. One that has not told that it has begun goes on: until then it might
+        outlive this process."""
         with self._signals:
-            if self._paused_at_s is None and self._signal(signal.SIGSTOP):
+            if self._paused_at_s is None and self._has_begun and self._signal(signal.SIGSTOP):
                 self._paused_at_s = self._clock()
 
     def resume(self) -> None:
@@ -123,6 +125,10 @@ class LearnerProcess:
         with self._signals:
             if self._paused_at_s is not None and self._signal(signal.SIGCONT):
                 self._count_rest()
+
+    def let_keep(self) -> None:
+        """Give it leave to write a version down; it was asked for and is waited for a while."""
+        self._say(KEEP)
 
     def _signal(self, number: signal.Signals) -> bool:
         process = self._process
@@ -170,15 +176,15 @@ class LearnerProcess:
             text=True,
             errors="replace",
             env=environment,
-            # In a group of its own, so that one that is stopped does not outlive a server that was killed: the system
-            # hangs up a group with stopped processes whose last link to the session dies.
+            # In a group of its own: a stopped one does not outlive a server that was killed. Linux ends it by what it
+            # asked for (`die_with_server`); others hang up a stopped group whose last link to the session dies.
             process_group=0,
         )
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # one that hangs does not read: nobody waits for it
         with self._signals:
             self._count_rest()
-            self._process = process
+            self._process, self._has_begun = process, False
         self._said_costs = ""
         self._silent_s, self._watched_s, self._counted_rest_s = 0.0, self._clock(), self.rested_s
         if self._log is not None:
@@ -211,6 +217,7 @@ class LearnerProcess:
                     message = json.loads(line)
                     if isinstance(message, dict):
                         self._heard(process)
+                        self._has_begun |= process is self._process and message.get("event") == BEGUN
                         self.messages.put(message)
 
     def _heard(self, process: subprocess.Popen[str]) -> None:

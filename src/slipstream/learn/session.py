@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+from slipstream.bounded import BoundedDict
 from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
@@ -29,7 +31,7 @@ from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
-from slipstream.learn.learners.floor import BORROWING, DraftFloor
+from slipstream.learn.learners.floor import BORROWING, DraftFloor, has_plain_head
 from slipstream.learn.learners.registry import HEADS, learner_for, make_learner
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.options import LearnerOptions
@@ -53,6 +55,8 @@ WATCH_S = 1.0
 MAX_REFUSED = 12
 """Candidates refused in a row before learning is said never to improve."""
 NUM_EVENTS = 20
+MAX_KNOWN = 1024
+"""Versions of which is remembered on what drafter they were learned."""
 _FADES = 0.99
 """Of a lane's traffic, with every request."""
 _STAYS = 2.0
@@ -140,6 +144,7 @@ class LearnSession:
         self._traffic: dict[LaneKey, float] = {}
         """Requests of each lane of its own, the latest weighing most."""
         self._loaded: set[str] = set()
+        self._on_this_floor: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
         worker = {
             "folder": str(settings.folder),
             "floor": asdict(self._draft_floor),
@@ -151,9 +156,9 @@ class LearnSession:
             **settings.worker,
         }
         self.process = LearnerProcess(worker, log=self._folder.learner_log)
-        self._pace = LearnerPace(
-            self.process, leaves_a_core(engine.config.num_threads), settings.beside_share
-        )
+        self._pace = LearnerPace(self.process, leaves_a_core(_num_threads(engine)), settings.beside_share)
+        self._keeping = contextlib.ExitStack()
+        """While the learner writes a version down, and must not be stopped."""
         self._finished: queue.SimpleQueue[_FinishedRequest] = queue.SimpleQueue()
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
@@ -262,12 +267,10 @@ class LearnSession:
                 while not self._finished.empty():
                     self._count(self._finished.get())
                 while not self.process.messages.empty():
-                    with self._pace.running():
-                        self._hear(self.process.messages.get())
+                    self._hear(self.process.messages.get())
                 if time.monotonic() - watched_s >= WATCH_S:
                     watched_s = time.monotonic()
-                    with self._pace.running():
-                        self._watch()
+                    self._watch()
             except Exception as error:  # serving goes on
                 logger.warning("learning: %s", error, exc_info=not isinstance(error, SlipstreamError))
                 self._faults["learning_failed"] = str(error)
@@ -275,7 +278,10 @@ class LearnSession:
     def _watch(self) -> None:
         self.process.watch()
         self._set_fault("learner_died", self.process.fault)
-        self._retention.look()
+        if not self.process.pid:
+            self._keeping.close()
+        with self._pace.running():  # it waits for the lock under which versions are written
+            self._retention.look()
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._state_file.read()
@@ -296,7 +302,7 @@ class LearnSession:
             if self._settings.by.learns(lane.key) and lane.key not in self._loops:
                 self._loops[lane.key] = self._loop_of(lane)
         for key, loop in self._loops.items():
-            lane = state.lane(*key)
+            lane = self._as_here(state.lane(*key))
             loop.frozen = state.frozen
             loop.retire(set(state.retired))
             if lane.serving != loop.serving:
@@ -308,6 +314,7 @@ class LearnSession:
 
     def _loop_of(self, lane: LearnLane) -> LaneLoop:
         """A loop that goes on where the state is."""
+        lane = self._as_here(lane)
         promise = self._promise(lane.serving)
         loop = LaneLoop(self._settings.loop, serving=lane.serving, previous=lane.previous, promise=promise)
         if lane.canary is not None:  # its comparison was lost with the process: it begins anew
@@ -332,11 +339,12 @@ class LearnSession:
             cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
             decision = loop.served(version, cost * one.tokens_a_pass / self._most)
             if decision is not None:
-                with self._pace.running():
-                    self._carry_out(one.key, decision)
+                self._carry_out(one.key, decision)
 
     def _hear(self, message: dict[str, Any]) -> None:
         event = message.pop("event", "")
+        if event != "keeping":
+            self._keeping.close()  # whatever it says next, it has written the version or failed
         if event == "alive":
             self._facts = replace(self._facts, learner_cpu_s=float(message.get("cpu_s", 0.0)))
         elif event == "refused":
@@ -344,6 +352,10 @@ class LearnSession:
             self._on_refused()
         elif event == "candidate":
             self._offer(message)
+        elif event == "keeping":
+            self._keeping.close()
+            self._keeping.enter_context(self._pace.running())
+            self.process.let_keep()
         elif event in ("failed", "learning"):
             self._note(event, **_named(message))
 
@@ -421,27 +433,33 @@ class LearnSession:
             self._faults["learning_failed"] = str(error)
 
     def _apply(self, state: LearnState) -> None:
-        """Have the drafter's lanes be those of `state`: load here, enter between two steps."""
-        self._state = state
-        wanted = self._wanted(state)
-        lanes: list[DraftLane] = []
-        damaged: dict[str, str] = {}
-        for version, tenant in wanted.items():
-            if version not in self._drafter.names:
-                try:
-                    lanes.append(run_beside(partial(self._load, version, tenant)))
-                except (SlipstreamError, OSError, ValueError) as error:
-                    damaged[version] = str(error)
-        keep = self._loaded = set(wanted) - set(damaged)
-        revoke = [name for name in self._drafter.names if name in state.retired]
-        self._stepped.between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
-        if damaged:
+        """Have the drafter's lanes be those of `state`: load here, enter between two steps. Versions that are damaged
+        are retired, and what their lanes served before is loaded in their place."""
+        while damaged := self._enter(state):
             for version, why in damaged.items():
                 self._note("damaged", version=version, why=why)
                 self._faults["version_rolled_back"] = f"version {version} is not served: {why}"
             for loop in self._loops.values():
                 loop.retire(set(damaged))
-            self._apply(self._state_file.change(lambda state: state.retire(damaged)))
+            state = self._state_file.change(partial(_without, damaged))
+
+    def _enter(self, state: LearnState) -> dict[str, str]:
+        """Load what is wanted and is not there, and have it enter; returns what could not be loaded, and why."""
+        self._state = state
+        wanted = self._wanted(state)
+        lanes: list[DraftLane] = []
+        damaged: dict[str, str] = {}
+        num_threads = self._engine.config.num_threads
+        for version, tenant in wanted.items():
+            if version not in self._drafter.names:
+                try:
+                    lanes.append(run_beside(partial(self._load, version, tenant), num_threads))
+                except (SlipstreamError, OSError, ValueError) as error:
+                    damaged[version] = str(error)
+        keep = self._loaded = set(wanted) - set(damaged)
+        revoke = [name for name in self._drafter.names if name in state.retired]
+        self._stepped.between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
+        return damaged
 
     def _wanted(self, state: LearnState) -> dict[str, str | None]:
         """The versions that are to be loaded, and whose each is: everyone's, then those of the busiest lanes. The
@@ -454,15 +472,33 @@ class LearnSession:
         wanted: dict[str, str | None] = {}
         for lane in sorted(state.lanes, key=rank, reverse=True):
             for version in (lane.serving, lane.canary):
-                if version and version not in state.retired:
+                if version and version not in state.retired and self._stands_here(version):
                     wanted[version] = lane.tenant if version not in wanted else None
         return dict(list(wanted.items())[: self._drafter.options.num_lanes])
+
+    def _stands_here(self, version: str) -> bool:
+        """Whether a version was learned on the drafter that serves: others wait until theirs serves again."""
+        known = self._on_this_floor.get(version)
+        if known is None:
+            known = self._on_this_floor[version] = self._store.stands_on(version, self._floor_hash)
+            if not known:
+                why = "it was learned on another drafter than the one that serves"
+                logger.warning("learning: version %s is not served: %s", version, why)
+                self._note("waits", version=version, why=why)
+        return known
+
+    def _as_here(self, lane: LearnLane) -> LearnLane:
+        """A lane without the versions of other drafters."""
+        return replace(
+            lane,
+            serving=lane.serving if lane.serving and self._stands_here(lane.serving) else "",
+            canary=lane.canary if lane.canary and self._stands_here(lane.canary) else None,
+            previous=tuple(version for version in lane.previous if not version or self._stands_here(version)),
+        )
 
     def _load(self, version: str, tenant: str | None) -> DraftLane:
         """A lane of a version's tensors, whose sha256 is right."""
         about = self._store.get(version)
-        if about.floor_hash not in ("", self._floor_hash):
-            raise LearnError("it was learned on another drafter than the one that serves")
         tensors = self._store.load(version)
         owner = about.tenant if about.tenant is not None else tenant
         folder = self._checkpoints / version
@@ -505,10 +541,23 @@ def begin_learning(
 
 
 def _floor_of(speculative: SpeculativeConfig, engine: Engine) -> DraftFloor:
-    """Raises `LearnError` where its logits are not those of the files."""
+    """Raises `LearnError` where its logits are not those of the files and the weight format."""
     if speculative.method in BORROWING and engine.config.lora is not None:
         raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
-    return DraftFloor.of(speculative, engine.config.model)
+    borrows = speculative.method in BORROWING
+    drafting = engine.model if borrows else engine.drafter.drafting_model()
+    if drafting is not None and not has_plain_head(drafting.config):
+        raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
+    return DraftFloor.of(speculative, engine.config.model, engine.model.weight_format.name)
+
+
+def _without(retired: Mapping[str, str], state: LearnState) -> LearnState:
+    return state.retire(retired)
+
+
+def _num_threads(engine: Engine) -> int | None:
+    """Those of the engine; on another device one that starts its work."""
+    return engine.config.num_threads if engine.model.device.type == "cpu" else 1
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:

@@ -210,6 +210,14 @@ class VersionStore:
             raise CorruptVersionError(f"version {version_id!r} is damaged: {error}") from None
         return version
 
+    def stands_on(self, version_id: str, floor_hash: str) -> bool:
+        """Whether a version was learned on the drafter of this hash. One that cannot be read counts as such, and is
+        found out when it is loaded."""
+        try:
+            return self.get(version_id).floor_hash == floor_hash
+        except LearnError:
+            return True
+
     def load(self, version_id: str) -> dict[str, torch.Tensor]:
         """Its tensors, from bytes whose sha256 is right; raises as `get` does."""
         from safetensors.torch import load

@@ -7,8 +7,10 @@ go on (`learn.pace`). It ends with the server that started it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,15 +38,20 @@ if TYPE_CHECKING:
     from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
     from slipstream.learn.scoring import Hits, Scorer
 
-COSTS = "costs"
+COSTS, KEEP = "costs", "keep"
 LEAST_URGENT = 19
 """The largest niceness."""
+BEGUN = "begun"
+"""The first thing that is told: from then on the process may be stopped."""
+_PR_SET_PDEATHSIG = 1
 _MAX_UNFINISHED = 8
 """Lanes whose unfinished candidates are kept in memory."""
 BEAT_S = 5.0
 """How often it tells that it is alive while it works."""
 _SLICE = 8
 """Records scored between two signs of life."""
+KEEP_S = 30.0
+"""How long it waits for leave to write a version down."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class ServerPipe:
         self._told_s = time.monotonic()
         self.costs = 0.0, 0.0
         """What drafting costs a step, in passes of the target: of the floor and of a version."""
+        self._may_keep = threading.Event()
         threading.Thread(target=self._listen, name="learn-server", daemon=True).start()
 
     def beat(self, *_: object) -> None:
@@ -94,11 +102,19 @@ class ServerPipe:
             self._told_s = now_s
             tell("alive", cpu_s=time.process_time())
 
+    def ask_to_keep(self) -> None:
+        """Wait for leave to write a version down: the server stops nobody who holds a lock that others wait for."""
+        self._may_keep.clear()
+        tell("keeping")
+        self._may_keep.wait(KEEP_S)
+
     def _listen(self) -> None:
         for line in sys.stdin:
             said = line.split()
             if said[:1] == [COSTS]:
                 self.costs = float(said[1]), float(said[2])
+            elif said == [KEEP]:
+                self._may_keep.set()
         os._exit(0)  # the server is gone
 
 
@@ -170,12 +186,17 @@ class LearnWorker:
         if state.frozen:
             return
         candidate = self._candidate
-        if candidate is not None and candidate.parent != state.lane(*candidate.key).serving:
+        if candidate is not None and candidate.parent != self._serving(state, candidate.key):
             self._refuse("what it was to replace serves no more")
         if self._candidate is None:
             self._learn(state)
         if self._candidate is not None:
             self._judge(self._candidate, set(state.in_use))
+
+    def _serving(self, state: LearnState, key: LaneKey) -> str:
+        """The version that serves a lane; the floor's empty name for one of another drafter, which does not."""
+        version = state.lane(*key).serving
+        return version if version and self._store.stands_on(version, self.config.floor_hash) else ""
 
     def _read(self, purpose: Purpose) -> Iterator[ServedRecord]:
         """The answers of a purpose that may be learned from."""
@@ -199,7 +220,7 @@ class LearnWorker:
         records = found[key]
         most = self.config.max_records
         recent, anchor = training_parts(records, most, most, seed=records[-1].number)
-        serving = state.lane(*key).serving
+        serving = self._serving(state, key)
         served = self._store.load(serving) if serving else None
         window = DataWindow.of({one.number: one for one in (*recent, *anchor)}.values(), read_s)
         start: Tensors | None = served
@@ -256,6 +277,7 @@ class LearnWorker:
     def _keep(self, candidate: _Candidate, verdict: VersionVerdict, in_use: set[str]) -> None:
         learned, first = candidate.learned, candidate.first
         self._candidate = None
+        self.server.ask_to_keep()
         try:
             version = self._store.add(
                 Version(
@@ -313,8 +335,16 @@ def stand_back(niceness: int) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def die_with_server() -> None:
+    """Have the system end this process with the thread that started it, even while it is stopped (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Learn until the server is gone."""
+    die_with_server()
+    tell(BEGUN)
     config = WorkerConfig(**json.loads(sys.argv[1]))
     stand_back(config.niceness)
     server = ServerPipe()

@@ -17,14 +17,12 @@ from slipstream.errors import LearnError
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.digest import digest_of, digest_of_files
 from slipstream.models.layers import find_layers
-from slipstream.models.linear.formats import weight_format
+from slipstream.models.linear.formats import UNCHANGED, weight_format
 from slipstream.models.linear.packing import pack_linears
-from slipstream.train.target import load_model
+from slipstream.train.target import check_plain_head, load_model
 
 BORROWING = ("self", "layer_skip")
 """Methods that draft with the target's own weights."""
-_SHAPING = ("quantization", "skip_layers", "exit_layer")
-"""Options on which the logits of these depend."""
 _HIDDEN = -3e4
 """Finite, as in `learn.batches`."""
 
@@ -42,12 +40,15 @@ class DraftFloor:
     """Those that the logits depend on, beside the weights."""
 
     @classmethod
-    def of(cls, speculative: SpeculativeConfig, target: str) -> DraftFloor:
-        """The floor where `speculative` drafts for the model `target`."""
+    def of(cls, speculative: SpeculativeConfig, target: str, weight_format: str = UNCHANGED) -> DraftFloor:
+        """The floor where `speculative` drafts for the model `target`, whose weights are held in this format."""
         if speculative.method in BORROWING:
             given = speculative.options
-            kept = {name: given[name] for name in _SHAPING if given.get(name) is not None}
-            return cls(target, speculative.method, target, kept)
+            kept = {
+                name: given[name] for name in ("skip_layers", "exit_layer") if given.get(name) is not None
+            }
+            own = given.get("quantization", DRAFT_FORMAT) if speculative.method == "self" else weight_format
+            return cls(target, speculative.method, target, {**kept, "quantization": own})
         return cls(str(speculative.options["model"]), speculative.method, target)
 
     @property
@@ -63,23 +64,33 @@ class DraftFloor:
 
     def causal_model(self) -> Any:
         """What computes the draft's logits from a text alone: a Transformers model, or what has the part of one that
-        learners call. Raises `LearnError` for a head, `ModelError` where it cannot be loaded."""
+        learners call. Raises `LearnError` for a head, `ModelError` where it cannot be loaded, or changes its logits
+        after the output layer."""
         if self.method not in ("draft_model", *BORROWING):
             raise LearnError(f"the logits of {self.method!r} need more than a text")
         model = load_model(self.model, torch.device("cpu"))
+        check_plain_head(model, torch.device("cpu"))
         if self.method == "draft_model":
             return model
+        held = self.options.get("quantization", UNCHANGED)
+        if held != UNCHANGED:
+            pack_linears(model, weight_format(held), native=unavailable() is None)
         if self.method == "layer_skip":
             return SkippedLayers(model, self._layers(int(model.config.get_text_config().num_hidden_layers)))
-        pack_linears(
-            model, weight_format(self.options.get("quantization", DRAFT_FORMAT)), native=unavailable() is None
-        )
         return model
 
     def _layers(self, num_layers: int) -> list[int]:
         if "exit_layer" in self.options:
             return list(range(int(self.options["exit_layer"])))
         return [layer for layer in range(num_layers) if layer not in self.options["skip_layers"]]
+
+
+def has_plain_head(config: Any) -> bool:
+    """Whether a model's logits are those of its output layer, as far as its configuration says: others scale or cap
+    them, which learners do not."""
+    text = config.get_text_config()
+    factors = (getattr(text, name, None) for name in ("logits_scaling", "logit_scale", "lm_head_multiplier"))
+    return getattr(text, "final_logit_softcapping", None) is None and all(one in (None, 1) for one in factors)
 
 
 class SkippedLayers(nn.Module):
