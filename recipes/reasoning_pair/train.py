@@ -77,9 +77,9 @@ PLANS = {
 }
 RESULT_LAYER = 3
 """A mark takes a comparison of the result with what the target would have written, which it must know some layers
-before its last. So the head reads operands and results behind this layer too, and in the next one each query begins as
-the key of the same row: attention by likeness. With fresh queries and keys 53 % of the marks were right after 600 steps
-and no more after 1,600."""
+before its last. So the head reads operands and results behind this layer too, and as marks begin to be learned, each
+query of the next one is made the key of the same row: attention by likeness. With the queries and keys that it had
+learned, 54 % of the marks were right after 900 steps with checks; with these 82 %."""
 AID_WEIGHT = 0.3
 """Of the results behind that layer in the loss."""
 MARK_WEIGHT = 20.0
@@ -111,7 +111,7 @@ class Batch:
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A float32 Llama of this shape with fresh weights from torch's global generator."""
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=plan.hidden_size,
@@ -125,9 +125,6 @@ def build_model(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausa
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    if plan.is_judge:
-        attend_by_likeness(model, RESULT_LAYER)
-    return model
 
 
 @torch.no_grad()
@@ -272,6 +269,8 @@ def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint:
     logged = saved_at = progress.elapsed_s
     while progress.stage < len(plan.stages):
         recent = list[Learned]()
+        if plan.stages[progress.stage].has_checks and progress.step == 0:
+            attend_by_likeness(model, RESULT_LAYER)
         for batch in batches(plan, progress.stage, tokenizer, progress.step):
             factor = rate_factor(plan, progress.stage, progress.step)
             recent.append(_learn(model, optimizers, batch, factor, plan.is_judge))
