@@ -140,12 +140,13 @@ class Check:
     """The branch follows the text's first so many characters."""
     text: str
     mark: str
+    result_at: int | None = None
+    """The place of the step's result in `text`; None without a step."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text to learn from, what of it counts, and the checks beside it. All that counts weighs alike. Places are those
-    of characters."""
+    """A text to learn from, what of it counts, and the checks beside it. Places are those of characters."""
 
     text: str
     begin: int
@@ -154,6 +155,8 @@ class Example:
     """Steps in another writer's words: of these only the operands and results count."""
     results: frozenset[int]
     """Where the operand and the result of each step begin, and the answer."""
+    names: frozenset[int]
+    """Where the name of each step's operation begins, which is to be looked up as the operand is."""
     checks: tuple[Check, ...] = ()
 
     def counts(self, place: int) -> bool:
@@ -173,7 +176,7 @@ def example(
     """The problem with its steps and its answer. In a mixed text a third of the steps are the draft's words, as kept
     steps are in an answer."""
     text, value = problem.prompt, problem.start
-    ends, foreign, results = [len(text)], list[range](), set[int]()
+    ends, foreign, results, names = [len(text)], list[range](), set[int](), set[int]()
     for operation in problem.operations:
         result = operation.apply(value)
         is_foreign = is_mixed and rng.random() < FOREIGN_SHARE
@@ -181,14 +184,18 @@ def example(
         if is_foreign:
             foreign.append(range(len(text), len(text) + len(step)))
         place = len(text) + step.rindex(f" {result}")
-        results |= {(text + step).rindex(f" {operation.operand}", 0, place), place}
+        operand = (text + step).rindex(f" {operation.operand}", 0, place)
+        results |= {operand, place}
+        names.add((text + step).rindex(" ", 0, operand))
         text += step
         ends.append(len(text))
         value = result
     text += THINK_END
     results.add(len(text))
     checks = _checks(rng, problem, ends) if has_checks else ()
-    return Example(f"{text} {value}", len(problem.prompt), tuple(foreign), frozenset(results), checks)
+    return Example(
+        f"{text} {value}", len(problem.prompt), tuple(foreign), frozenset(results), frozenset(names), checks
+    )
 
 
 def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Check, ...]:
@@ -200,14 +207,15 @@ def _checks(rng: random.Random, problem: Problem, ends: list[int]) -> tuple[Chec
         operation = problem.operations[number]
         said, begun, result = _mistake(rng, problem, operation, before[number])
         step = ANY_WRITER.step(rng, said, begun, result)
-        checks.append(Check(ends[number], step + QUESTION, WRONG))
+        checks.append(Check(ends[number], step + QUESTION, WRONG, step.rindex(f" {result}")))
     for number in rng.sample(range(len(problem.operations)), num_checks):
         operation = problem.operations[number]
         if rng.random() < 0.5:
             checks.append(Check(ends[number + 1], QUESTION, RIGHT))
         else:
-            step = ANY_WRITER.step(rng, operation, before[number], before[number + 1])
-            checks.append(Check(ends[number], step + QUESTION, RIGHT))
+            result = before[number + 1]
+            step = ANY_WRITER.step(rng, operation, before[number], result)
+            checks.append(Check(ends[number], step + QUESTION, RIGHT, step.rindex(f" {result}")))
     return tuple(checks)
 
 
