@@ -34,8 +34,8 @@ from slipstream.reasoning.paired import PairedAccuracy, wilson
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/reasoning.json"
 THRESHOLDS = {
-    "score": (0.0, 2.0, 4.0, 6.0, 8.0),
-    "logprob": (-9.0, -0.9, -0.75, -0.6, -0.45),
+    "score": (0.0, 5.0, 7.0, 8.0, 8.5),
+    "logprob": (-9.0, -1.1, -0.9, -0.75, -0.6),
 }
 """The lowest keeps every step that the judge may keep."""
 DEPTHS = (2, 4, 8)
