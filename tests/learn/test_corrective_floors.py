@@ -168,13 +168,18 @@ def test_floors_that_draft_otherwise_have_other_digests() -> None:
     assert DraftFloor(**asdict(told[0])).digest() == told[0].digest()
 
 
-def test_a_version_of_another_drafter_is_not_served(tmp_path: Path) -> None:
-    drafter = {"method": "layer_skip", "exit_layer": 3, **CHAIN}
+def learning(folder: Path, exit_layer: int) -> tuple[AsyncEngine, LearnSession, DraftFloor]:
+    """A server that drafts with so many layers and learns in a folder."""
+    drafter = {"method": "layer_skip", "exit_layer": exit_layer, **CHAIN}
     speculative = {"method": "versions", "drafter": drafter, "num_lanes": 1}
     client = AsyncEngine(engine=LLM(speculative_config=speculative, dtype="float32").engine)
-    session = LearnSession(client, SessionSettings(tmp_path, 2**24, worker=IDLE))
+    floor = DraftFloor.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
+    return client, LearnSession(client, SessionSettings(folder, 2**24, worker=IDLE)), floor
+
+
+def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> None:
+    client, session, floor = learning(tmp_path, 4)
     try:
-        floor = DraftFloor.of(SpeculativeConfig.from_mapping({**drafter, "exit_layer": 4}), EMBEDDED_TARGET)
         learner = make_learner("corrective", floor, OPTIONS)
         tensors = learner.tensors(learner.begin(None)[0])
         identity = session.identity
@@ -182,14 +187,24 @@ def test_a_version_of_another_drafter_is_not_served(tmp_path: Path) -> None:
         version = VersionStore(LearnFolder(tmp_path)).add(about, tensors).id
         by_hand.promote(LearnFolder(tmp_path), version)
         deadline_s = time.monotonic() + 20
-        while not session.facts().events and time.monotonic() < deadline_s:
+        while version not in session.lanes and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert "another drafter" in str(session.facts().events)
-        assert session.lanes == [""]
-        assert StateFile(LearnFolder(tmp_path)).read().retired == {}, "it serves again with its own drafter"
+        assert session.lanes == ["", version]
     finally:
         session.close()
         client.close()
+    for exit_layer, lanes in ((3, [""]), (4, ["", version])):
+        client, session, _ = learning(tmp_path, exit_layer)
+        try:
+            assert session.lanes == lanes
+            assert session.facts().faults == {}
+            assert session.facts().serving == lanes[-1]
+            told = [one["event"] for one in session.facts().events]
+            assert told == (["waits"] if exit_layer == 3 else [])
+            assert StateFile(LearnFolder(tmp_path)).read().retired == {}
+        finally:
+            session.close()
+            client.close()
 
 
 def test_what_does_not_learn_is_one_line() -> None:

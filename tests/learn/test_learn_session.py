@@ -25,7 +25,7 @@ from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.process import MAX_STARTS, LearnerProcess
-from slipstream.learn.session import LearnSession, SessionSettings
+from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
 from slipstream.learn.worker import WorkerConfig
@@ -236,3 +236,15 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
         session.close()
         client.close()
     assert replace(StateFile(LearnFolder(folder)).read().lane()).serving == facts.serving
+
+
+def test_whatever_fails_as_learning_begins_serving_goes_on(
+    client: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(LearnSession, "__init__", fails)
+    session, facts = begin_learning(client, SessionSettings(tmp_path, 2**20))
+    assert session is None
+    assert facts().faults == {"learning_failed": "nothing is learned: nobody thought of this"}

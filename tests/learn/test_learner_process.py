@@ -319,4 +319,4 @@ def test_a_learner_runs_where_nobody_else_wants_to(niceness: int, idle: bool) ->
         f"stand_back({niceness})\nprint(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(niceness), str(idle)]
+    assert done.stdout.split() == [str(min(os.nice(0) + niceness, 19)), str(idle)]

@@ -133,8 +133,13 @@ class LearnSession:
         self._retention.look()  # before anything is learned
         self._checkpoints = self._folder.lanes
         shutil.rmtree(self._checkpoints, ignore_errors=True)
+        self._checkpoints.mkdir(mode=0o700)
         self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
         self._log = EventLog(self._folder)
+        self._facts = LearnFacts()
+        self._faults: dict[str, str] = {}
+        self._refused_in_a_row = 0
+        self._on_this_floor: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
         self._state = self._state_file.read()
         self._loops: dict[LaneKey, LaneLoop] = {EVERYONES: self._loop_of(self._state.lane())}
         for lane in self._state.lanes:
@@ -144,7 +149,6 @@ class LearnSession:
         self._traffic: dict[LaneKey, float] = {}
         """Requests of each lane of its own, the latest weighing most."""
         self._loaded: set[str] = set()
-        self._on_this_floor: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
         worker = {
             "folder": str(settings.folder),
             "floor": asdict(self._draft_floor),
@@ -160,9 +164,6 @@ class LearnSession:
         self._keeping = contextlib.ExitStack()
         """While the learner writes a version down, and must not be stopped."""
         self._finished: queue.SimpleQueue[_FinishedRequest] = queue.SimpleQueue()
-        self._facts = LearnFacts()
-        self._faults: dict[str, str] = {}
-        self._refused_in_a_row = 0
         self._closed = threading.Event()
         self._capture = Capture(
             self._ring,
@@ -356,7 +357,7 @@ class LearnSession:
             self._keeping.close()
             self._keeping.enter_context(self._pace.running())
             self.process.let_keep()
-        elif event in ("failed", "learning"):
+        elif event in ("failed", "learning", "undecided"):
             self._note(event, **_named(message))
 
     def _offer(self, message: dict[str, Any]) -> None:
@@ -527,9 +528,10 @@ def begin_learning(
     the same, if anything should: serving goes on. The caller closes what is returned."""
     try:
         session = LearnSession(stepped, settings)
-    except (SlipstreamError, OSError) as error:
+    except Exception as error:  # whatever it is, serving goes on
         fault = f"nothing is learned: {error}"
-        logger.warning("%s; serving goes on", fault)
+        expected = isinstance(error, (SlipstreamError, OSError))
+        logger.warning("%s; serving goes on", fault, exc_info=not expected)
         facts = LearnFacts(faults={"learning_failed": fault})
         if settings.max_age_s is None:
             return None, lambda: facts
@@ -545,7 +547,7 @@ def _floor_of(speculative: SpeculativeConfig, engine: Engine) -> DraftFloor:
     if speculative.method in BORROWING and engine.config.lora is not None:
         raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
     borrows = speculative.method in BORROWING
-    drafting = engine.model if borrows else engine.drafter.drafting_model()
+    drafting = engine.model if borrows else engine.drafter_as(VersionsDrafter).drafting_model()
     if drafting is not None and not has_plain_head(drafting.config):
         raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
     return DraftFloor.of(speculative, engine.config.model, engine.model.weight_format.name)

@@ -272,7 +272,7 @@ class LearnWorker:
                 )
             self._refuse(verdict.why)
         else:
-            tell("undecided", why=verdict.why)
+            tell("undecided", why=verdict.why, look=candidate.num_looks, **_whose(candidate.key))
 
     def _keep(self, candidate: _Candidate, verdict: VersionVerdict, in_use: set[str]) -> None:
         learned, first = candidate.learned, candidate.first

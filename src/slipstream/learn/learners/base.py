@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from slipstream.errors import LearnError
 from slipstream.learn.batches import LearnBatch, batches
@@ -170,7 +172,8 @@ def write_checkpoint(model: Any, floor: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.half()
     model.config._attn_implementation = None
-    model.save_pretrained(folder)
+    with _no_progress_bar():
+        model.save_pretrained(folder)
     for file in floor.iterdir():
         if (
             file.is_file()
@@ -178,6 +181,19 @@ def write_checkpoint(model: Any, floor: Path, folder: Path) -> None:
             and file.suffix in (".json", ".jinja", ".model", ".txt")
         ):
             shutil.copy(file, folder / file.name)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws none within the body, in a server's log."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _mean(seen: Seq[tuple[float, float, float]], which: int) -> float:
