@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def page(result: dict[str, Any], raw: Path) -> str:
         "",
         "![Accuracy against speed](" + raw.with_suffix(".svg").name + ")",
         "",
-        *_verdict(result),
+        *textwrap.wrap(" ".join(_verdict(result)), 118, break_on_hyphens=False),
         "",
         *_table([row for row in rows if not row["judge"]]),
     ]
