@@ -40,6 +40,8 @@ THRESHOLDS = {
 """The lowest keeps every step that the judge may keep."""
 DEPTHS = (2, 4, 8)
 """Draft tokens of lossless speculation; the fastest is what the others are compared with."""
+TREE = {"tree_top_k": 2, "num_draft_nodes": 12}
+"""Lossless speculation that follows both wordings of a fork."""
 DEPTH_BESIDE = 4
 """Beside drafted steps."""
 PARAMS = SamplingParams(temperature=0, max_tokens=240)
@@ -56,6 +58,7 @@ class Way:
     kind: str
     """target, draft, lossless, steps or both."""
     depth: int = 0
+    has_tree: bool = False
     judge: str = ""
     threshold: float = 0.0
 
@@ -71,10 +74,13 @@ def ways() -> list[Way]:
     """All of them, the reference first."""
     found = [Way("target alone", "target"), Way("draft alone", "draft")]
     found += [Way(f"lossless, {depth} tokens", "lossless", depth) for depth in DEPTHS]
+    found.append(
+        Way(f"lossless, a tree of {TREE['num_draft_nodes']}", "lossless", max(DEPTHS), has_tree=True)
+    )
     for judge, thresholds in THRESHOLDS.items():
         for threshold in thresholds:
             for kind, depth in (("steps", 0), ("both", DEPTH_BESIDE)):
-                found.append(Way(f"{kind}, {judge} {threshold:g}", kind, depth, judge, threshold))
+                found.append(Way(f"{kind}, {judge} {threshold:g}", kind, depth, False, judge, threshold))
     return found
 
 
@@ -84,19 +90,19 @@ class Engines:
 
     def __init__(self, target: Path, draft: Path, quantization: str | None) -> None:
         self._target, self._draft, self._quantization = target, draft, quantization
-        self._made: dict[bool, LLM] = {}
+        self._made: dict[tuple[bool, bool], LLM] = {}
 
     def of(self, way: Way) -> LLM:
         """The engine that answers this way."""
-        is_draft = way.kind == "draft"
-        if is_draft not in self._made:
-            self._made[is_draft] = self._draft_alone() if is_draft else self._both()
-        return self._made[is_draft]
+        key = is_draft, has_tree = way.kind == "draft", way.has_tree
+        if key not in self._made:
+            self._made[key] = self._draft_alone() if is_draft else self._both(TREE if has_tree else {})
+        return self._made[key]
 
     def _draft_alone(self) -> LLM:
         return LLM(str(self._draft), **SIZES)
 
-    def _both(self) -> LLM:
+    def _both(self, shape: dict[str, Any]) -> LLM:
         steps = {
             "model": str(self._draft),
             "separator": SEPARATOR,
@@ -110,6 +116,7 @@ class Engines:
                 "method": "draft_model",
                 "model": str(self._draft),
                 "num_speculative_tokens": max(DEPTHS),
+                **shape,
                 "reasoning": steps,
             },
             allow_lossy=True,
@@ -123,7 +130,11 @@ class Engines:
         llm.reset_caches()
         prompts = [problem.prompt for problem in problems]
         return llm.generate(
-            prompts, PARAMS, use_tqdm=False, reasoning=way.reasoning, max_draft_tokens=way.depth
+            prompts,
+            PARAMS,
+            use_tqdm=False,
+            reasoning=way.reasoning,
+            max_draft_tokens=TREE["num_draft_nodes"] if way.has_tree else way.depth,
         )
 
 

@@ -133,7 +133,7 @@ class LearnSession:
         self._retention.look()  # before anything is learned
         self._checkpoints = self._folder.lanes
         shutil.rmtree(self._checkpoints, ignore_errors=True)
-        self._checkpoints.mkdir(mode=0o700)
+        self._checkpoints.mkdir(mode=0o700, exist_ok=True)
         self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
         self._log = EventLog(self._folder)
         self._facts = LearnFacts()
@@ -281,8 +281,7 @@ class LearnSession:
         self._set_fault("learner_died", self.process.fault)
         if not self.process.pid:
             self._keeping.close()
-        with self._pace.running():  # it waits for the lock under which versions are written
-            self._retention.look()
+        self._retention.look()
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._state_file.read()
@@ -455,7 +454,7 @@ class LearnSession:
             if version not in self._drafter.names:
                 try:
                     lanes.append(run_beside(partial(self._load, version, tenant), num_threads))
-                except (SlipstreamError, OSError, ValueError) as error:
+                except Exception as error:  # tensors of other names or shapes fail anywhere
                     damaged[version] = str(error)
         keep = self._loaded = set(wanted) - set(damaged)
         revoke = [name for name in self._drafter.names if name in state.retired]
