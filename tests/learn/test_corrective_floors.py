@@ -56,7 +56,7 @@ class Served(NamedTuple):
 
 
 def save_untrained_head(folder: Path) -> None:
-    """An EAGLE-1 head that hands on the target's hidden state, near enough, as its own."""
+    """An EAGLE-1 head of random weights."""
     torch.manual_seed(0)
     config = EagleConfig(
         version=1,

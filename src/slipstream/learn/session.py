@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from slipstream.bounded import BoundedDict
-from slipstream.config import SpeculativeConfig
 from slipstream.core import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
@@ -28,13 +25,12 @@ from slipstream.learn.costs import DraftCosts
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.events import EventLog
 from slipstream.learn.facts import LearnFacts
+from slipstream.learn.floor_versions import FloorVersions, floor_of
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
-from slipstream.learn.learners.floor import BORROWING, DraftFloor, has_plain_head
-from slipstream.learn.learners.registry import HEADS, learner_for, make_learner
+from slipstream.learn.learners.registry import HEADS, learner_for
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
-from slipstream.learn.options import LearnerOptions
 from slipstream.learn.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.privacy import PrivacyRules, belongs_to
 from slipstream.learn.process import LearnerProcess
@@ -42,7 +38,6 @@ from slipstream.learn.records import TAPS, share_of, tenant_key
 from slipstream.learn.retention import Retention, RetentionThread
 from slipstream.learn.segments import RingIdentity
 from slipstream.learn.state import LearnLane, LearnState, StateFile
-from slipstream.learn.versions import VersionStore
 from slipstream.models.cpu.threads import leaves_a_core
 
 T = TypeVar("T")
@@ -55,8 +50,6 @@ WATCH_S = 1.0
 MAX_REFUSED = 12
 """Candidates refused in a row before learning is said never to improve."""
 NUM_EVENTS = 20
-MAX_KNOWN = 1024
-"""Versions of which is remembered on what drafter they were learned."""
 _FADES = 0.99
 """Of a lane's traffic, with every request."""
 _STAYS = 2.0
@@ -117,29 +110,22 @@ class LearnSession:
         engine = stepped.engine
         self._stepped, self._engine, self._settings = stepped, engine, settings
         self._drafter = engine.drafter_as(VersionsDrafter)
-        self._floor: SpeculativeConfig = self._drafter.options.floor()
-        self._draft_floor = _floor_of(self._floor, engine)
+        floor = floor_of(engine)
         model = self._drafter.drafting_model()
-        name = settings.learner or learner_for(
-            self._floor.method, 0 if model is None else model.num_parameters
-        )
+        name = settings.learner or learner_for(floor.method, 0 if model is None else model.num_parameters)
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
-        self._learner, self._depth = name, depth
-        self._floor_hash = self._draft_floor.digest()
+        self._learner = name
         self._folder = LearnFolder(settings.folder)
         self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
         self._retention = Retention(self._folder, settings.max_age_s)
         self._retention.look()  # before anything is learned
-        self._checkpoints = self._folder.lanes
-        shutil.rmtree(self._checkpoints, ignore_errors=True)
-        self._checkpoints.mkdir(mode=0o700, exist_ok=True)
-        self._store, self._state_file = VersionStore(self._folder), StateFile(self._folder)
+        self._state_file = StateFile(self._folder)
         self._log = EventLog(self._folder)
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
-        self._on_this_floor: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
+        self._versions = FloorVersions(self._drafter, floor, self._folder, depth, self._tell_waiting)
         self._state = self._state_file.read()
         self._loops: dict[LaneKey, LaneLoop] = {EVERYONES: self._loop_of(self._state.lane())}
         for lane in self._state.lanes:
@@ -151,8 +137,8 @@ class LearnSession:
         self._loaded: set[str] = set()
         worker = {
             "folder": str(settings.folder),
-            "floor": asdict(self._draft_floor),
-            "floor_hash": self._floor_hash,
+            "floor": asdict(floor),
+            "floor_hash": self._versions.floor_hash,
             "learner": name,
             "depth": depth,
             "by": str(settings.by),
@@ -169,7 +155,7 @@ class LearnSession:
             self._ring,
             settings.rules,
             version_of=self._drafter.version_of,
-            features_of=self._features if self._floor.method in HEADS else None,
+            features_of=self._features if floor.method in HEADS else None,
             max_share=settings.capture_share,
         )
         self._apply(self._state)
@@ -302,11 +288,11 @@ class LearnSession:
             if self._settings.by.learns(lane.key) and lane.key not in self._loops:
                 self._loops[lane.key] = self._loop_of(lane)
         for key, loop in self._loops.items():
-            lane = self._as_here(state.lane(*key))
+            lane = self._versions.of_lane(state.lane(*key))
             loop.frozen = state.frozen
             loop.retire(set(state.retired))
             if lane.serving != loop.serving:
-                loop.promote(lane.serving, self._promise(lane.serving))
+                loop.promote(lane.serving, self._versions.promise(lane.serving))
             if lane.canary is None and loop.candidate is not None and loop.canary_share:
                 loop.retire({loop.candidate})
         self._faults.pop("version_rolled_back", None)
@@ -314,11 +300,11 @@ class LearnSession:
 
     def _loop_of(self, lane: LearnLane) -> LaneLoop:
         """A loop that goes on where the state is."""
-        lane = self._as_here(lane)
-        promise = self._promise(lane.serving)
+        lane = self._versions.of_lane(lane)
+        promise = self._versions.promise(lane.serving)
         loop = LaneLoop(self._settings.loop, serving=lane.serving, previous=lane.previous, promise=promise)
         if lane.canary is not None:  # its comparison was lost with the process: it begins anew
-            loop.offer(lane.canary, self._promise(lane.canary))
+            loop.offer(lane.canary, self._versions.promise(lane.canary))
             loop.judged(lane.canary, Judgment.BETTER)
         loop.frozen = self._state.frozen
         return loop
@@ -453,7 +439,7 @@ class LearnSession:
         for version, tenant in wanted.items():
             if version not in self._drafter.names:
                 try:
-                    lanes.append(run_beside(partial(self._load, version, tenant), num_threads))
+                    lanes.append(run_beside(partial(self._versions.load, version, tenant), num_threads))
                 except Exception as error:  # tensors of other names or shapes fail anywhere
                     damaged[version] = str(error)
         keep = self._loaded = set(wanted) - set(damaged)
@@ -472,52 +458,14 @@ class LearnSession:
         wanted: dict[str, str | None] = {}
         for lane in sorted(state.lanes, key=rank, reverse=True):
             for version in (lane.serving, lane.canary):
-                if version and version not in state.retired and self._stands_here(version):
+                if version and version not in state.retired and self._versions.has(version):
                     wanted[version] = lane.tenant if version not in wanted else None
         return dict(list(wanted.items())[: self._drafter.options.num_lanes])
 
-    def _stands_here(self, version: str) -> bool:
-        """Whether a version was learned on the drafter that serves: others wait until theirs serves again."""
-        known = self._on_this_floor.get(version)
-        if known is None:
-            known = self._on_this_floor[version] = self._store.stands_on(version, self._floor_hash)
-            if not known:
-                why = "it was learned on another drafter than the one that serves"
-                logger.warning("learning: version %s is not served: %s", version, why)
-                self._note("waits", version=version, why=why)
-        return known
-
-    def _as_here(self, lane: LearnLane) -> LearnLane:
-        """A lane without the versions of other drafters."""
-        return replace(
-            lane,
-            serving=lane.serving if lane.serving and self._stands_here(lane.serving) else "",
-            canary=lane.canary if lane.canary and self._stands_here(lane.canary) else None,
-            previous=tuple(version for version in lane.previous if not version or self._stands_here(version)),
-        )
-
-    def _load(self, version: str, tenant: str | None) -> DraftLane:
-        """A lane of a version's tensors, whose sha256 is right."""
-        about = self._store.get(version)
-        tensors = self._store.load(version)
-        owner = about.tenant if about.tenant is not None else tenant
-        folder = self._checkpoints / version
-        try:
-            learner = make_learner(about.learner, self._draft_floor, LearnerOptions(depth=self._depth))
-            own = learner.lane_options(tensors, folder)
-            config = replace(self._floor, options={**self._floor.options, **own})
-            return self._drafter.prepare(version, config, owner)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _promise(self, version: str) -> float:
-        """The predicted speed of a version over what it was judged against."""
-        if not version:
-            return 1.0
-        try:
-            return 1 + float(self._store.get(version).figures["judge"]["gain"])
-        except (LearnError, KeyError, TypeError, ValueError):
-            return 1.0
+    def _tell_waiting(self, version: str) -> None:
+        why = "it was learned on another drafter than the one that serves"
+        logger.warning("learning: version %s is not served: %s", version, why)
+        self._note("waits", version=version, why=why)
 
 
 def begin_learning(
@@ -539,17 +487,6 @@ def begin_learning(
             faults={"learning_failed": "; ".join(filter(None, (fault, alone.fault)))}
         )
     return session, session.facts
-
-
-def _floor_of(speculative: SpeculativeConfig, engine: Engine) -> DraftFloor:
-    """Raises `LearnError` where its logits are not those of the files and the weight format."""
-    if speculative.method in BORROWING and engine.config.lora is not None:
-        raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
-    borrows = speculative.method in BORROWING
-    drafting = engine.model if borrows else engine.drafter_as(VersionsDrafter).drafting_model()
-    if drafting is not None and not has_plain_head(drafting.config):
-        raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
-    return DraftFloor.of(speculative, engine.config.model, engine.model.weight_format.name)
 
 
 def _without(retired: Mapping[str, str], state: LearnState) -> LearnState:

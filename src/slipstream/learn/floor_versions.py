@@ -1,0 +1,98 @@
+"""Versions on disk as one drafter may use them: which of them stand on it, and a lane of each."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+
+from slipstream.bounded import BoundedDict
+from slipstream.config import SpeculativeConfig
+from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
+from slipstream.engine.engine import Engine
+from slipstream.errors import LearnError
+from slipstream.learn.folder import LearnFolder
+from slipstream.learn.learners.floor import BORROWING, DraftFloor, has_plain_head
+from slipstream.learn.learners.registry import make_learner
+from slipstream.learn.options import LearnerOptions
+from slipstream.learn.state import LearnLane
+from slipstream.learn.versions import VersionStore
+
+MAX_KNOWN = 1024
+"""Versions of which is remembered on what drafter they were learned."""
+
+
+class FloorVersions:
+    """The versions of a folder beside the drafter that serves: those of others wait until theirs serves again."""
+
+    def __init__(
+        self,
+        drafter: VersionsDrafter,
+        floor: DraftFloor,
+        folder: LearnFolder,
+        depth: int,
+        on_waiting: Callable[[str], None],
+    ) -> None:
+        """`depth` is the length of the chains that are served; `on_waiting` is told each version of another drafter."""
+        self._drafter, self._speculative = drafter, drafter.options.floor()
+        self.floor, self.floor_hash = floor, floor.digest()
+        self._depth, self._on_waiting = depth, on_waiting
+        self._store, self._files = VersionStore(folder), folder.lanes
+        shutil.rmtree(self._files, ignore_errors=True)
+        self._files.mkdir(mode=0o700, exist_ok=True)
+        self._is_here: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
+
+    def has(self, version: str) -> bool:
+        """Whether a version was learned on this drafter."""
+        known = self._is_here.get(version)
+        if known is None:
+            known = self._is_here[version] = self._store.stands_on(version, self.floor_hash)
+            if not known:
+                self._on_waiting(version)
+        return known
+
+    def of_lane(self, lane: LearnLane) -> LearnLane:
+        """A lane without the versions of other drafters."""
+        return replace(
+            lane,
+            serving=lane.serving if lane.serving and self.has(lane.serving) else "",
+            canary=lane.canary if lane.canary and self.has(lane.canary) else None,
+            previous=tuple(version for version in lane.previous if not version or self.has(version)),
+        )
+
+    def load(self, version: str, tenant: str | None) -> DraftLane:
+        """A lane of a version's tensors, whose sha256 is right, for its own tenant or else for `tenant`."""
+        about = self._store.get(version)
+        tensors = self._store.load(version)
+        owner = about.tenant if about.tenant is not None else tenant
+        folder = self._files / version
+        try:
+            learner = make_learner(about.learner, self.floor, LearnerOptions(depth=self._depth))
+            own = learner.lane_options(tensors, folder)
+            config = replace(self._speculative, options={**self._speculative.options, **own})
+            return self._drafter.prepare(version, config, owner)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def promise(self, version: str) -> float:
+        """The predicted speed of a version over what it was judged against; 1 for the floor, whose name is empty."""
+        if not version:
+            return 1.0
+        try:
+            return 1 + float(self._store.get(version).figures["judge"]["gain"])
+        except (LearnError, KeyError, TypeError, ValueError):
+            return 1.0
+
+
+def floor_of(engine: Engine) -> DraftFloor:
+    """What an engine's `versions` stand on; raises `LearnError` where its logits are not those of the files and the
+    weight format."""
+    drafter = engine.drafter_as(VersionsDrafter)
+    speculative: SpeculativeConfig = drafter.options.floor()
+    borrows = speculative.method in BORROWING
+    if borrows and engine.config.lora is not None:
+        raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
+    drafting = engine.model if borrows else drafter.drafting_model()
+    if drafting is not None and not has_plain_head(drafting.config):
+        raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
+    return DraftFloor.of(speculative, engine.config.model, engine.model.weight_format.name)
