@@ -248,3 +248,29 @@ def test_whatever_fails_as_learning_begins_serving_goes_on(
     session, facts = begin_learning(client, SessionSettings(tmp_path, 2**20))
     assert session is None
     assert facts().faults == {"learning_failed": "nothing is learned: nobody thought of this"}
+
+
+def test_a_learner_that_writes_a_version_is_not_stopped(
+    client: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From when it asks until it says anything else; others wait for the lock that it holds."""
+    monkeypatch.setattr("slipstream.learn.session.leaves_a_core", lambda _: False)
+    monkeypatch.setattr(LearnerProcess, "watch", lambda _: None)  # nobody else speaks
+    monkeypatch.setattr(LearnerProcess, "pid", 1)
+    session = LearnSession(client, SessionSettings(tmp_path, 2**24, worker=IDLE, beside_share=0.0))
+    given: list[bool] = []
+    stopped: list[bool] = []
+    monkeypatch.setattr(session.process, "let_keep", lambda: given.append(True))
+    monkeypatch.setattr(session.process, "pause", lambda: stopped.append(True))
+    try:
+        session.process.messages.put({"event": "keeping"})
+        wait_until(lambda: given)
+        answers(client, range(4))
+        assert not stopped
+        session.process.messages.put({"event": "undecided", "why": "p 0.3", "look": 2})
+        wait_until(lambda: session.facts().events)
+        assert session.facts().events[0].items() >= {"event": "undecided", "why": "p 0.3", "look": 2}.items()
+        answers(client, range(4))
+        assert stopped
+    finally:
+        session.close()
