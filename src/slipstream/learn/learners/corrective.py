@@ -52,7 +52,23 @@ class Corrective(nn.Module):
         return corrected(logits, self.left[previous] @ right, self.log_temperature)
 
 
-class CorrectiveLearner(Learner):
+class _LayerVersions:
+    """What a version of a layer holds, and how a lane has it. A model is the floor and the layer on it."""
+
+    def tensors(self, model: Any) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in model[1].named_parameters()}
+
+    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
+        raise LearnError("a corrective layer is no draft of its own; it works on its floor's logits")
+
+    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "correction.safetensors"
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file)
+        return {"correction": str(file)}
+
+
+class CorrectiveLearner(_LayerVersions, Learner):
     """Learns the layer of a draft that reads the text alone; the draft stays as it is."""
 
     name = "corrective"
@@ -70,20 +86,11 @@ class CorrectiveLearner(Learner):
         found: Tensor = layer(logits, batch.previous)
         return found
 
-    def tensors(self, model: Any) -> dict[str, Tensor]:
-        return _tensors_of(model[1])
-
     def scorer(self, tensors: Tensors | None) -> Scorer:
         return ModelScorer(self.floor.causal_model(), None if tensors is None else Corrective.of(tensors))
 
-    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        raise LearnError(_NO_MODEL)
 
-    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
-        return _written(tensors, folder)
-
-
-class CorrectiveHeadLearner(EagleLearner):
+class CorrectiveHeadLearner(_LayerVersions, EagleLearner):
     """Learns the layer of an EAGLE head of either kind; the head stays as it is."""
 
     name = "corrective"
@@ -103,34 +110,10 @@ class CorrectiveHeadLearner(EagleLearner):
         found: Tensor = layer(logits.float(), previous, head.draft_token_ids)
         return found
 
-    def tensors(self, model: Any) -> dict[str, Tensor]:
-        return _tensors_of(model[1])
-
     def scorer(self, tensors: Tensors | None) -> Scorer:
         head = self._read_head()
         return HeadScorer((head, None if tensors is None else Corrective.of(tensors)), self, head)
 
-    def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        raise LearnError(_NO_MODEL)
-
-    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
-        return _written(tensors, folder)
-
     def _head_of(self, model: Any) -> EagleHead:
         head: EagleHead = model[0]
         return head
-
-
-_NO_MODEL = "a corrective layer is no draft of its own; it works on its floor's logits"
-
-
-def _tensors_of(layer: Corrective) -> dict[str, Tensor]:
-    return {name: one.detach().clone() for name, one in layer.named_parameters()}
-
-
-def _written(tensors: Tensors, folder: Path) -> dict[str, str]:
-    """The options of a drafter with the layer, whose file is written into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "correction.safetensors"
-    save_file({name: one.contiguous() for name, one in tensors.items()}, file)
-    return {"correction": str(file)}
