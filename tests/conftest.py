@@ -136,8 +136,8 @@ LOADERS = (
 
 @pytest.fixture(scope="session", autouse=True)
 def pair_loaded_once() -> Iterator[None]:
-    """Engines share the weights and tokenizers of the models in the package, which nobody writes to. `Engine(like=…)`
-    does the same; `own_weights` has them loaded anew."""
+    """Engines share the weights and tokenizers of the models in the package and of the real ones, which no test writes
+    to. `Engine(like=…)` does the same; `own_weights` has them loaded anew."""
     with pytest.MonkeyPatch.context() as patched:
         for module in LOADERS:
             patched.setattr(f"{module}.load_model", _if_in_package(_model, "load_model"))
@@ -165,13 +165,15 @@ def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _if_in_package(kept: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`kept` for the models in the package; what another folder holds may be another model next time."""
+    """`kept` for models that do not change; what another folder holds may be another model next time."""
     from slipstream import assets, models
+    from slipstream.testing.real_models import GEMMA3, SMOLLM2
 
-    in_package = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT)
+    real = [str(model.path()) for model in (SMOLLM2, GEMMA3)]
+    unchanging = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT, *real)
 
     def load(folder: str, **options: Any) -> Any:
-        return kept(folder, **options) if folder in in_package else getattr(models, name)(folder, **options)
+        return kept(folder, **options) if folder in unchanging else getattr(models, name)(folder, **options)
 
     return load
 

@@ -4,7 +4,8 @@
                "max_model_len": N, "max_num_seqs": N, "options": {...}}
               -> {"event": "ready", "versions": {...}, "load_s": S, "notes": [...]}
     generate  {"op": "generate", "prompts": [[ids], ...], "max_tokens": N, "options": {...}}
-              -> {"event": "answers", "token_ids": [[ids], ...], "seconds": S, "first_token_s": S or null}
+              -> {"event": "answers", "token_ids": [[ids], ...], "seconds": S, "first_token_s": S or null,
+                  "num_steps": N or null}
     convert   {"op": "convert", "source": PATH, "target": PATH, "weights": "int8"}
               -> {"event": "converted"}
 
@@ -38,13 +39,16 @@ class Answers:
     seconds: float
     first_token_s: float | None
     """From the call to the first token, by the peer's own clock; None where it does not tell."""
+    num_steps: int | None = None
+    """Passes of the target behind the prompts; None where the peer does not tell."""
 
 
 class Backend(Protocol):
     """A loaded model."""
 
     def generate(self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Answers:
-        """Greedy, exactly `max_tokens` tokens a prompt, the end token ignored, nothing kept from earlier calls."""
+        """Greedy, nothing kept from earlier calls; exactly `max_tokens` tokens a prompt, the end token ignored, unless
+        `options` say `ignore_eos` false."""
         ...
 
 
@@ -92,6 +96,7 @@ def serve(
                     "token_ids": answers.token_ids,
                     "seconds": answers.seconds,
                     "first_token_s": answers.first_token_s,
+                    "num_steps": answers.num_steps,
                 }
         except Exception as error:  # whatever a peer raises is its reason
             traceback.print_exc()

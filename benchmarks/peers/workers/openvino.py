@@ -2,7 +2,7 @@
 
 Weights are compressed by NNCF through optimum-intel, as OpenVINO's documentation recommends; float32 rows force float32
 arithmetic and a float32 cache, bfloat16 rows bfloat16 for both (the cache only where the processor has it), the others
-keep the CPU plugin's own choice, which is its fastest.
+keep the CPU plugin's own choice, which is its fastest. A GGUF file is read by the pipeline itself.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def precision_of(weights: str) -> dict[str, str]:
 
 
 def _cache_gib(model: Path, precision: str | None, num_tokens: int) -> int:
-    """Whole GiB with room for so many tokens of the target, and a fifth more for a draft model and for blocks."""
+    """Whole GiB with room for so many tokens of the target, and a fifth more for a draft model and for blocks.
+
+    One GiB for a GGUF file, which holds a small model where this is used.
+    """
+    if model.is_file():
+        return 1
     config = json.loads((model / "config.json").read_text())
     entries = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     entry_bytes = {"f32": 4, "bf16": 2}.get(precision or "", 1.25)  # eight bits and their scales

@@ -16,12 +16,15 @@ class Slipstream:
 
     def generate(self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Answers:
         self.llm.reset_caches()  # no prefix and no learned text from an earlier prompt
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        options = dict(options)
+        ignore_eos = options.pop("ignore_eos", True)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         started_s = time.perf_counter()
         outputs = self.llm.generate(prompts, params, **options)
         seconds = time.perf_counter() - started_s
         first = min(output.metrics.time_to_first_token_s for output in outputs)
-        return Answers([output.outputs[0].token_ids for output in outputs], seconds, first)
+        num_steps = sum(output.metrics.num_steps for output in outputs)
+        return Answers([output.outputs[0].token_ids for output in outputs], seconds, first, num_steps)
 
 
 def load(request: dict[str, Any]) -> Loaded:
