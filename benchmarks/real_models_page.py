@@ -54,7 +54,7 @@ def page(result: dict[str, Any], raw: Path) -> str:
         f"Written by `python -m benchmarks.real_models`; do not edit. Raw results: [{raw.name}]({raw.name}).",
         "",
         f"The first turns of MT-bench's {result['num_prompts']} questions, one request at a time, greedy, up to "
-        f"{result['max_tokens']} tokens, whole calls, {result['rounds']} round(s). All engines read the same GGUF file "
+        f"{result['max_tokens']} tokens, whole calls, rounds: {result['rounds']}. All engines read the same GGUF file "
         "with the same threads, and take turns prompt by prompt in an order drawn for each. Nothing is kept from one "
         "request to the next. A ratio is of tokens a second, prompt by prompt; it is the geometric mean over "
         "categories, with a 95 % interval by bootstrap over categories and prompts. Where texts differ, ratios compare "
@@ -63,13 +63,12 @@ def page(result: dict[str, Any], raw: Path) -> str:
         f"{origin['cpu']}, {origin['instructions']}, {origin['threads']} threads, {origin['date']}, commit "
         f"{str(origin['commit'])[:12]}. Other programs used {origin['cores_in_use_before']:.2f} cores as it began.",
         "",
-        f"    {origin['command']}",
-        "",
         f"![Tokens a second by engine and drafter]({raw.with_suffix('.svg').name})",
     ]
     for name, model in result["models"].items():
         lines += ["", *_of_model(name, model)]
-    return wrapped("\n".join(lines)) + "\n"
+    command = ["", "## Run it again", "", "```sh", origin["command"], "```"]
+    return wrapped("\n".join(lines)) + "\n" + "\n".join(command) + "\n"
 
 
 def _of_model(name: str, model: dict[str, Any]) -> list[str]:
