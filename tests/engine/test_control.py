@@ -43,7 +43,7 @@ class HangingDrafter(Drafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.calls += 1
         if self.calls >= 3:
-            release_all.wait(60)
+            release_all.wait(250)
         return [Proposal.chain([7] * min(budget, 2)) for budget in budgets]
 
     def max_nodes(self) -> int:
@@ -277,9 +277,8 @@ def test_a_drafter_that_hangs_is_left(
     make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], drafter: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = make_llm({"method": f"{__name__}:{drafter}", "texts": [[1]], "draft_timeout_s": 0.3})
-    started_s = time.monotonic()
     assert texts(llm, prompts[:4]) == texts(plain, prompts[:4])
-    assert time.monotonic() - started_s < 20
+    assert not release_all.is_set(), "the drafter has not come back, and the answers are there"
     [method] = llm.engine.control_report().methods
     assert method.retired
     assert method.num_failures >= 1
@@ -291,7 +290,8 @@ def test_one_member_that_hangs_leaves_the_others(
     make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
 ) -> None:
     hangs = {"method": HANGS, "texts": [[1]]}
-    llm = make_llm({"method": "auto", "drafters": [hangs, DRAFT], "draft_timeout_s": 0.3})
+    llm = make_llm({"method": "auto", "drafters": [hangs, DRAFT]})
+    llm.engine.drafting.drafters.guards[0].timeout_s = 0.3  # the other one may take its time
     for _ in range(3):
         assert texts(llm, prompts[:6]) == texts(plain, prompts[:6])
     bad, good = llm.engine.control_report().methods
@@ -317,7 +317,7 @@ def test_a_late_answer_retires_even_our_own_drafters_for_a_while(
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert llm.engine.control_report().methods[0].retired
     [guard] = llm.engine.drafting.drafters.guards
-    guard.timeout_s, guard.clock = 30.0, lambda: time.monotonic() + FIRST_PAUSE_S
+    guard.timeout_s, guard.clock = 120.0, lambda: time.monotonic() + FIRST_PAUSE_S
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert not llm.engine.control_report().methods[0].retired, "the pause is over"
 
