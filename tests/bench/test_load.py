@@ -41,7 +41,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 def plan(url: str, concurrency: int | None = 2, rate: float | None = None, **options: Any) -> LoadPlan:
-    server = ServerAddress(url, MODEL, f"{url.removesuffix('/v1')}/metrics", timeout_s=5)
+    server = ServerAddress(url, MODEL, f"{url.removesuffix('/v1')}/metrics", timeout_s=120)
     arrivals = Arrivals(None if rate else concurrency, rate, seed=3)
     if "duration_s" not in options:
         options.setdefault("num_requests", 7)
@@ -152,11 +152,20 @@ def _count(one: load.LoadRun) -> int:
 
 
 @pytest.mark.parametrize("arrivals", [{"concurrency": 2}, {"rate": 100.0}], ids=["closed", "open"])
-def test_time_is_a_bound(fake: FakeServer, arrivals: dict[str, Any]) -> None:
+def test_time_is_a_bound(fake: FakeServer, monkeypatch: pytest.MonkeyPatch, arrivals: dict[str, Any]) -> None:
+    asked: list[tuple[float, bool]] = []
+    may_send = load.LoadRun._may_send
+
+    def noted(self: load.LoadRun, at_s: float) -> bool:
+        asked.append((at_s, may_send(self, at_s)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(load.LoadRun, "_may_send", noted)
     result = load.run(plan(fake.url, duration_s=0.3, **arrivals))
     assert result.complete
-    assert result.requests
-    assert max(request.sent_s for request in result.requests) < 0.4
+    assert [allowed for at_s, allowed in asked] == [at_s < 0.3 for at_s, _ in asked]
+    assert not asked[-1][1], "it ended by its time"
+    assert len(result.requests) == sum(allowed for _, allowed in asked) > 0
     assert result.num_requests_asked is None
     few = load.run(plan(fake.url, duration_s=30, num_requests=3, **arrivals))
     assert len(few.requests) == 3, "whichever bound comes first"
