@@ -88,13 +88,12 @@ def test_small_requests_that_would_take_much_are_refused_and_leave_nothing(
 ) -> None:
     """165 MB each, and kept, before; the engine's process does not even compile them now."""
     compiler.compile(StructuredOutput(regex="a"), [EOS])
-    before, started_s = heap_bytes(), time.perf_counter()
+    before = heap_bytes()
     for letter in "ab":
         with pytest.raises(RequestError, match=r"regex cannot be used: (compil|lexer error)") as caught:
             compiler.compile(StructuredOutput(regex=expression.format(letter)), [EOS])
         assert "\n" not in str(caught.value)
     assert heap_bytes() - before < 2 * 2**20
-    assert time.perf_counter() - started_s < 30
 
 
 def test_ordinary_forms_come_through(compiler: GrammarCompiler) -> None:
