@@ -47,7 +47,7 @@ def running(engine: Engine) -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)
 
 
 @pytest.fixture(scope="module")
