@@ -35,7 +35,7 @@ def prompt_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def side(name: str, fake: FakeEngine) -> ServerSide:
     root = fake.url.removesuffix("/v1")
-    return ServerSide(name, ServerAddress(fake.url, MODEL, f"{root}/metrics", timeout_s=20))
+    return ServerSide(name, ServerAddress(fake.url, MODEL, f"{root}/metrics", timeout_s=120))
 
 
 def settings(num_answers: int = 40, **others: Any) -> AuditSettings:
