@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             fake.refuse -= refused
         try:
             if fake.barrier is not None:
-                fake.barrier.wait(timeout=20)
+                fake.barrier.wait(timeout=120)
             if fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}":
                 self._error(401, "no such key")
             elif refused:
