@@ -64,7 +64,7 @@ def plan(
             repeats=repeats,
             **asked,
         ),
-        ServerAddress(server.url, MODEL, f"{root}/metrics", api_key=server.key, timeout_s=20),
+        ServerAddress(server.url, MODEL, f"{root}/metrics", api_key=server.key, timeout_s=120),
         {"top_p": 0.9},
     )
 
