@@ -100,7 +100,7 @@ def test_the_load_is_there_and_goes_again(tmp_path: Path) -> None:
                 async with side.load(client, 2):
                     answer = await side.answer(client, 0, PROMPTS.prompts[0], 2)
                 most = (await client.get(f"{url}/fake")).json()["most_running"]
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while await side.num_running(client):
                         await asyncio.sleep(0.02)
                 return answer, most
