@@ -32,7 +32,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return fake_command(tmp_path_factory.mktemp("vllm"))
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait until `condition()` holds."""
     end_s = time.monotonic() + timeout_s
     while not condition():
