@@ -64,7 +64,7 @@ def served(plan: HandoffPlan) -> Iterator[tuple[str, Handoff, list[Exception]]]:
     finally:
         handoff.end()
         if thread.ident is not None:
-            thread.join(timeout=20)
+            thread.join(timeout=120)
         handoff.stop()
         bound.close()
 
@@ -86,7 +86,7 @@ def ask(port: int, num: int, max_tokens: int = 24) -> None:
         answer.raise_for_status()
 
 
-def until(look: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def until(look: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """What `look` returns once it is true."""
     end_s = time.monotonic() + timeout_s
     while not (found := look()):
