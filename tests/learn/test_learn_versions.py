@@ -139,14 +139,14 @@ def test_forget_removes_a_version_that_is_being_written(
 
     def slowly(path: Path) -> None:  # called before a version that was written beside is renamed
         writes.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(120)
         sync_folder(path)
 
     monkeypatch.setattr("slipstream.learn.versions.sync_folder", slowly)
     writer = threading.Thread(target=store.add, args=(a_version(), some_tensors()))
     forgetter = threading.Thread(target=forget, args=(folder, "alpha"))
     writer.start()
-    assert writes.wait(10)
+    assert writes.wait(120)
     forgetter.start()
     while not folder.forgotten.exists():
         time.sleep(0.001)
