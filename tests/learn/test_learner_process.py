@@ -74,7 +74,7 @@ def started(
 
 
 def wait_until(what: Any) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.01)
@@ -95,7 +95,7 @@ def say_more_than_a_pipe_holds(process: LearnerProcess) -> None:
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()
-    thread.join(timeout=20)
+    thread.join(timeout=120)
     if thread.is_alive():
         os.kill(process.pid or 0, signal.SIGKILL)
         pytest.fail("it waits for a process that does not read")
@@ -108,7 +108,7 @@ def test_a_process_that_reads_nothing_stops_nobody_and_is_ended(
     try:
         process.watch()
         first = process.pid
-        assert process.messages.get(timeout=20) == {"event": "ready"}
+        assert process.messages.get(timeout=120) == {"event": "ready"}
         say_more_than_a_pipe_holds(process)
         watched(process, clock, SILENT_S + 1)
         assert "hangs" in process.fault
@@ -150,7 +150,7 @@ def test_a_process_that_hangs_raises_an_alarm_and_is_ended(
     try:
         process.watch()
         first = process.pid
-        assert process.messages.get(timeout=20) == {"event": "begun"}
+        assert process.messages.get(timeout=120) == {"event": "begun"}
         process.pause()
         watched(process, clock, 2 * KILL_S)
         assert process.fault == "", "it is stopped"
@@ -178,7 +178,7 @@ def test_a_clock_that_jumps_is_no_silence(
     process, _ = started(HANGS, tmp_path, clock, monkeypatch)
     try:
         process.watch()
-        process.messages.get(timeout=20)
+        process.messages.get(timeout=120)
         clock.now_s += 10 * KILL_S  # this process was stopped, the learner with it
         process.watch()
         assert process.fault == ""
@@ -242,7 +242,7 @@ def test_it_is_stopped_at_any_instant_and_goes_on(
         process.watch()
         process.pause()  # it has not begun: killed now, this process would leave it stopped
         assert not process.rests
-        assert process.messages.get(timeout=20) == {"event": "begun"}
+        assert process.messages.get(timeout=120) == {"event": "begun"}
         pid = process.pid
         assert pid is not None
         process.pause()
@@ -252,7 +252,7 @@ def test_it_is_stopped_at_any_instant_and_goes_on(
         time.sleep(0.2)
         assert process.messages.empty(), "it does not even hear what is said to it"
         process.resume()
-        assert process.messages.get(timeout=20) == {"event": "alive"}
+        assert process.messages.get(timeout=120) == {"event": "alive"}
         assert not process.rests
         process.pause()
         os.kill(pid, signal.SIGKILL)
@@ -260,7 +260,7 @@ def test_it_is_stopped_at_any_instant_and_goes_on(
         process.watch()
         assert process.num_deaths == 1
         assert not process.rests, "the next one is not stopped"
-        assert process.messages.get(timeout=20) == {"event": "begun"}
+        assert process.messages.get(timeout=120) == {"event": "begun"}
     finally:
         process.close()
 
@@ -269,9 +269,9 @@ def test_it_is_given_leave_to_keep(tmp_path: Path, clock: Clock, monkeypatch: py
     process, _ = started(ANSWERS, tmp_path, clock, monkeypatch)
     try:
         process.watch()
-        assert process.messages.get(timeout=20) == {"event": "begun"}
+        assert process.messages.get(timeout=120) == {"event": "begun"}
         process.let_keep()
-        assert process.messages.get(timeout=20) == {"event": "alive"}
+        assert process.messages.get(timeout=120) == {"event": "alive"}
     finally:
         process.close()
 
@@ -281,7 +281,7 @@ import time
 from slipstream.learn.process import LearnerProcess
 process = LearnerProcess({}, "stand_in")
 process.watch()
-process.messages.get(timeout=20)
+process.messages.get(timeout=120)
 process.pause()
 print(process.pid, flush=True)
 time.sleep(600)
