@@ -280,7 +280,7 @@ def server(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def test_a_server_answers(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with server() as (url, asked):
-        answerer = ServerAnswerer(ServerAddress(url, "m", "", timeout_s=10), 3)
+        answerer = ServerAnswerer(ServerAddress(url, "m", "", timeout_s=120), 3)
         tally = regenerate(data, output, OPTIONS, answerer, {"model": "m"})
     rows = made(output)
     assert tally.num_done == len(rows) == len(ROWS)
@@ -293,13 +293,13 @@ def test_a_server_answers(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("status", "message"), [(500, "answers HTTP 500: no"), (401, "HTTP 401")])
 def test_a_server_that_fails_ends_the_run(status: int, message: str, data: Path, tmp_path: Path) -> None:
     with server(status) as (url, _):
-        answerer = ServerAnswerer(ServerAddress(url, "m", "", timeout_s=10), 2)
+        answerer = ServerAnswerer(ServerAddress(url, "m", "", timeout_s=120), 2)
         with pytest.raises(RemoteError, match=message):
             regenerate(data, tmp_path / "out.jsonl", OPTIONS, answerer, {"model": "m"})
 
 
 def test_a_server_that_is_not_there(data: Path, tmp_path: Path) -> None:
-    answerer = ServerAnswerer(ServerAddress("http://127.0.0.1:9/v1", "m", "", timeout_s=10), 2)
+    answerer = ServerAnswerer(ServerAddress("http://127.0.0.1:9/v1", "m", "", timeout_s=120), 2)
     with pytest.raises(RemoteError, match="cannot reach"):
         regenerate(data, tmp_path / "out.jsonl", OPTIONS, answerer, {"model": "m"})
 
