@@ -35,7 +35,7 @@ def talk(folder: Path, typed: list[bytes], history: bool = True, command: list[s
     )
     os.close(theirs)
     shown = b""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     waiting = [*typed, b"\x04"]
     prompts = 0
     try:
@@ -49,7 +49,7 @@ def talk(folder: Path, typed: list[bytes], history: bool = True, command: list[s
             if waiting and shown.endswith(b"> ") and shown.count(b"> ") > prompts:
                 prompts = shown.count(b"> ")
                 os.write(ours, waiting.pop(0))
-        assert process.wait(20) == 0, shown
+        assert process.wait(120) == 0, shown
     finally:
         process.kill()
         process.wait()
