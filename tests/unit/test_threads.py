@@ -36,11 +36,11 @@ def another_step() -> Iterator[None]:
     def step() -> None:
         with threads.operators(1):
             begun.set()
-            assert over.wait(60)
+            assert over.wait(120)
 
     thread = threading.Thread(target=step)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(120)
     yield
     over.set()
     thread.join()
@@ -139,10 +139,10 @@ def test_a_thread_that_has_kept_a_steps_count_is_told_from_one_that_was_told() -
     answers: list[int] = []
 
     def late() -> None:
-        assert lowered.wait(60)
+        assert lowered.wait(120)
         assert torch.get_num_threads() == 1  # PyTorch's own answer to a new thread
         done.set()
-        assert over.wait(60)
+        assert over.wait(120)
         answers.append(threads.available())
 
     over = threading.Event()
@@ -150,7 +150,7 @@ def test_a_thread_that_has_kept_a_steps_count_is_told_from_one_that_was_told() -
     thread.start()
     with threads.operators(1):
         lowered.set()
-        assert done.wait(60)
+        assert done.wait(120)
         assert threads.available() == PROCESS
     over.set()
     thread.join()
