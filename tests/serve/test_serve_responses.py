@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pydantic
 import pytest
-from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, MakeApp, running
+from serve_cases import DRAFT, MESSAGES, MODEL, QUESTION, JumpingLoop, MakeApp, running
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
@@ -438,16 +438,25 @@ def test_what_means_nothing_here_is_let_through(shared: TestClient) -> None:
 
 def test_a_stream_that_breaks_off_ends_as_failed(make_app: MakeApp) -> None:
     body = {"input": QUESTION, "stream": True, "max_output_tokens": 1500, "min_tokens": 1500}
-    with TestClient(make_app(request_timeout_s=0.4)) as client:
-        answer = client.post(PATH, json=body)
-    assert answer.status_code == 200
-    events = [json.loads(frame.split("data: ")[1]) for frame in answer.text.split("\n\n")[:-1]]
+    loop = JumpingLoop()
+    with (
+        running(make_app(), loop=loop) as (url, _),
+        httpx2.stream("POST", f"{url}{PATH}", json=body, timeout=120) as answer,
+    ):
+        assert answer.status_code == 200
+        pieces = answer.iter_text()
+        text = next(pieces)
+        while "output_text.delta" not in text:
+            text += next(pieces)
+        loop.jump(601.0)
+        text += "".join(pieces)
+    events = [json.loads(frame.split("data: ")[1]) for frame in text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == "server_error"
-    assert "within 0.4 s" in last["response"]["error"]["message"]
+    assert "within 600 s" in last["response"]["error"]["message"]
     [item] = last["response"]["output"]
     deltas = "".join(event["delta"] for event in events if event["type"].endswith("delta"))
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", deltas)
