@@ -73,7 +73,13 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(noise_module, "SMALL_VOCABULARY", 0)
 
 
-@pytest.mark.parametrize("rows", range(1, 66))
+SIZES = {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65}
+"""Numbers of rows around those at which vectorised loops change; all others are left to the long tests."""
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(rows, marks=[] if rows in SIZES else pytest.mark.long) for rows in range(1, 66)]
+)
 def test_choose_is_the_argmax_of_perturb(rows: int) -> None:
     noise = Noise(seed=rows, root_position=5)
     positions = [5 + row // 2 for row in range(rows)]
