@@ -43,7 +43,7 @@ from slipstream.serve.process.values import params_out
 from slipstream.text.prompts import encode_chat
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
