@@ -59,7 +59,7 @@ async def answers(engine: RemoteEngine, prompts: list[list[int]], first: int) ->
 
 
 async def until(engine: RemoteEngine, what: Any) -> LearnFacts:
-    for _ in range(200):
+    for _ in range(2400):
         await engine.read(lambda stats, report: None)
         facts = engine.learn_facts()
         if what(facts):
