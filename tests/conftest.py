@@ -16,6 +16,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 
+import httpx2
 import pytest
 import torch
 from hypothesis import settings
@@ -28,6 +29,10 @@ torch.set_num_threads(1)
 gc.disable()  # until all is collected: what is imported stays, and looking through it takes a third of the time
 settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
+
+
+for part in ("connect", "read", "write", "pool"):  # a busy machine may take more than the usual five seconds
+    setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, part, 120.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
