@@ -393,10 +393,12 @@ def test_a_worker_that_reads_nothing_is_left_and_that_is_said(
     plain: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "MAX_BACKLOG_BYTES", 2**20)
+    monkeypatch.setattr(link_module, "DOUBT_S", 200.0)
+    monkeypatch.setattr(link_module, "SILENCE_S", 300.0)
     terms = LinkTerms(fingerprint(plain.engine.tokenizer), 4096, frozenset({"coupled"}), 4, b"")
     with impostor(plain, reads_nothing) as address, caplog.at_level("INFO", "slipstream"):
         link = SocketLink(address, terms, threading.Condition())
-        link.wait_tried(10)
+        link.wait_tried(120)
         while link.connected:
             link.send({"type": "open", "tokens": [1] * 2**18})
         assert link.state() == ("away", "it does not read what it is sent")
@@ -411,25 +413,26 @@ def test_a_worker_that_is_silent_counts_as_away_until_it_speaks(
     plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before it is left: its connection stays, and is used again."""
-    monkeypatch.setattr(link_module, "DOUBT_S", 0.2)
+    monkeypatch.setattr(link_module, "DOUBT_S", 200.0)
     monkeypatch.setattr(link_module, "PING_EVERY_S", 0.05)
-    monkeypatch.setattr(link_module, "SILENCE_S", 30.0)
+    monkeypatch.setattr(link_module, "SILENCE_S", 300.0)
     speak = threading.Event()
 
     def is_stopped(connection: socket.socket, decoder: MessageDecoder) -> None:
         speak.wait(120)
         connection.sendall(encode({"type": "pong", "sent_s": 0.0}))
-        threading.Event().wait(5)
+        threading.Event().wait(60)
 
     terms = LinkTerms(fingerprint(plain.engine.tokenizer), 4096, frozenset({"coupled"}), 4, b"")
     with impostor(plain, is_stopped) as address:
         link = SocketLink(address, terms, threading.Condition())
-        link.wait_tried(10)
+        link.wait_tried(120)
         assert link.connected
+        monkeypatch.setattr(link_module, "DOUBT_S", 0.2)
         until(lambda: not link.connected)
         assert link.state() == ("away", "it has not answered for 0.2 s")
         generation = link.generation
-        monkeypatch.setattr(link_module, "DOUBT_S", 30.0)
+        monkeypatch.setattr(link_module, "DOUBT_S", 200.0)
         speak.set()
         until(lambda: link.connected)
         assert link.state() == ("connected", "")
@@ -439,7 +442,7 @@ def test_a_worker_that_is_silent_counts_as_away_until_it_speaks(
 
 def greeted(address: Address) -> tuple[socket.socket, MessageDecoder]:
     """A connection to a worker as an engine makes it."""
-    connection, decoder, nonce = address.connect(5), MessageDecoder(), new_nonce()
+    connection, decoder, nonce = address.connect(120), MessageDecoder(), new_nonce()
     hello = {"type": "hello", "protocol": PROTOCOL_VERSION, "nonce": nonce, "depth": 4}
     connection.sendall(encode(hello))
     challenge = _message(connection, decoder)
@@ -472,7 +475,7 @@ def test_what_waits_for_a_drafter_is_bounded_in_bytes(
                 send_all()
             assert 2**16 < sent < len(data) / 3
             gate.set()
-            connection.settimeout(30)
+            connection.settimeout(120)
             connection.sendall(data[sent:] + encode({"type": "ping", "sent_s": 1.0}))
             assert _message(connection, decoder) == {"type": "pong", "sent_s": 1.0}
 
@@ -481,12 +484,12 @@ def test_strangers_do_not_disturb_a_worker(
     worker: Address, plain: LLM, prompts: list[list[int]], make_llm: MakeLLM
 ) -> None:
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"\x00", encode({"type": "ping", "sent_s": 0.0}), b""):
-        with worker.connect(5) as stranger:
+        with worker.connect(120) as stranger:
             stranger.sendall(greeting)
     hello = {"type": "hello", "protocol": 9, "nonce": new_nonce(), "depth": 4}
-    with worker.connect(5) as stranger:
+    with worker.connect(120) as stranger:
         stranger.sendall(encode(hello))
-        stranger.settimeout(10)
+        stranger.settimeout(120)
         found: list[dict[str, Any]] = []
         decoder = MessageDecoder()
         while len(found) < 2:
