@@ -230,7 +230,7 @@ SUMS = (
 def test_counts_of_replicas_are_summed_shown_and_never_fall() -> None:
     async def figures(front: Front, num_tokens: int) -> tuple[bytes, dict[str, Any]]:
         """Once so many tokens were reported: a report comes a moment behind its answer."""
-        for _ in range(200):
+        for _ in range(6000):
             _, _, metrics = await front.call("/metrics")
             if value(metrics, "slipstream_generation_tokens_total") >= num_tokens:
                 break
