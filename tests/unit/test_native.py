@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import shutil
 import subprocess
@@ -372,10 +373,16 @@ def test_large_buffers_are_plain_memory() -> None:
     assert int(buffer[-1]) == 7
 
 
-def resident_file_bytes() -> int:
-    """What this process holds of files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
+def share_there(*tensors: torch.Tensor) -> float:
+    """The share of the tensors' whole pages that this process has in memory."""
+    num_there = num_pages = 0
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        for tensor in tensors:
+            found = pages._pages(tensor)
+            told = os.pread(file.fileno(), 8 * len(found), 8 * (found.start // mmap.PAGESIZE))
+            num_there += sum(entry >> 63 for entry in memoryview(told).cast("Q"))
+            num_pages += len(found)
+    return num_there / num_pages
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system does not tell of pages")
@@ -385,9 +392,9 @@ def test_only_pages_of_a_file_are_forgotten(tmp_path: Path) -> None:
     storage = torch.UntypedStorage.from_file(str(tmp_path / "weights"), shared=False, nbytes=size)
     mapped = torch.tensor([], dtype=torch.uint8).set_(storage)
     expected = int(mapped.sum())
-    held = resident_file_bytes()
+    assert share_there(mapped) > 0
     pages.forget(mapped)
-    assert resident_file_bytes() < held - size // 2
+    assert share_there(mapped) == 0
     assert int(mapped.sum()) == expected
     mapped[size // 2] += 1
     pages.forget(mapped)
@@ -407,12 +414,13 @@ def test_passes_before_packing_hold_little_of_the_file(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids).logits
-        held = resident_file_bytes()
+        linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        weights = [weight for weight in linears if weight.nbytes > 2**20]
         with read_and_forgotten(model):
             assert torch.equal(model(input_ids=ids).logits, expected)
-        assert resident_file_bytes() < held - 20 * 2**20
+        assert share_there(*weights) < 0.1
         assert torch.equal(model(input_ids=ids).logits, expected)
-        assert resident_file_bytes() > held - 4 * 2**20
+        assert share_there(*weights) > 0.1
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
