@@ -182,7 +182,8 @@ class RequestOptions:
     """
 
     tenant: str = ""
-    """Whose request it is. Tenants share neither reused prefixes nor what drafters learn."""
+    """Whose request it is. Tenants share neither reused prefixes nor what drafters learn. Those whose names are equal
+    up to the first slash are one account, and accounts share running places evenly."""
     task: str = ""
     """The caller's name for the kind of request; drafters and the controller may keep statistics by it."""
     max_draft_tokens: int | None = None
@@ -218,6 +219,11 @@ class RequestOptions:
 
 
 DEFAULT_OPTIONS = RequestOptions()
+
+
+def tenant_account(tenant: str) -> str:
+    """The account that a tenant belongs to: its name up to the first slash. What is scarce is shared by account."""
+    return tenant.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +278,8 @@ class Sequence:
     from_draft: list[bool] = field(default_factory=list)
     """One an output token: True for an accepted draft token, False for the target's own."""
     num_computed: int = 0
+    length_at_admission: int = 0
+    """Tokens of the text when the sequence was last admitted to the running ones."""
     awaits_draft: bool = False
     """A draft is writing its next step of thinking: the target has nothing to compute until that is whole."""
     num_step_nodes: int = 0
@@ -289,6 +297,10 @@ class Sequence:
     @property
     def tenant(self) -> str:
         return self.options.tenant
+
+    @property
+    def account(self) -> str:
+        return tenant_account(self.options.tenant)
 
     @property
     def task(self) -> str:
@@ -312,6 +324,11 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Output tokens that were made here."""
         return self.num_output_tokens - self.num_resumed_tokens
+
+    @property
+    def num_tokens_since_admission(self) -> int:
+        """Output tokens that were committed since the sequence was last admitted."""
+        return len(self.token_ids) - self.length_at_admission
 
     @property
     def num_pending(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
-from slipstream.core import RequestOptions, StepItem
+from slipstream.core import RequestOptions, StepItem, tenant_account
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
@@ -94,7 +94,7 @@ class StepCounter:
 
     def _group(self, options: RequestOptions) -> str:
         """What a front makes names of: never a whole tenant, of which there is one for every user."""
-        return options.tenant.partition("/")[0] if self.by_account else ""
+        return tenant_account(options.tenant) if self.by_account else ""
 
     def _count(self, report: StepReport, rows: list[DecodedRow]) -> None:
         counts = self._counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.core import RequestOptions
+from slipstream.core import RequestOptions, tenant_account
 from slipstream.serve.api.task_labels import TaskLabels
 
 
@@ -27,7 +27,7 @@ class Accounts:
 
     def account(self, options: RequestOptions) -> str:
         """The account that a request belongs to."""
-        return options.tenant.partition("/")[0] if self._has_keys else ""
+        return tenant_account(options.tenant) if self._has_keys else ""
 
     def name_of(self, options: RequestOptions) -> str:
         """The name of a request's task in statistics."""
