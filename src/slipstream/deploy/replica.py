@@ -208,7 +208,7 @@ class ReplicaServer:
 
         try:
             prompt, params, options = request_from_json(message["request"])
-            attempt.leave = await self.engine.begin(
+            begun = await self.engine.begin(
                 prompt,
                 params,
                 put,
@@ -216,6 +216,7 @@ class ReplicaServer:
                 options=options,
                 emitted=emitted_from_json(message["emitted"]),
             )
+            attempt.leave = begun.leave
             if attempt.cancelled:
                 attempt.leave()
         except Exception as error:

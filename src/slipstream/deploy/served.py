@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import Item as RoutedItem
 from slipstream.deploy.routed import RoutedEngine
-from slipstream.engine.client import EngineClient
+from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_options
@@ -111,8 +111,11 @@ class ServedFleet(EngineClient):
         request_id: str | None = None,
         options: RequestOptions | None = None,
         emitted: Seq[EmittedTokens] = (),
-    ) -> Callable[[], None]:
-        """As in `EngineClient`, of token ids; raises `ApiError` 429 and 504 where the router does not take it."""
+    ) -> RequestHandle:
+        """As in `EngineClient`, of token ids; raises `ApiError` 429 and 504 where the router does not take it.
+
+        Replicas are not told of readers that do not keep up: the router would move a request that makes no tokens.
+        """
         if isinstance(prompt, str | Mapping):
             raise RequestError("a fleet takes token ids; the server encodes prompts")
         if emitted:
@@ -128,7 +131,7 @@ class ServedFleet(EngineClient):
                 claims.crossed_unlike |= crossed_unlike
 
         try:
-            return self.routed.begin(
+            leave = self.routed.begin(
                 prompt,
                 SamplingParams() if params is None else params,
                 receive,
@@ -139,6 +142,7 @@ class ServedFleet(EngineClient):
             )
         except DeployError as error:
             raise as_api_error(error) from None
+        return RequestHandle(leave, lambda paused: None)
 
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         return encode_chat(self.tokenizer, messages)

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core import EmittedTokens, RequestOptions
-from slipstream.engine.client import EngineClient
+from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.mailbox import Item, Mailbox, Put
@@ -139,7 +139,7 @@ class AsyncEngine(EngineClient):
         request_id: str | None = None,
         options: RequestOptions | None = None,
         emitted: Seq[EmittedTokens] = (),
-    ) -> Callable[[], None]:
+    ) -> RequestHandle:
         """As in `EngineClient`."""
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
@@ -185,7 +185,11 @@ class AsyncEngine(EngineClient):
             with contextlib.suppress(EngineStoppedError):
                 self._post(lambda: self._abort(name, caller))
 
-        return leave
+        def set_paused(paused: bool) -> None:
+            with contextlib.suppress(EngineStoppedError):
+                self._post(lambda: self._set_paused(name, caller, paused))
+
+        return RequestHandle(leave, set_paused)
 
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
@@ -281,7 +285,7 @@ class AsyncEngine(EngineClient):
         """The engine's thread: take calls, step while there is work, wait while there is none."""
         try:
             while True:
-                while not self.engine.has_unfinished or not self._calls.empty():
+                while not self.engine.has_work or not self._calls.empty():
                     call = self._calls.get()
                     if call is None:
                         self._stop(EngineStoppedError("the engine was closed"))
@@ -324,6 +328,10 @@ class AsyncEngine(EngineClient):
             del self._callers[request_id]
             for update in self.engine.abort(request_id):
                 self._hold(known, update)
+
+    def _set_paused(self, request_id: str, caller: _Caller, paused: bool) -> None:
+        if self._callers.get(request_id) is caller:
+            (self.engine.pause if paused else self.engine.resume)(request_id)
 
     def _stop(self, error: EngineStoppedError) -> None:
         """End every request under way with `error`, and refuse new ones."""

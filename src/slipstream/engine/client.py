@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from slipstream.core import EmittedTokens, RequestOptions
 from slipstream.engine.mailbox import Item, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.requests import RequestKeywords, request_options
+from slipstream.engine.unread import UnreadUpdates
 from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.text.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHandle:
+    """What the caller of a request that has begun may do with it. Both may be called again, and after its end."""
+
+    leave: Callable[[], None]
+    """Aborts the request; `put` is not called any more."""
+    set_paused: Callable[[bool], None]
+    """True: no more steps are made for it until False, while its reader does not keep up. Its text does not change."""
 
 
 class EngineClient(ABC):
@@ -31,12 +42,11 @@ class EngineClient(ABC):
         request_id: str | None = None,
         options: RequestOptions | None = None,
         emitted: Seq[EmittedTokens] = (),
-    ) -> Callable[[], None]:
+    ) -> RequestHandle:
         """`stream` without an iterator: `put` is called in this event loop with each update, or with what ends them.
 
-        `emitted` continues a request, as in `Engine.add_request`. Returns a function that aborts the request. Raises
-        `RequestError` for a constraint that cannot be followed or a long text that cannot be served, and
-        `EngineStoppedError`.
+        `emitted` continues a request, as in `Engine.add_request`. Raises `RequestError` for a constraint that cannot
+        be followed or a long text that cannot be served, and `EngineStoppedError`.
         """
 
     @abstractmethod
@@ -76,21 +86,24 @@ class EngineClient(ABC):
     ) -> AsyncIterator[Update]:
         """The request's updates as they come; the last one carries the whole `output`.
 
+        Where they are not read, no more are made beyond a bound until they are (`unread`); the text does not change.
+
         `keywords` (`tenant`, `task`, `max_draft_tokens`, `draft_method`, `prediction`, `learn`) are fields of
         `RequestOptions`; they replace those of `options`. `emitted` continues a request, as in `Engine.add_request`.
 
         Raises `RequestError` before the first update when the request cannot be served, `EngineStoppedError` when
         the engine stops under way.
         """
-        updates: asyncio.Queue[Item] = asyncio.Queue()
-        leave = await self.begin(
+        updates = UnreadUpdates[Item]()
+        request = await self.begin(
             prompt,
             params,
-            updates.put_nowait,
+            lambda item: updates.put(item, 0 if isinstance(item, Exception) else len(item.token_ids)),
             request_id=request_id,
             options=request_options(options, **keywords),
             emitted=emitted,
         )
+        updates.of(request)
         finished = False
         try:
             while not finished:
@@ -102,7 +115,7 @@ class EngineClient(ABC):
                 yield item
         finally:
             if not finished:
-                leave()
+                request.leave()
 
     async def generate(
         self,

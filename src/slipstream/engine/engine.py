@@ -285,6 +285,7 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_drafted_sequences=self.drafting.num_held(),
             num_draft_failures=self.drafting.num_failures,
+            num_paused=len(self.scheduler.paused),
             retired_drafters=self.drafting.retired,
             draft_workers=tuple(self.drafter.worker_stats()),
         )
@@ -377,10 +378,7 @@ class Engine:
         Its `on_update` is not called, since the caller has the updates. A step whose callbacks abort requests returns
         these updates too.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return []
-        answers = [self._answers[s.id] for s in request.sequences if s.id in self._answers]
+        answers = [self._answers[sequence.id] for sequence in self._unfinished(request_id)]
         for answer in answers:
             answer.sequence.finish_reason = answer.sequence.finish_reason or FinishReason.ABORT
         updates = [self._emit(answer, 0) for answer in answers]
@@ -388,9 +386,33 @@ class Engine:
             self._aborted += updates
         return updates
 
+    def pause(self, request_id: str) -> None:
+        """Give a request no more steps until `resume`, because what it makes is not read; unknown ids are ignored.
+
+        It holds no running place meanwhile. Its cache entries are retained, and computed again if others need the
+        room; the text is the same.
+        """
+        for sequence in self._unfinished(request_id):
+            self.scheduler.pause(sequence)
+            self._release(sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a paused request; unknown ids, and requests that are not paused, are ignored."""
+        for sequence in self._unfinished(request_id)[::-1]:  # each is put before the ones that wait
+            self.scheduler.resume(sequence)
+
+    def _unfinished(self, request_id: str) -> list[Sequence]:
+        request = self._requests.get(request_id)
+        return [] if request is None else [s for s in request.sequences if s.id in self._answers]
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step has something to do; False where all unfinished requests are paused."""
+        return self.scheduler.has_work
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while the request waits or runs."""
@@ -588,7 +610,7 @@ class Engine:
                 "slots of the cache": accounting.num_held,
                 "sequences of the drafter": self.drafting.num_held(),
                 "answers with drafted steps": self.reasoning.num_held() if self.reasoning is not None else 0,
-                "sequences": len(self._answers) + len(self.scheduler.running) + len(self.scheduler.waiting),
+                "sequences": len(self._answers) + self.scheduler.num_sequences,
             }
             faults += [
                 f"{number} {what} are held though nothing runs" for what, number in held.items() if number

@@ -24,7 +24,8 @@ class EngineStats:
     cache_bytes: int
     """Size of the target's cache, used or not."""
     num_preemptions: int
-    """Since the engine was made: how often an answer lost its slots because the cache was full."""
+    """Since the engine was made: how often an answer lost its slots, because the cache was full or another account was
+    due a place."""
     num_drafted_sequences: int
     """Sequences for which drafters or the controller keep state; 0 when the engine is idle."""
     num_draft_failures: int
@@ -33,6 +34,8 @@ class EngineStats:
     """Drafters that are paused after a late call, or were retired because they failed too often."""
     draft_workers: tuple[WorkerStats, ...] = ()
     """Draft workers elsewhere, in the order in which they were configured."""
+    num_paused: int = 0
+    """Answers that make no tokens until their readers have read more."""
 
     @property
     def cache_usage(self) -> float:

@@ -91,6 +91,11 @@ class Scheduler:
         return True
 
     @property
+    def num_sequences(self) -> int:
+        """Waiting, running and paused."""
+        return len(self.waiting) + len(self.running) + len(self.paused)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.engine.client import EngineClient
+from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.outputs import Update
+from slipstream.engine.unread import UnreadUpdates
 from slipstream.errors import ConfigError, PredictionError, RequestError
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.errors import ApiError
@@ -120,13 +121,13 @@ class Service:
 
     async def _updates(self, job: Job, deadline_s: float) -> AsyncGenerator[PromptUpdate, None]:
         """The updates of all prompts as they come."""
-        arrived: asyncio.Queue[PromptUpdate | Exception] = asyncio.Queue()
+        arrived = UnreadUpdates[PromptUpdate | Exception]()
         # One timer a request: a timer for every update would cost more than the rest of the loop.
         late = _too_late(self.config.request_timeout_s)
-        timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put_nowait, late)
+        timer = asyncio.get_running_loop().call_at(deadline_s, arrived.put, late)
         watch = self.metrics.clock(job.num_answers, job.params)
         follower = self.observer.follow(job)
-        under_way: dict[int, Callable[[], None]] = {}  # prompt to what aborts it
+        under_way: dict[int, RequestHandle] = {}  # by prompt
         try:
             async with self.until(deadline_s):
                 for number in range(len(job.prompts)):
@@ -148,25 +149,30 @@ class Service:
             raise job.constraint.refusal(error) from None
         finally:
             timer.cancel()
-            for leave in under_way.values():
-                leave()
+            for request in under_way.values():
+                request.leave()
             watch.close()
 
     async def _begin(
-        self, job: Job, number: int, arrived: asyncio.Queue[PromptUpdate | Exception]
-    ) -> Callable[[], None]:
-        """Have the engine put the updates of one prompt into `arrived`; returns what aborts it."""
+        self, job: Job, number: int, arrived: UnreadUpdates[PromptUpdate | Exception]
+    ) -> RequestHandle:
+        """Have the engine put the updates of one prompt into `arrived`."""
 
         def put(item: Update | Exception) -> None:
-            arrived.put_nowait(item if isinstance(item, Exception) else (number, item))
+            if isinstance(item, Exception):
+                arrived.put(item)
+            else:
+                arrived.put((number, item), len(item.token_ids))
 
-        return await self.engine.begin(
+        request = await self.engine.begin(
             job.prompts[number],
             job.params_of(number),
             put,
             request_id=f"{job.id}-{number}",
             options=job.options,
         )
+        arrived.of(request)
+        return request
 
 
 def _too_late(limit_s: float) -> ApiError:

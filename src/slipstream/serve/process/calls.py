@@ -9,7 +9,7 @@ import msgspec
 from slipstream.engine.mailbox import Put
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.facts import EngineFacts
-from slipstream.serve.process.protocol import CancelRequest, Submit, frame
+from slipstream.serve.process.protocol import CancelRequest, Flow, Submit, frame
 from slipstream.serve.process.values import AnswerRecord
 
 MAX_DEATHS = 2
@@ -28,6 +28,8 @@ class RemoteCall:
     answers: list[AnswerRecord]
     aborted: bool = False
     """Whether only its last updates are wanted. It is kept here, since the process may die before it has acted."""
+    paused: bool = False
+    """Whether its reader does not keep up."""
     num_deaths: int = field(default=0, init=False)
 
     def note_death(self, facts: EngineFacts) -> bool:
@@ -46,7 +48,7 @@ class RemoteCall:
         if any(answer.token_ids for answer in self.answers):
             submit = msgspec.structs.replace(submit, emitted=[answer.emitted for answer in self.answers])
         if not self.aborted:
-            return frame(submit)
+            return frame(submit) + (frame(Flow(submit.id, True)) if self.paused else b"")
         # Its last updates need no grammar.
         params = {name: value for name, value in submit.params.items() if name != "structured"}
         submit = msgspec.structs.replace(submit, params=params, tried_bytes=None)

@@ -33,6 +33,7 @@ from slipstream.serve.process.protocol import (
     AnswerUpdate,
     CancelRequest,
     EngineMessage,
+    Flow,
     Frames,
     Read,
     Refused,
@@ -149,7 +150,7 @@ class EngineHost:
         try:
             while True:
                 self._receive()
-                if self._engine.has_unfinished:
+                if self._engine.has_work:
                     self._step()
         except _ServerLeftError:
             return
@@ -209,13 +210,13 @@ class EngineHost:
                 self._add_compiled(self._compiled.get())
             while not self._changes.empty():
                 self._changes.get()()
-            if self._engine.has_unfinished and not self._outbox.is_full:
+            if self._engine.has_work and not self._outbox.is_full:
                 return
 
     def _wait(self) -> None:
         """Until something comes, or can be written; not at all while the engine has work and room for its results."""
         waits = bool(self._outbox.num_bytes)
-        if self._engine.has_unfinished and not self._outbox.is_full:
+        if self._engine.has_work and not self._outbox.is_full:
             if waits:
                 self._outbox.flush()
             self._forget_wakes()
@@ -240,6 +241,8 @@ class EngineHost:
                 self._submit(message)
             case CancelRequest():
                 self._cancel(message)
+            case Flow():
+                self._set_paused(message)
             case Read():
                 learned = None if self.learn_facts is None else self.learn_facts()
                 stats, report = self._engine.stats(), self._engine.control_report()
@@ -326,6 +329,12 @@ class EngineHost:
                 del self._made.updates[key]
         self._forget(served)
         self._give_out()
+
+    def _set_paused(self, asked: Flow) -> None:
+        name = self._names.get(asked.id)
+        if name is not None:
+            (self._engine.pause if asked.paused else self._engine.resume)(name)
+            self._give_out()  # the next step may be long in coming
 
     def _refuse(self, id_: int, error: Exception) -> None:
         self._write(Refused(id_, *error_out(error)))

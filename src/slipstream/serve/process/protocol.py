@@ -26,7 +26,7 @@ from slipstream.metrics.request import RequestMetrics
 from slipstream.metrics.step import StepReport
 from slipstream.serve.facts import EngineFacts
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 256 * 2**20
 """The largest message; a longer one is not from a Slipstream."""
 _LENGTH_BYTES = 4
@@ -106,6 +106,13 @@ class CancelRequest(EngineMessage, tag="cancel", frozen=True):
     id: int
     reports: bool
     """Whether its last updates are still wanted."""
+
+
+class Flow(EngineMessage, tag="flow", frozen=True):
+    """Whether a request gets steps: `paused` while what it makes is not read. Unknown ids are ignored."""
+
+    id: int
+    paused: bool
 
 
 class Read(EngineMessage, tag="read", frozen=True):
@@ -198,7 +205,7 @@ class Stopped(EngineMessage, tag="stopped", frozen=True):
     message: str
 
 
-ToEngine = Load | Submit | CancelRequest | Read
+ToEngine = Load | Submit | CancelRequest | Flow | Read
 FromEngine = Loaded | Failed | Steps | Refused | State | Stopped
 
 # --- how they are written ---------------------------------------------------------------------------------------------

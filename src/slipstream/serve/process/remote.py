@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
 from slipstream.core import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
-from slipstream.engine.client import EngineClient
+from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.continuation import check_emitted
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.mailbox import Put
@@ -36,6 +36,7 @@ from slipstream.serve.process.outbox import Outbox
 from slipstream.serve.process.protocol import (
     AnswerUpdate,
     CancelRequest,
+    Flow,
     FromEngine,
     Hello,
     Read,
@@ -153,7 +154,7 @@ class RemoteEngine(EngineClient):
         request_id: str | None = None,
         options: RequestOptions | None = None,
         emitted: Seq[EmittedTokens] = (),
-    ) -> Callable[[], None]:
+    ) -> RequestHandle:
         """As in `EngineClient`; raises `EngineBusyError` too, where the engine does not keep up with reading."""
         self._attach()
         number = next(self._numbers)
@@ -207,7 +208,12 @@ class RemoteEngine(EngineClient):
             if self._calls.pop(number, None) is not None and self._stopped is None:
                 self._send(CancelRequest(number, reports=False))
 
-        return leave
+        def set_paused(paused: bool) -> None:
+            call.paused = paused
+            if number in self._calls and self._stopped is None:
+                self._send(Flow(number, paused))
+
+        return RequestHandle(leave, set_paused)
 
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         return encode_chat(self.tokenizer, messages)
