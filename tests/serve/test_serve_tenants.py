@@ -11,6 +11,8 @@ from starlette.testclient import TestClient
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.core import RequestOptions
 from slipstream.monitor.alarms import AlarmKind
+from slipstream.sampling.grammars import compiler
+from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.serve.app import create_app
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
@@ -71,6 +73,45 @@ def test_drafters_get_the_account_first_and_never_the_key_itself(
     assert len(set(told)) == 6
     assert not any(tenant.startswith(name) for tenant in told for name in KEYS)
     assert [tenant.partition("/")[2] for tenant in told] == ["", "ann", "key-a"] * 2
+
+
+def test_what_a_tenant_has_compiled_saves_another_one_nothing(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema, a tool's and one that is refused: each is tried, checked and compiled as if none had been before."""
+    done: list[str] = []
+    for name in ("_try", "_compile"):
+        made = getattr(GrammarCompiler, name)
+
+        def counted(self: GrammarCompiler, *given: Any, name: str = name, made: Any = made) -> Any:
+            done.append(name)
+            return made(self, *given)
+
+        monkeypatch.setattr(GrammarCompiler, name, counted)
+    check = compiler.check_followed
+    monkeypatch.setattr(compiler, "check_followed", lambda form: (done.append("check"), check(form))[1])
+    schema = {"type": "object", "properties": {"seen_by_one": {"const": 1}}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    bodies = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
+        {"tools": [tool], "tool_choice": "required"},
+        {"structured_outputs": {"json": {"not": {"type": "seen by one"}}}},
+    ]
+
+    def work(client: TestClient, name: str, user: str | None, body: dict[str, Any]) -> tuple[list[str], str]:
+        done.clear()
+        asked = {"messages": MESSAGES, "max_tokens": 1, "user": user, **body}
+        answer = client.post("/v1/chat/completions", json=asked, headers=key(name))
+        return sorted(done), answer.json().get("error", {}).get("message", "")
+
+    with TestClient(make_app(api_key=KEYS)) as client:
+        for body in bodies:
+            first = work(client, "key-a", None, body)
+            assert first[0]
+            assert work(client, "key-a", None, body) == ([], first[1]), "its own is reused"
+            assert work(client, "key-b", None, body) == first
+            assert work(client, "key-a", "ann", body) == first
+            assert work(client, "key-b", None, body) == ([], first[1])
 
 
 def asked(client: TestClient, name: str, task: str, max_tokens: int = 8) -> None:

@@ -170,6 +170,33 @@ def test_compiled_grammars_are_kept_and_bounded(
     assert len(matchers.made) == 4
 
 
+def test_an_account_that_asks_for_many_forms_drives_out_its_own(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_ = GrammarCompiler._compile
+
+    def counted(self: GrammarCompiler, key: Any, tried_bytes: int | None) -> Any:
+        compiled.append(key[0])
+        return compile_(self, key, tried_bytes)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 6)
+    own = [StructuredOutput(regex=text) for text in ("quiet", "still")]
+    for form in own:
+        compiler.compile(form, [], "b/ann")
+    for number in range(12):
+        compiler.compile(StructuredOutput(regex=f"loud{number}"), [], f"a/{number}")
+    assert compiler.num_kept == 6
+    compiled.clear()
+    for form in own:
+        compiler.compile(form, [], "b/ann")
+    assert compiled == []
+    compiler.compile(StructuredOutput(regex="loud11"), [], "a/11")
+    compiler.compile(StructuredOutput(regex="loud0"), [], "a/0")
+    assert compiled == ["a/0"], "the least recently used ones are gone"
+
+
 def test_a_grammar_that_is_too_complex_is_refused(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ class ServedFleet(EngineClient):
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         return encode_chat(self.tokenizer, messages)
 
-    async def check_grammar(self, structured: StructuredOutput) -> None:
+    async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
         """Nothing: the replica that compiles the whole constraint refuses what cannot be followed."""
 
     async def abort(self, request_id: str) -> None:

@@ -172,9 +172,9 @@ class AsyncEngine(EngineClient):
             if isinstance(
                 params, SamplingParams
             ):  # in other threads than the engine's, where all would wait for it
-                compiling = self.engine.compile_grammar(params)
-                grammar = None if compiling is None else await waiting.grammar(compiling)
                 given = request_options(options)
+                compiling = self.engine.compile_grammar(params, tenant=given.tenant)
+                grammar = None if compiling is None else await waiting.grammar(compiling)
                 if _takes_long_to_encode(prompt, params, given):
                     encoded = await asyncio.to_thread(self.engine.encode, prompt, params, given)
             self._post(add, fail=lambda error: self._hold(caller, error))
@@ -195,9 +195,9 @@ class AsyncEngine(EngineClient):
         """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
         return encode_chat(self.engine.tokenizer, messages)
 
-    async def check_grammar(self, structured: StructuredOutput) -> None:
+    async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
         """Raise `RequestError` where a part of a larger constraint cannot be followed."""
-        await asyncio.wrap_future(self.engine.check_grammar(structured))
+        await asyncio.wrap_future(self.engine.check_grammar(structured, tenant))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""

@@ -54,8 +54,8 @@ class EngineClient(ABC):
         """A conversation, `{"role": ..., "content": ...}` each, as a prompt for `stream` or `generate`."""
 
     @abstractmethod
-    async def check_grammar(self, structured: StructuredOutput) -> None:
-        """Raise `RequestError` where a part of a larger constraint cannot be followed."""
+    async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
+        """Raise `RequestError` where a part of a larger constraint of `tenant` cannot be followed."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

@@ -356,21 +356,21 @@ class Engine:
         return self._intake.expected(prediction)
 
     def compile_grammar(
-        self, params: SamplingParams, tried_bytes: int | None = None
+        self, params: SamplingParams, tried_bytes: int | None = None, tenant: str = ""
     ) -> Future[Grammar] | None:
         """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
 
-        `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. The future raises
-        `RequestError` where it cannot be followed.
+        `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. What was compiled
+        before is reused by the same `tenant` alone. The future raises `RequestError` where it cannot be followed.
         """
-        return self._intake.compile_grammar(params, tried_bytes)
+        return self._intake.compile_grammar(params, tried_bytes, tenant)
 
-    def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
+    def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> Future[bool]:
         """Whether a part of a larger constraint can be followed; the future raises `RequestError` where it cannot.
 
         May be called from any thread.
         """
-        return self._intake.check_grammar(structured)
+        return self._intake.check_grammar(structured, tenant)
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request now and free what it holds; returns its last updates, none for an unknown id.

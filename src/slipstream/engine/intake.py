@@ -98,7 +98,7 @@ class Intake:
         self._check(params, options, emitted)
         if not isinstance(prompt, EncodedPrompt):
             prompt = self.encode(prompt, params, options)
-        if grammar is None and (compiling := self.compile_grammar(params)) is not None:
+        if grammar is None and (compiling := self.compile_grammar(params, tenant=options.tenant)) is not None:
             grammar = compiling.result()
         if emitted:
             check_emitted(emitted, params, self._served.model.vocab_size)
@@ -207,13 +207,13 @@ class Intake:
         return self._predictions.encode(prediction)
 
     def compile_grammar(
-        self, params: SamplingParams, tried_bytes: int | None = None
+        self, params: SamplingParams, tried_bytes: int | None = None, tenant: str = ""
     ) -> Future[Grammar] | None:
         """See `Engine.compile_grammar`."""
         if not isinstance(params.structured, StructuredOutput):
             return None
-        return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes)
+        return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes, tenant)
 
-    def check_grammar(self, structured: StructuredOutput) -> Future[bool]:
+    def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> Future[bool]:
         """See `Engine.check_grammar`."""
-        return self._grammars.check(structured)
+        return self._grammars.check(structured, tenant)

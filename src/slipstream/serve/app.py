@@ -171,7 +171,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         check_unsupported(body)
 
         async def prepare() -> CompletionAnswer:
-            constraint = await constraint_of(body, service.tokens, check_grammar)
+            tenant = tenant_of(request.scope, body.user)
+            constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
             prompts = await service.tokens.prompts(body.prompt)
             job = _job(service, request, body, prompts, "cmpl-", constraint)
             if body.echo:
@@ -187,7 +188,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         check_unsupported(body)
 
         async def prepare() -> ChatAnswer:
-            constraint = await constraint_of(body, service.tokens, check_grammar)
+            tenant = tenant_of(request.scope, body.user)
+            constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
             tools = constraint.tools.tools if constraint and constraint.tools else None
             prompt = await service.tokens.chat(body.messages, body.chat_template_kwargs, tools)
             return ChatAnswer(_job(service, request, body, [prompt], "chatcmpl-", constraint), service)

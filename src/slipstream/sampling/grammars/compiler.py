@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from slipstream.core import tenant_account
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
 from slipstream.sampling.grammars.grammar import Grammar, bits, is_dead_end
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+_Key = tuple[str, StructuredOutput]
+"""A tenant, and what it asks for."""
 
 MAX_COMPILED = 64
-"""Compiled grammars and refusals that are cached, least recently used first out."""
+"""Compiled grammars and refusals that are cached. Beyond it the least recently used one makes room, of the account that
+holds the most."""
 MAX_SOURCE_BYTES = 128 * 2**10
 """The largest schema, expression, grammar or choice. The compiler's time, partly quadratic, and its recursion depth
 grow with it."""
@@ -66,7 +70,8 @@ class GrammarCompiler:
 
     Each constraint is first compiled on trial in another process, and then here, under the same limits.
 
-    Thread-safe; llguidance releases the interpreter lock. Cached results, refusals included, are returned at once.
+    Thread-safe; llguidance releases the interpreter lock. Cached results, refusals included, are returned at once, to
+    the tenant that asked before: to others the time would tell what a tenant asks for.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
@@ -92,15 +97,21 @@ class GrammarCompiler:
         """Estimated size of the compiled constraints that are kept."""
         return self._compiled.num_bytes()
 
-    def compile(self, structured: StructuredOutput, stop_token_ids: Iterable[int]) -> Grammar:
+    def compile(
+        self, structured: StructuredOutput, stop_token_ids: Iterable[int], tenant: str = ""
+    ) -> Grammar:
         """The grammar of one answer that may end with `stop_token_ids`.
 
         Raises `RequestError` where llguidance does not support the constraint or the tokenizer.
         """
-        return self.submit(structured, stop_token_ids).result()
+        return self.submit(structured, stop_token_ids, tenant=tenant).result()
 
     def submit(
-        self, structured: StructuredOutput, stop_token_ids: Iterable[int], tried_bytes: int | None = None
+        self,
+        structured: StructuredOutput,
+        stop_token_ids: Iterable[int],
+        tried_bytes: int | None = None,
+        tenant: str = "",
     ) -> Future[Grammar]:
         """`compile` as a future; cancelling it before it has begun saves the work.
 
@@ -109,49 +120,50 @@ class GrammarCompiler:
         stop = frozenset(stop_token_ids)
         return self._run(
             self._compiled,
-            structured,
-            lambda structured: self._compile(structured, tried_bytes),
+            (tenant, structured),
+            lambda key: self._compile(key, tried_bytes),
             lambda compiled: self._grammar(structured, compiled, stop),
         )
 
-    def try_(self, structured: StructuredOutput) -> Future[int]:
+    def try_(self, structured: StructuredOutput, tenant: str = "") -> Future[int]:
         """Compile on trial alone: the bytes that the grammar takes, -1 where nothing could be tried.
 
         The future raises `RequestError` as that of `submit` does.
         """
-        return self._run(self._tried, structured, self._try, int)
+        return self._run(self._tried, (tenant, structured), lambda key: self._try(structured), int)
 
-    def check(self, structured: StructuredOutput) -> Future[bool]:
+    def check(self, structured: StructuredOutput, tenant: str = "") -> Future[bool]:
         """A future of True; it raises `RequestError` where llguidance does not support a constraint with any model."""
 
-        def check(structured: StructuredOutput) -> bool:
+        def check(_: _Key) -> bool:
             _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.check(_source(structured)))
             check_followed(structured)
             return True
 
-        return self._run(self._checked, structured, check, bool)
+        return self._run(self._checked, (tenant, structured), check, bool)
 
     def _run(
         self,
         results: _Results[T],
-        structured: StructuredOutput,
-        make: Callable[[StructuredOutput], T],
+        key: _Key,
+        make: Callable[[_Key], T],
         use: Callable[[T], R],
     ) -> Future[R]:
         """`use` of the cached result, or of that of `make`, which runs in the compiling thread."""
+        _, structured = key
 
         def work() -> R:
-            result = results.find(structured)
+            result = results.find(key)
             if result is None:
                 try:
-                    result = make(structured)
+                    result = make(key)
                 except _NotNowError:
                     raise
                 except RequestError as error:
                     result = error
                 except BaseException as error:  # a panic in llguidance
                     result = RequestError(_refusal(structured, str(error) or type(error).__name__))
-                results.keep(structured, result)
+                results.keep(key, result)
             if isinstance(result, RequestError):
                 raise RequestError(str(result))
             return use(result)
@@ -159,7 +171,7 @@ class GrammarCompiler:
         future: Future[R] = Future()
         try:
             check_size(structured)
-            known = results.find(structured)
+            known = results.find(key)
             if known is None:
                 return self._submit(work)
             if isinstance(known, RequestError):
@@ -206,9 +218,10 @@ class GrammarCompiler:
         _check_form(structured, num_bytes)
         return num_bytes
 
-    def _compile(self, structured: StructuredOutput, tried_bytes: int | None) -> _Compiled:
+    def _compile(self, key: _Key, tried_bytes: int | None) -> _Compiled:
         from llguidance import LLMatcher
 
+        _, structured = key
         if tried_bytes is None:
             tried_bytes = self._try(structured)
         vocabulary, _ = self.read_tokenizer()
@@ -230,7 +243,7 @@ class GrammarCompiler:
             logger.warning("%s: %d of its keywords are not enforced", kind(structured), len(messages))
             logger.debug("llguidance says: %s", messages)
         refusal = RequestError(_refusal(structured, "it exceeds its memory limit while an answer follows it"))
-        footprint = Footprint(num_bytes, lambda: self._compiled.keep(structured, refusal))
+        footprint = Footprint(num_bytes, lambda: self._compiled.keep(key, refusal))
         return _Compiled(matcher, first, footprint)
 
     def read_tokenizer(self) -> tuple[LLTokenizer, TrialVocabulary]:
@@ -247,27 +260,38 @@ class GrammarCompiler:
 
 
 class _Results(Generic[T]):
-    """A bounded cache of compiled constraints and refusals, least recently used first out. Thread-safe."""
+    """A bounded cache of compiled constraints and refusals. Thread-safe.
+
+    The least recently used one of the account that holds the most makes room: none drives out what another uses by
+    asking for many.
+    """
 
     def __init__(self) -> None:
-        self._results: OrderedDict[StructuredOutput, T | RequestError] = OrderedDict()
+        self._results: OrderedDict[_Key, T | RequestError] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, structured: StructuredOutput) -> T | RequestError | None:
+    def find(self, key: _Key) -> T | RequestError | None:
         with self._lock:
-            if structured not in self._results:
+            if key not in self._results:
                 return None
-            self._results.move_to_end(structured)
-            return self._results[structured]
+            self._results.move_to_end(key)
+            return self._results[key]
 
-    def keep(self, structured: StructuredOutput, result: T | RequestError) -> None:
+    def keep(self, key: _Key, result: T | RequestError) -> None:
         with self._lock:
-            self._results[structured] = result
-            self._results.move_to_end(structured)
+            self._results[key] = result
+            self._results.move_to_end(key)
             while len(self._results) > 1 and (
                 len(self._results) > MAX_COMPILED or self._num_bytes() > MAX_COMPILED_BYTES
             ):
-                self._results.popitem(last=False)
+                self._drop_one(by_bytes=len(self._results) <= MAX_COMPILED)
+
+    def _drop_one(self, by_bytes: bool) -> None:
+        held: Counter[str] = Counter()
+        for (tenant, _), result in self._results.items():
+            held[tenant_account(tenant)] += _num_bytes(result) if by_bytes else 1
+        most = max(held, key=held.__getitem__)
+        del self._results[next(key for key in self._results if tenant_account(key[0]) == most)]
 
     def __len__(self) -> int:
         return len(self._results)

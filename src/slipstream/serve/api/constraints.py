@@ -19,8 +19,8 @@ from slipstream.serve.api.schema import ChatBody, GenerationBody, ResponseFormat
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.tools.tools import ToolUse, tool_use
 
-Check = Callable[[StructuredOutput], Awaitable[None]]
-"""Raises `RequestError` for a constraint that llguidance cannot follow."""
+Check = Callable[[StructuredOutput, str], Awaitable[None]]
+"""Raises `RequestError` for a constraint of a tenant that llguidance cannot follow."""
 MAX_GRAMMAR_BYTES = 32 * 2**10
 """The largest grammar, in bytes: one of 110 KB with nested terminals takes the compiler 20 s."""
 
@@ -48,8 +48,8 @@ class Constraint:
         return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
 
 
-async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> Constraint | None:
-    """The constraint on the text of an answer; None where it is free.
+async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check, tenant: str) -> Constraint | None:
+    """The constraint on the text of an answer; None where it is free. What was checked is reused by `tenant` alone.
 
     Raises `ApiError` 400 for parameters that contradict each other and for parts that cannot be followed; the
     engine's compiler checks the whole.
@@ -67,15 +67,15 @@ async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check) -> C
         return requested
     for number, schema in enumerate(use.schemas):
         param = f"tools.{number}.function.parameters"
-        await _check(Constraint(param, StructuredOutput(json_schema=schema)), check)
+        await _check(Constraint(param, StructuredOutput(json_schema=schema)), check, tenant)
     if requested is not None:
-        await _check(requested, check)
+        await _check(requested, check, tenant)
     return _with_tools(use, requested, tokens.special)
 
 
-async def _check(constraint: Constraint, check: Check) -> None:
+async def _check(constraint: Constraint, check: Check, tenant: str) -> None:
     try:
-        await check(constraint.structured)
+        await check(constraint.structured, tenant)
     except RequestError as error:
         raise constraint.refusal(error) from None
 

@@ -253,7 +253,7 @@ class EngineHost:
     def _submit(self, asked: Submit) -> None:
         try:
             params = params_in(asked.params)
-            compiling = self._engine.compile_grammar(params, asked.tried_bytes)
+            compiling = self._engine.compile_grammar(params, asked.tried_bytes, asked.options.tenant)
         except Exception as error:
             self._refuse(asked.id, error)
             return

@@ -170,7 +170,9 @@ class RemoteEngine(EngineClient):
         try:
             tried_bytes = None
             if isinstance(params.structured, StructuredOutput):
-                tried_bytes = await asyncio.wrap_future(self._grammars.try_(params.structured))
+                tried_bytes = await asyncio.wrap_future(
+                    self._grammars.try_(params.structured, options.tenant)
+                )
             encoded = await self._encode(prompt, params)
             if options.prediction is not None:
                 expected = await asyncio.to_thread(self._predictions.tokens, options.prediction)
@@ -218,8 +220,8 @@ class RemoteEngine(EngineClient):
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         return encode_chat(self.tokenizer, messages)
 
-    async def check_grammar(self, structured: StructuredOutput) -> None:
-        await asyncio.wrap_future(self._grammars.check(structured))
+    async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
+        await asyncio.wrap_future(self._grammars.check(structured, tenant))
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._waiting:

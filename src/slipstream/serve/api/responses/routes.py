@@ -61,7 +61,8 @@ def add_routes(
             # Large values are parsed and written in another thread.
             chat, messages, first, origins = await asyncio.to_thread(_conversation, body, previous)
             with in_own_words(first, origins):
-                constraint = await constraint_of(chat, service.tokens, service.engine.check_grammar)
+                tenant = tenant_of(request.scope, body.user)
+                constraint = await constraint_of(chat, service.tokens, service.engine.check_grammar, tenant)
                 if (
                     constraint is not None and constraint.param == "response_format"
                 ):  # the engine's compiler may still refuse it
