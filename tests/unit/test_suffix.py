@@ -267,8 +267,8 @@ def test_what_is_evicted_leaves_no_trace(
         assert full.integrity() == []
         assert len(full.cache) <= max_requests
         assert full.cache.num_tokens <= 60
-    for tenant, tokens in answers[len(answers) - len(full.cache) :]:
-        finish(small, [0, *tokens], tenant=tenant)
+    for left in full.cache.answers():
+        finish(small, list(left.token_ids), tenant=left.tenant)
     for tenant in ("", "red"):
         assert guess(full, text, tenant=tenant) == guess(small, text, tenant=tenant)
 
@@ -290,6 +290,19 @@ def test_a_tenant_whose_answers_are_gone_costs_nothing() -> None:
         levels.append(drafter.memory_bytes())
     assert len(set(levels[1:])) == 1
     assert drafter.cache.index("tenant 47") is None
+
+
+@pytest.mark.parametrize("bound", ["requests", "tokens"])
+def test_a_busy_account_pushes_out_its_own_answers_whatever_users_it_names(bound: str) -> None:
+    drafter = make(**{f"suffix_decoding_max_cached_{bound}": 8 if bound == "requests" else 40})
+    finish(drafter, [9, 1, 2, 3, 4], tenant="quiet/ann")
+    finish(drafter, [9, 5, 6, 7, 8], tenant="quiet")
+    for number in range(30):
+        finish(drafter, [9, 1, 2, number, 4], tenant=f"busy/{number}")
+        assert drafter.integrity() == []
+    assert guess(drafter, [1, 2, 3], tenant="quiet/ann").token_ids == (4,)
+    assert guess(drafter, [5, 6, 7], tenant="quiet").token_ids == (8,)
+    assert [left.tenant for left in drafter.cache.answers()][2:] == [f"busy/{n}" for n in range(24, 30)]
 
 
 def test_an_answer_longer_than_the_cache_does_not_empty_it() -> None:

@@ -34,7 +34,8 @@ class SuffixOptions:
     suffix_decoding_max_tree_depth: int = 24
     """Tokens at the text's end that are matched; longer matches are not measured."""
     suffix_decoding_max_cached_requests: int = 10_000
-    """Past answers kept over all tenants, first in first out; 0 searches only the request's own text."""
+    """Past answers kept over all tenants; the oldest of the account that holds the most makes room. 0 searches only the
+    request's own text."""
     suffix_decoding_max_cached_tokens: int = 1_000_000
     """Tokens of past answers kept over all tenants; a token costs about 80 bytes."""
     suffix_decoding_max_spec_factor: float = 1.0

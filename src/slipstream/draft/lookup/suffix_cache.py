@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from slipstream.core import tenant_account
 from slipstream.draft.lookup.suffix_index import SuffixIndex
 from slipstream.errors import ConfigError
 
@@ -27,8 +30,8 @@ class PastAnswer(NamedTuple):
 class SuffixCache:
     """Past answers, first in first out.
 
-    Tenants share only the memory bound: each has an index of its own. When the bound is reached, the oldest
-    answer of all tenants is dropped.
+    Tenants share only the memory bound: each has an index of its own. When the bound is reached, the oldest answer of
+    the account that holds the most is dropped, so a busy account pushes out its own.
     """
 
     def __init__(self, max_depth: int, max_occurrences: int, max_documents: int, max_tokens: int) -> None:
@@ -36,7 +39,12 @@ class SuffixCache:
         self._max_occurrences = max_occurrences
         self._max_documents = max_documents
         self._max_tokens = max_tokens
-        self._documents: deque[PastAnswer] = deque()
+        self._documents: dict[int, PastAnswer] = {}
+        """By number, oldest first."""
+        self._numbers = itertools.count()
+        self._held: dict[str, deque[int]] = {}
+        """Numbers by account, oldest first."""
+        self._held_tokens: Counter[str] = Counter()
         self._indexes: dict[str, SuffixIndex] = {}
         self._num_tokens = 0
 
@@ -53,6 +61,10 @@ class SuffixCache:
         """Those with answers held."""
         return tuple(self._indexes)
 
+    def answers(self) -> Iterator[PastAnswer]:
+        """Those held, oldest first."""
+        yield from self._documents.values()
+
     def index(self, tenant: str) -> SuffixIndex | None:
         """The index over this tenant's past answers; None when there are none."""
         return self._indexes.get(tenant)
@@ -61,25 +73,35 @@ class SuffixCache:
         """Store an answer and drop the oldest ones beyond the bounds; ignores an answer longer than the token bound."""
         if len(token_ids) > self._max_tokens:
             return
-        document = PastAnswer(tenant, array("i", token_ids), num_context)
-        self._documents.append(document)
+        number, account = next(self._numbers), tenant_account(tenant)
+        self._documents[number] = PastAnswer(tenant, array("i", token_ids), num_context)
+        self._held.setdefault(account, deque()).append(number)
+        self._held_tokens[account] += len(token_ids)
         self._num_tokens += len(token_ids)
         if tenant not in self._indexes:
             self._indexes[tenant] = SuffixIndex(self._max_depth, self._max_occurrences)
         self._indexes[tenant].begin_document()
         self._indexes[tenant].extend(token_ids, num_context)
         while len(self._documents) > self._max_documents or self._num_tokens > self._max_tokens:
-            self._drop_oldest()
+            if len(self._documents) > self._max_documents:
+                self._drop_oldest(max(self._held, key=lambda name: len(self._held[name])))
+            else:
+                self._drop_oldest(max(self._held, key=self._held_tokens.__getitem__))
 
     def clear(self) -> None:
         """Drop all answers."""
         self._documents.clear()
+        self._held.clear()
+        self._held_tokens.clear()
         self._indexes.clear()
         self._num_tokens = 0
 
-    def _drop_oldest(self) -> None:
-        document = self._documents.popleft()
+    def _drop_oldest(self, account: str) -> None:
+        document = self._documents.pop(self._held[account].popleft())
         self._num_tokens -= len(document.token_ids)
+        self._held_tokens[account] -= len(document.token_ids)
+        if not self._held[account]:
+            del self._held[account], self._held_tokens[account]
         index = self._indexes[document.tenant]
         index.drop_oldest_document()
         if not index.num_documents:
@@ -95,7 +117,7 @@ class SuffixCache:
         with partial.open("w") as file:
             header = {"format": FORMAT, "version": VERSION, "vocab_size": vocab_size, "documents": len(self)}
             file.write(json.dumps(header) + "\n")
-            for tenant, token_ids, num_context in self._documents:
+            for tenant, token_ids, num_context in self.answers():
                 file.write(json.dumps([tenant, num_context, token_ids.tolist()]) + "\n")
         partial.replace(path)
 
@@ -113,18 +135,24 @@ class SuffixCache:
         """Violated invariants; empty when there are none. Walks everything, so it is for tests."""
         problems = [problem for index in self._indexes.values() for problem in index.integrity()]
         for tenant, index in self._indexes.items():
-            own = [document for document in self._documents if document.tenant == tenant]
+            own = [document for document in self._documents.values() if document.tenant == tenant]
             if index.num_documents != len(own) or len(index) != sum(1 + len(d.token_ids) for d in own):
                 problems.append(f"tenant {tenant!r}: the index and the stored answers differ")
-        if self._num_tokens != sum(len(document.token_ids) for document in self._documents):
+        for account, numbers in self._held.items():
+            own = [d for d in self._documents.values() if tenant_account(d.tenant) == account]
+            if own != [self._documents[number] for number in numbers]:
+                problems.append(f"account {account!r}: the order and the stored answers differ")
+            if self._held_tokens[account] != sum(len(document.token_ids) for document in own):
+                problems.append(f"account {account!r}: the stored answers have another number of tokens")
+        if self._num_tokens != sum(len(document.token_ids) for document in self._documents.values()):
             problems.append(
                 f"{self._num_tokens} tokens are counted, but the stored answers have another number"
             )
         return problems
 
 
-_DOCUMENT_BYTES = 176
-"""A `PastAnswer`, its array's header and its token count, as CPython lays them out."""
+_DOCUMENT_BYTES = 320
+"""A `PastAnswer`, its array's header, its token count, its number and where that is kept, as CPython lays them out."""
 
 
 def check_cache_file(path: str | Path) -> None:
