@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.serve.lifecycle import DrainingServer
+from slipstream.serve.network.listening import bind
 
 MODEL = "pair"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
@@ -78,7 +79,7 @@ def running(
 ) -> Iterator[tuple[str, DrainingServer]]:
     """A real server in a thread: its address, and itself. `send_buffer` bytes are what its sockets hold back; `loop` is
     the event loop that it runs in, if given."""
-    bound = socket.create_server(("127.0.0.1", 0))
+    bound = bind("127.0.0.1", 0)
     if send_buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = DrainingServer(app)

@@ -6,22 +6,28 @@ Both engine clients are driven, in the process and behind the protocol, then a s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx2
 import pytest
+from serve_cases import MODEL, MakeApp, running, wait_until
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.engine import unread
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.unread import UnreadUpdates
+from slipstream.serve.api import stream as streams
 from slipstream.serve.process.thread import ThreadedHost
 
-LONG = SamplingParams(temperature=0.8, seed=5, max_tokens=160, ignore_eos=True)
+LONG = SamplingParams(temperature=0.8, seed=5, max_tokens=80, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-MOST = 32
+MOST = 16
 
 
 @pytest.fixture
@@ -58,7 +64,7 @@ async def rest(stream: AsyncIterator[Any], token_ids: list[int]) -> str:
 def test_unread_streams_hold_no_place_and_go_on_with_the_same_text(
     client: EngineClient, drafting: LLM, plain: LLM, chat_prompt: list[int], few_tokens: None
 ) -> None:
-    prompts = [chat_prompt[: 20 + number] for number in range(10)]
+    prompts = [chat_prompt[: 20 + number] for number in range(6)]
 
     async def main() -> list[str]:
         streams = [client.stream(prompt, LONG, tenant="a") for prompt in prompts]
@@ -162,3 +168,72 @@ def test_a_queue_pauses_all_its_requests_at_the_bound_and_resumes_them_at_half(f
         assert told[2:] == [("a", False), ("b", False)]
 
     asyncio.run(main())
+
+
+def ask(key: str, **values: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The body and the headers of a request for a long text whose chunks are large."""
+    body = {
+        "prompt": [7, 8, 9],
+        "max_tokens": 800,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 5,
+        **values,
+    }
+    return body, {"Authorization": f"Bearer {key}"}
+
+
+def begun_unread(url: str, body: dict[str, Any], headers: dict[str, str]) -> socket.socket:
+    """A connection on which a stream was asked for and nothing is read."""
+    host, port = url.removeprefix("http://").split(":")
+    raw = json.dumps({**body, "stream": True}).encode()
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(raw)}",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + raw)
+    return connection
+
+
+def streamed_text(raw: bytes) -> str:
+    """The text of a stream, as it came over the connection in chunks of HTTP."""
+    lines = raw.partition(b"\r\n\r\n")[2].splitlines()
+    payloads = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    assert b"data: [DONE]" in lines
+    return "".join(choice["text"] for payload in payloads for choice in payload["choices"])
+
+
+def test_unread_streams_of_one_key_leave_room_for_another_and_are_whole_when_they_are_read(
+    make_app: MakeApp, drafting: LLM, few_tokens: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event, padding = streams.event, "x" * 2**15
+    monkeypatch.setattr(
+        streams, "event", lambda payload, name: event(payload | {"fills_buffers": padding}, name)
+    )
+    app = make_app(api_key=("key-a", "key-b"))
+    paused = "slipstream_num_requests_paused"
+    with running(app) as (url, _), contextlib.ExitStack() as open_ones:
+        body, headers = ask("key-a")
+        whole = httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).json()
+        waiting = [
+            open_ones.enter_context(contextlib.closing(begun_unread(url, body, headers))) for _ in range(5)
+        ]
+        wait_until(lambda: f'{paused}{{model_name="{MODEL}"}} 5.0' in httpx2.get(f"{url}/metrics").text, 60)
+        assert drafting.engine.stats().num_held_slots == 0
+        body, headers = ask("key-b", max_tokens=2)
+        answer = httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        assert drafting.engine.stats().num_paused == 5
+        raw = bytearray()
+        waiting[0].settimeout(60)
+        while data := waiting[0].recv(2**16):
+            raw += data
+        assert streamed_text(bytes(raw)) == whole["choices"][0]["text"]
+    wait_until(lambda: not drafting.engine.has_unfinished)

@@ -112,7 +112,9 @@ class Metrics:
         self._output_tokens = counter("generation_tokens", "Output tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
-        self._preemptions = counter("num_preemptions", "Preemptions: the cache was full.")
+        self._preemptions = counter(
+            "num_preemptions", "Preemptions: the cache was full, or another was due a place."
+        )
         self._ends = counter("request_success", "Answers that ended, by reason.", "finished_reason")
         for reason in FinishReason:
             self._ends.labels(str(reason))
@@ -159,6 +161,7 @@ class Metrics:
 
         self._running = gauge("num_requests_running", "Answers that are running.")
         self._waiting = gauge("num_requests_waiting", "Answers that are waiting.")
+        self._paused = gauge("num_requests_paused", "Answers that make no tokens until their clients read.")
         self._kv_usage = gauge(
             "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all of it."
         )
@@ -339,6 +342,7 @@ class Metrics:
         """Set the gauges of the queue and the cache, and what is known of draft workers."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._paused.set(stats.num_paused)
         self._kv_usage.set(stats.cache_usage)
         self._draft_workers.on_stats(stats.draft_workers)
 
