@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from serve_cases import MESSAGES, MODEL, MakeApp, running, wait_until
 from starlette.testclient import TestClient
 
+from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.schema import ChatBody, CompletionBody
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.lanes import BOUNDS, size_of
+from slipstream.serve.limits import Admission
 
 JSON = {"Content-Type": "application/json"}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
@@ -63,6 +65,20 @@ def test_a_request_has_its_place_before_it_is_read_into_tokens(
         gate.set()
         assert [job.result().status_code for job in jobs] == [200, 200]
         wait_until(lambda: app.state.service.admission.num_answers == 0)
+
+
+def test_a_key_whose_queue_is_full_has_no_other_refused() -> None:
+    admission = Admission(4, 1)
+    with admission.admit(5, "a"):
+        for num_answers in (1, 5):
+            with pytest.raises(ApiError, match="too many requests are waiting"):
+                admission.check_room(num_answers, "a")
+        with admission.admit(5, "b"):
+            assert admission.num_answers == 10
+            with pytest.raises(ApiError, match="too many requests are waiting"), admission.admit(1, "b"):
+                pass
+    with admission.admit(5, "a"):
+        assert admission.num_answers == 5
 
 
 def test_places_are_given_back_where_preparing_fails_or_takes_too_long(

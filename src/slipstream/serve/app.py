@@ -39,7 +39,7 @@ from slipstream.serve.api.schema import (
     parse,
 )
 from slipstream.serve.api.stream import IGNORED_FIELD, IGNORED_HEADER, LOSSY_HEADER, SEED_HEADER, Reply
-from slipstream.serve.auth import KeyGuard, tenant_of
+from slipstream.serve.auth import KeyGuard, account_of, tenant_of
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.dashboard import dashboard
 from slipstream.serve.engines import ServedEngine
@@ -142,7 +142,7 @@ def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]
         try:
             check_json(request)
             service.admission.check_open()
-            service.admission.check_room()
+            service.admission.check_room(account=account_of(request.scope))
         except ApiError:
             await forget_body(request)
             raise
@@ -245,7 +245,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise ApiError(
                 400, "give a prompt or messages, one of them", param="prompt", code="invalid_value"
             )
-        async with service.tokenizing():
+        async with service.tokenizing(account_of(request.scope)):
             if body.messages is not None:
                 tokens = await service.tokens.encode_chat(body.messages, body.chat_template_kwargs)
             else:
@@ -256,7 +256,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_tokens(request)
-        async with service.tokenizing():
+        async with service.tokenizing(account_of(request.scope)):
             return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
 
 

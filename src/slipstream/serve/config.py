@@ -56,7 +56,7 @@ class ServeConfig:
     max_output_tokens: int | None = None
     """The most tokens of an answer, and the default length of a chat's answer."""
     max_waiting: int = 256
-    """Most answers that wait; a request with more is refused with 429."""
+    """Most answers that wait, of each API key; a request with more is refused with 429."""
     max_logprobs: int = 20
     """The most alternatives for each token that a request may ask for."""
     max_stored_responses: int = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -92,33 +93,37 @@ def _no_room() -> ApiError:
 
 
 class Admission:
-    """Counts the answers under way, and refuses requests beyond the limit. Used from the event loop only."""
+    """Counts the answers under way, and refuses requests beyond the limit, which each API key has for itself: one that
+    fills its queue has no other refused. Used from the event loop only."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.capacity = max_running + max_waiting
         self.num_answers = 0
         """Answers under way: being tokenised, running, or waiting."""
+        self._by_account: Counter[str] = Counter()
         self.draining = False
         """True once new requests are refused."""
 
     @contextmanager
-    def admit(self, num_answers: int) -> Iterator[None]:
+    def admit(self, num_answers: int, account: str = "") -> Iterator[None]:
         """Count a request's answers as under way; raises `ApiError` 400, 429 or 503 where they are too many or the
         server drains."""
         self.check_open()
         if num_answers > self.capacity:
             message = f"the request asks for {num_answers} answers; this server takes {self.capacity} at once"
             raise ApiError(400, message, param="n", code="invalid_value")
-        self.check_room(num_answers)
+        self.check_room(num_answers, account)
         self.num_answers += num_answers
+        self._by_account[account] += num_answers
         try:
             yield
         finally:
             self.num_answers -= num_answers
+            self._by_account[account] -= num_answers
 
-    def check_room(self, num_answers: int = 1) -> None:
-        """Raise `ApiError` 429 where so many more answers would exceed the limit."""
-        if self.num_answers + num_answers > self.capacity:
+    def check_room(self, num_answers: int = 1, account: str = "") -> None:
+        """Raise `ApiError` 429 where so many more answers of `account` would exceed the limit."""
+        if self._by_account[account] + num_answers > self.capacity:
             raise ApiError(
                 429,
                 "too many requests are waiting; try again soon",

@@ -112,10 +112,13 @@ class Service:
             raise _too_late(self.config.request_timeout_s) from None
 
     @asynccontextmanager
-    async def tokenizing(self) -> AsyncIterator[None]:
-        """Admission and a deadline for requests that only tokenise; raises `ApiError` as `admit` and `until` do."""
+    async def tokenizing(self, account: str) -> AsyncIterator[None]:
+        """Admission and a deadline for requests of `account` that only tokenise.
+
+        Raises `ApiError` as `admit` and `until` do.
+        """
         deadline_s = asyncio.get_running_loop().time() + self.config.request_timeout_s
-        with self.admission.admit(1):
+        with self.admission.admit(1, account):
             async with self.until(deadline_s):
                 yield
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import LOG_FIELDS, ApiError, as_api_error
+from slipstream.serve.auth import account_of
 from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
@@ -78,7 +79,7 @@ class Reply(Response):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline_s = asyncio.get_running_loop().time() + self._service.config.request_timeout_s
-        with self._service.admission.admit(self._num_answers):
+        with self._service.admission.admit(self._num_answers, account_of(scope)):
             async with self._service.until(deadline_s):
                 answer = scope[ANSWER] = await self._prepare()
             job = answer.job
