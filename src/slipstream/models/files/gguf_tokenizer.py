@@ -2,12 +2,13 @@
 
 A file holds the tokens, their kinds and merges, and of the way that text is cut into words only a name, which llama.cpp
 knows the rule of. A rule that is not known here is refused: the prompt would be read as other tokens than the model was
-trained with. SentencePiece vocabularies are rebuilt by Transformers.
+trained with.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import ModelError
+from slipstream.models.files.gguf_sentencepiece import sentence_piece
 
 _LETTERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -67,10 +69,13 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
     tokens = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise ModelError(f"{path!r} holds no tokenizer; pass --tokenizer with the model's folder or hub id")
+    twice = [token for token, number in Counter(tokens).items() if number > 1 and token]
+    if twice:
+        raise ModelError(f"{path!r} holds a damaged tokenizer: the token {twice[0]!r:.40} more than once")
     if kind == "gpt2" and _SAME.get(words, words) in WORDS:
         backend = _byte_level(fields, path, tokens, words)
     elif kind == "llama":
-        backend = _sentence_piece(fields, path, tokens)
+        backend = sentence_piece(fields, path, tokens)
     else:
         raise ModelError(
             f"{path!r} has a tokenizer of kind {kind!r}, {words!r}, which cannot be restored here; known are llama, "
@@ -89,6 +94,8 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
         )
     made: Any = PreTrainedTokenizerFast
     tokenizer = made(tokenizer_object=backend, **roles)
+    if any(tokenizer.convert_tokens_to_ids(token) != tokens.index(token) for token in roles.values()):
+        raise ModelError(f"{path!r} holds a damaged tokenizer: a token with a role is none of its vocabulary")
     tokenizer.chat_template = fields.get("tokenizer.chat_template")
     return tokenizer
 
@@ -108,7 +115,8 @@ def _byte_level(fields: Mapping[str, Any], path: str, tokens: list[str], words: 
         raise ModelError(
             f"{path!r} holds a tokenizer without its merges, or with {types!r:.40} as kinds of tokens"
         )
-    kept = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+    named = _roles(fields, tokens).values()
+    kept = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED or token in named}
     described: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -130,41 +138,6 @@ def _byte_level(fields: Mapping[str, Any], path: str, tokens: list[str], words: 
     except Exception as error:  # the library has one class for all: a merge of unknown tokens, say
         raise ModelError(f"{path!r} holds a damaged tokenizer: {str(error).splitlines()[0]}") from None
     _add_whole(backend, kept, types)
-    return backend
-
-
-def _sentence_piece(fields: Mapping[str, Any], path: str, tokens: list[str]) -> Tokenizer:
-    """A SentencePiece vocabulary, by Transformers."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
-    except ImportError:
-        raise ModelError(
-            f"{path!r} has a SentencePiece tokenizer, which Transformers 5.23 and later restore; pass --tokenizer with "
-            "the model's folder or hub id"
-        ) from None
-    names = {
-        **{"model": "tokenizer_type", "tokens": "tokens", "scores": "scores", "token_type": "token_type"},
-        **{"merges": "merges", "add_space_prefix": "add_prefix_space"},
-        **{f"{role}_token_id": f"{role}_token_id" for role in ("bos", "eos")},
-    }
-    described = {
-        ours: fields[f"tokenizer.ggml.{theirs}"]
-        for theirs, ours in names.items()
-        if f"tokenizer.ggml.{theirs}" in fields
-    }
-    convert: Any = convert_gguf_tokenizer
-    try:
-        backend: Tokenizer = convert(str(fields.get("general.architecture")), described)[0]
-    except Exception as error:
-        what = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"{path!r} has a tokenizer that cannot be restored ({what[0]}); pass --tokenizer with the model's folder "
-            "or hub id"
-        ) from None
-    if any(backend.token_to_id(token) not in (None, index) for index, token in enumerate(tokens)):
-        raise ModelError(
-            f"{path!r} has a tokenizer that is not restored with its own numbers; pass --tokenizer"
-        )
     return backend
 
 
