@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from slipstream.errors import ModelError
 from slipstream.models.configuration import named
@@ -53,11 +55,54 @@ def _gguf_tokenizer(file: Gguf, trust_remote_code: bool) -> Any:
 
 def _folder_tokenizer(path: str, revision: str | None, trust_remote_code: bool) -> Any:
     with one_line(f"cannot load the tokenizer of {named(path)}"), silenced():
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
+        if _is_described(path, revision):
+            tokenizer = _as_described(path, revision)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=revision, trust_remote_code=trust_remote_code
+            )
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path!r} has no fast (tokenizers) form; convert it first")
     if not tokenizer.chat_template:
         tokenizer.chat_template = chat_template_beside(path)
     return tokenizer
+
+
+def _is_described(path: str, revision: str | None) -> bool:
+    """Whether a checkpoint says with a `tokenizer.json`, and not in code of its own, how text is cut."""
+    if _file(path, "tokenizer.json", revision) is None:
+        return False
+    settings = _file(path, "tokenizer_config.json", revision)
+    return settings is None or "auto_map" not in json.loads(Path(settings).read_text(encoding="utf-8"))
+
+
+def _as_described(path: str, revision: str | None) -> Any:
+    """The tokenizer of `tokenizer.json`.
+
+    `AutoTokenizer` would take the vocabulary out of the file and make the rest anew by the class that the settings
+    name: normalizer, pre-tokenizer, decoder and the model's own options would be those of the class.
+    """
+    make: Any = PreTrainedTokenizerFast.from_pretrained
+    tokenizer = make(path, revision=revision)
+    if tokenizer.eos_token is None:  # older checkpoints leave it to the class which tokens have a role
+        known = tokenizer.get_vocab()
+        for role, token in AutoTokenizer.from_pretrained(path, revision=revision).special_tokens_map.items():
+            if getattr(tokenizer, role, None) is None and isinstance(token, str) and token in known:
+                setattr(tokenizer, role, token)
+    return tokenizer
+
+
+def _file(path: str, name: str, revision: str | None) -> str | None:
+    """A file of a folder or of the hub; None where there is none."""
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    found: str | None = cached_file(
+        path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found
