@@ -681,6 +681,7 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
 
 def test_info_plans_for_the_draft_that_would_run() -> None:
     result = run("info")
+    assert "answers end at <|end|> (1)" in " ".join(result.stdout.split())
     assert result.exit_code == 0, result.output
     assert re.search(r"tokenizer +byte-level BPE, 4,096 tokens, with chat template", result.stdout)
     assert re.search(r"--spec draft +the embedded draft, which runs by default", result.stdout)

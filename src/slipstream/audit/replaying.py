@@ -18,7 +18,8 @@ from slipstream.models.rows import tree_rows
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
-from slipstream.text.prompts import encode_bad_words, end_token_ids
+from slipstream.text.end_tokens import end_token_ids
+from slipstream.text.prompts import encode_bad_words
 
 BLOCK_ROWS = 256
 """Rows of a pass, which bounds its memory."""

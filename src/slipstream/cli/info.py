@@ -140,6 +140,9 @@ def _details(llm: LLM, name: str) -> dict[str, Any]:
         "vocabulary": len(tokenizer),
         "logits_width": model.vocab_size,
         "chat_template": bool(tokenizer.chat_template),
+        "end_tokens": {
+            str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(llm.engine.end_token_ids)
+        },
         "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
         "memory_plan_text": str(plan),
         "drafters": {name: _summary(about, fit) for name, (about, fit) in fitting.items()},
@@ -201,6 +204,12 @@ def _threads_line(details: dict[str, Any]) -> str:
     return f"{details['threads']}" + (f", under a CPU quota of {quota:g} cores" if quota is not None else "")
 
 
+def _end_tokens_line(details: dict[str, Any]) -> str:
+    """'<|im_end|> (2), <|endoftext|> (0)'."""
+    named = [f"{content} ({token})" for content, token in details["end_tokens"].items()]
+    return ", ".join(named) or "no token: at stop strings, stop_token_ids or max_tokens"
+
+
 def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     template = "with" if details["chat_template"] else "without"
     expanded = ", cost-expanded" if details["cost_expanded"] else ""
@@ -212,6 +221,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("runs as", details["runs_as"]),
         ("threads", _threads_line(details)),
         ("tokenizer", f"{details['tokenizer']}, {details['vocabulary']:,} tokens, {template} chat template"),
+        ("answers end at", _end_tokens_line(details)),
         ("memory", details["memory_plan_text"]),
     ]
     short = {

@@ -63,9 +63,10 @@ from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.schedule.scheduler import Scheduler
+from slipstream.text.end_tokens import end_token_ids
 from slipstream.text.expected import ExpectedText
 from slipstream.text.prediction import Prediction
-from slipstream.text.prompts import EncodedPrompt, Prompt, end_token_ids
+from slipstream.text.prompts import EncodedPrompt, Prompt
 from slipstream.verify.base import Judgement
 from slipstream.verify.registry import create_verifier
 

@@ -1,10 +1,9 @@
-"""Encodes the texts of a request as token ids: prompts, conversations, bad words; and finds end tokens."""
+"""Encodes the texts of a request as token ids: prompts, conversations, bad words."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import logging
 import numbers
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -17,8 +16,6 @@ from slipstream.vllm_names import PROMPT, split_off
 
 if TYPE_CHECKING:
     from slipstream.text.expected import ExpectedText
-
-logger = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict):
@@ -207,24 +204,3 @@ def encode_bad_words(tokenizer: Any, words: Seq[str]) -> list[list[int]]:
         return []
     encoded = tokenizer(texts, add_special_tokens=False).input_ids
     return [list(token_ids) for token_ids in dict.fromkeys(map(tuple, encoded)) if token_ids]
-
-
-def end_token_ids(tokenizer: Any, model: Any, vocab_size: int) -> frozenset[int]:
-    """The model's end tokens, from its generation config, else its model config, else its tokenizer.
-
-    Tokens beyond `vocab_size`, the width of the logits, are dropped with a warning: the model cannot generate them.
-    """
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            named = frozenset([ids] if isinstance(ids, int) else ids)
-            possible = frozenset(token for token in named if 0 <= token < vocab_size)
-            if possible != named:
-                logger.warning(
-                    "the model cannot generate its end token %s: it has logits for only %d tokens%s",
-                    ", ".join(map(str, sorted(named - possible))),
-                    vocab_size,
-                    "" if possible else "; answers end at stop strings, stop_token_ids or max_tokens",
-                )
-            return possible
-    return frozenset()
