@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import ARCHITECTURES, read_config
 from slipstream.models.files.gguf_rope import llama3_factors
-from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.models.outline import outline_model
 from slipstream.models.rows import RowGroup
 from tests.unit.gguf_files import QUANTISED, write, write_model
-from tests.unit.tokenizer_families import byte_fallback, byte_level
+from tests.unit.tokenizer_families import byte_level
 
 gguf = pytest.importorskip("gguf", reason="the extra `export` is not installed")
 
@@ -300,6 +298,22 @@ def test_rotary_positions_are_those_of_the_file(tmp_path: Path) -> None:
     assert rope_of(tmp_path, theta, {"rope_freqs.weight": factors}) == llama3
     with pytest.raises(ModelError, match="not those of a Llama 3"):
         rope_of(tmp_path, theta, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)})
+    for keys in (
+        {"rope.scale_linear": 2.0},  # the key of the first files
+        {"rope.scaling.factor": 2.0},  # a factor without a kind
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0, "rope.scale_linear": 2.0},
+    ):
+        linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+        assert rope_of(tmp_path, theta | keys, {}) == linear
+    for keys in (
+        {"rope.scaling.type": "linear"},
+        {"rope.scaling.type": "yarn"},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 2.0},
+        {"rope.scaling.factor": 0.0},
+        {"rope.scaling.factor": 1.0},
+    ):
+        assert rope_of(tmp_path, theta | keys, {}) == {"rope_type": "default", "rope_theta": 5e5}
     yarn = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
@@ -313,6 +327,19 @@ def test_rotary_positions_are_those_of_the_file(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="positions of kind 'longrope'"):
         rope_of(tmp_path, {"rope.scaling.type": "longrope"}, {})
+    del yarn["rope.scaling.original_context_length"]  # then it is the context length
+    assert rope_of(tmp_path, yarn, {})["original_max_position_embeddings"] == 128
+    with pytest.raises(ModelError, match="a linear scaling of them as well"):
+        rope_of(tmp_path, theta | {"rope.scaling.factor": 2.0}, {"rope_freqs.weight": factors})
+    for name, value in (("freq_base", "much"), ("scaling.factor", -1.0), ("scale_linear", float("nan"))):
+        with pytest.raises(ModelError, match=f"llama.rope.{name} is .*; it must be a number from 0 on"):
+            rope_of(tmp_path, {f"rope.{name}": value}, {})
+
+
+def test_rotary_positions_of_each_layer_type_are_a_dictionary_of_their_own(tmp_path: Path) -> None:
+    model_type, changes, keys = FAMILIES["gemma3"]
+    file = write_model(tmp_path / "x.gguf", "gemma3", tiny(model_type, changes), keys)
+    assert read_config(open_gguf(str(file))).rope_parameters == changes["rope_parameters"]
 
 
 def refusal(file: Path) -> str:
@@ -394,110 +421,3 @@ def test_the_tokenizer_beside_is_taken_where_it_is_the_models(target: Path, tmp_
     assert beside.chat_template == own.chat_template  # the file's, where there is none beside it
     byte_level().save_pretrained(tmp_path)
     assert load_tokenizer(str(file))(TEXT).input_ids == own(TEXT).input_ids
-
-
-def fields_of(tokenizer: Any, **changes: Any) -> dict[str, Any]:
-    """The keys that llama.cpp's converter writes of a tokenizer."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = sorted(described["model"]["vocab"].items(), key=lambda item: item[1])
-    special = {token["content"] for token in described["added_tokens"]}
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
-        "tokenizer.ggml.token_type": [3 if token in special else 1 for token, _ in vocabulary],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in described["model"]["merges"]],
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.pre": "gpt-2",
-    }
-    return fields | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-
-
-def test_prompts_begin_and_end_as_the_file_says() -> None:
-    own = byte_level()(TEXT).input_ids
-    begun = read_tokenizer(
-        fields_of(byte_level(), bos_token_id=2, add_bos_token=True, add_eos_token=True), "x"
-    )
-    assert begun(TEXT).input_ids == [2, *own, 1]
-    assert begun("a", "b").input_ids == [2, *begun("a").input_ids[1:-1], 1, 2, *begun("b").input_ids[1:-1], 1]
-    assert begun(TEXT, add_special_tokens=False).input_ids == own
-    llama = read_tokenizer(fields_of(byte_level(), bos_token_id=2, pre="llama-bpe"), "x")
-    assert llama("a").input_ids[0] == 2  # Llama 3's begin, unless a file says otherwise
-
-
-def sentence_piece_fields(**changes: Any) -> dict[str, Any]:
-    """The keys of a SentencePiece vocabulary: tokens that are never cut, and scores in place of merges."""
-    merges = json.loads(byte_fallback().backend_tokenizer.to_str())["model"]["merges"]
-    scores = {"".join(merge): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
-    whole = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|user|>": 3, "<|end|>": 3, "  ": 4, "    ": 4}
-    known = byte_fallback().get_vocab()
-    tokens = [*sorted(known, key=known.__getitem__), *(token for token in whole if token not in known)]
-    keys = {
-        **{"model": "llama", "pre": "default", "tokens": tokens},
-        **{"bos_token_id": tokens.index("<s>"), "eos_token_id": tokens.index("</s>"), "unknown_token_id": 0},
-        "token_type": [whole.get(token, 6 if token.startswith("<0x") else 1) for token in tokens],
-        "scores": [scores.get(token, -1e5 - index) for index, token in enumerate(tokens)],
-    }
-    return {f"tokenizer.ggml.{name}": value for name, value in (keys | changes).items()}
-
-
-def test_a_sentencepiece_vocabulary_is_restored() -> None:
-    tokenizer = byte_fallback()
-    text = "The quick brown fox 👍 naïve\n"
-    restored = read_tokenizer(sentence_piece_fields(), "x")
-    own = tokenizer(text, add_special_tokens=False).input_ids
-    assert restored(text, add_special_tokens=False).input_ids == own
-    assert restored(text).input_ids == [restored.bos_token_id, *own]
-    assert restored.decode(restored(text).input_ids, skip_special_tokens=True) == text
-    merges = [
-        " ".join(merge) for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    ]
-    flat = {"scores": [0.0] * len(restored), "merges": merges}  # scores that say nothing, and merges that do
-    assert read_tokenizer(sentence_piece_fields(**flat), "x")(text).input_ids[1:] == own
-
-
-@pytest.mark.parametrize(
-    ("text", "with_prefix", "without"),
-    [  # by llama.cpp's own tokenizer of the same vocabulary
-        ("the", ["▁the"], ["t", "he"]),
-        (" the", ["▁", "▁the"], ["▁the"]),
-        ("<s>the", ["<s>", "▁the"], ["<s>", "t", "he"]),
-        ("<s> the", ["<s>", "▁", "▁the"], ["<s>", "▁the"]),
-        ("the<|end|>a", ["▁the", "<|end|>", "▁a"], ["t", "he", "<|end|>", "a"]),
-        ("<unk>a", ["<unk>", "▁a"], ["<unk>", "a"]),
-        ("a  the", ["▁a", "  ", "▁the"], ["a", "  ", "t", "he"]),
-        ("a     the", ["▁a", "    ", "▁", "▁the"], ["a", "    ", "▁the"]),
-        ("👍", ["▁", "<0xF0>", "<0x9F>", "<0x91>", "<0x8D>"], ["<0xF0>", "<0x9F>", "<0x91>", "<0x8D>"]),
-    ],
-)
-def test_spaces_of_a_sentencepiece_vocabulary_are_llama_cpps(
-    text: str, with_prefix: list[str], without: list[str]
-) -> None:
-    for prefix, expected in ((True, with_prefix), (False, without)):
-        tokenizer = read_tokenizer(sentence_piece_fields(add_space_prefix=prefix), "x")
-        token_ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert tokenizer.convert_ids_to_tokens(token_ids) == expected
-        assert prefix or tokenizer.decode(token_ids) == text
-
-
-def test_phi_3s_tokens_take_the_white_space_behind_them() -> None:
-    tokenizer = read_tokenizer(sentence_piece_fields() | {"general.name": "Phi 3 Mini"}, "x")
-    named = read_tokenizer(sentence_piece_fields() | {"general.name": "Phi-3-mini"}, "x")
-    assert named("<|user|> \nthe").input_ids == named("<|user|>the").input_ids
-    assert tokenizer("<|user|> \nthe").input_ids != tokenizer("<|user|>the").input_ids
-
-
-def test_tokenizers_that_cannot_be_restored_are_refused() -> None:
-    for changes, what in (
-        ({"pre": "poro-chat"}, "'gpt2', 'poro-chat', which cannot be restored here"),
-        ({"model": "rwkv"}, "of kind 'rwkv'"),
-        ({"tokens": []}, "holds no tokenizer"),
-        ({"merges": ["no such"]}, "a damaged tokenizer"),
-        ({"token_type": [1]}, "without its merges"),
-        ({"tokens": ["a", "b", "a"]}, "the token 'a' more than once"),
-        ({"model": "llama", "token_type": [1]}, "as their kinds"),
-        ({"model": "llama", "merges": None}, "without a score for each"),
-        ({"model": "llama", "merges": None, "scores": [float("nan")] * 600}, "without a score for each"),
-    ):
-        with pytest.raises(ModelError, match=what) as caught:
-            read_tokenizer(fields_of(byte_level(), **changes), "x")
-        assert "\n" not in str(caught.value)

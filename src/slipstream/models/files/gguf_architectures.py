@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -290,7 +291,7 @@ def read_config(file: Gguf) -> Any:
         biases = {}
     config: Any = AutoConfig.for_model(
         architecture.model_type,
-        **sizes,
+        **copy.deepcopy(sizes),  # a configuration writes into the dictionaries that it is given
         **{architecture.norm_epsilon: epsilon},
         **biases,
         **_tokens(file),

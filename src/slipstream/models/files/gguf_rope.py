@@ -17,47 +17,78 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def rope_parameters(file: Gguf, head_dim: int) -> dict[str, Any]:
-    """Transformers' `rope_parameters`; raises `ModelError` for a kind that a file does not tell whole."""
+    """Transformers' `rope_parameters`; raises `ModelError` for a kind that a file does not tell whole.
 
-    def key(name: str, default: Any = None) -> Any:
-        return file.fields.get(f"{file.architecture}.rope.{name}", default)
+    As in llama.cpp, a factor without a kind is linear, also under the key of the first files, no factor is a factor of
+    1, and the kind `none` does not scale.
+    """
+    theta = _number(file, "freq_base") or 10000.0
+    kind = file.fields.get(f"{file.architecture}.rope.scaling.type", "linear")
+    factor = _number(file, "scaling.factor") or _number(file, "scale_linear") or 1.0
+    of_tensors = _of_tensors(file, theta, head_dim)
+    if of_tensors is not None:
+        if factor != 1 and kind == "linear":
+            raise ModelError(
+                f"{file.path!r} has factors of its rotary positions and a linear scaling of them as well, which "
+                "Transformers does not have together"
+            )
+        return of_tensors
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(
+            f"{file.path!r} has rotary positions of kind {kind!r:.40}, which the file does not tell in Transformers' "
+            "terms"
+        )
+    if kind == "none" or factor == 1:
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    original = _original(file) or file.fields.get(f"{file.architecture}.context_length")
+    betas = {name: _number(file, f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    times = _number(file, "scaling.attn_factor")
+    if times and times != 1:
+        betas["attention_factor"] = times * (1 + 0.1 * math.log(factor))
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **{name: beta for name, beta in betas.items() if beta},
+    }
 
-    theta = float(key("freq_base", 10000.0))
-    kind, factor = key("scaling.type", "none"), key("scaling.factor")
-    original = key("scaling.original_context_length")
+
+def _of_tensors(file: Gguf, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """What tensors of the file say of its positions; None where it has none that do."""
     if "rope_factors_long.weight" in file.tensors:
+        factor = _number(file, "scaling.attn_factor")
         return {
             "rope_type": "longrope",
             "rope_theta": theta,
             "long_factor": _factors(file, "rope_factors_long"),
             "short_factor": _factors(file, "rope_factors_short"),
-            "original_max_position_embeddings": original,
-            **(
-                {} if key("scaling.attn_factor") is None else {"attention_factor": key("scaling.attn_factor")}
-            ),
+            "original_max_position_embeddings": _original(file),
+            **({} if factor is None else {"attention_factor": factor}),
         }
     if "rope_freqs.weight" in file.tensors:
         return {"rope_theta": theta, **_llama3(file, theta, head_dim)}
-    if kind == "linear" and factor:
-        return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
-    if kind == "yarn" and factor and original:
-        betas = {
-            name: float(key(f"scaling.yarn_{name}"))
-            for name in ("beta_fast", "beta_slow")
-            if key(f"scaling.yarn_{name}")
-        }
-        return {
-            "rope_type": "yarn",
-            "rope_theta": theta,
-            "factor": float(factor),
-            "original_max_position_embeddings": int(original),
-            **betas,
-        }
-    if kind != "none":
+    return None
+
+
+def _number(file: Gguf, name: str) -> float | None:
+    """The value of a key of the rotary positions; None where the file has none. Raises `ModelError` for no number."""
+    value = file.fields.get(f"{file.architecture}.rope.{name}")
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ModelError(
-            f"{file.path!r} has rotary positions of kind {kind!r}, which the file does not tell in Transformers' terms"
+            f"{file.path!r}: {file.architecture}.rope.{name} is {value!r:.40}; it must be a number from 0 on"
         )
-    return {"rope_type": "default", "rope_theta": theta}
+    return float(f"{value:.7g}")  # a float32 as it is usually written
+
+
+def _original(file: Gguf) -> int | None:
+    """The length of the texts that the model was first trained on; None where the file does not say it."""
+    length = _number(file, "scaling.original_context_length")
+    return None if length is None else int(length)
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
