@@ -109,6 +109,56 @@ def test_no_weights(checkpoint: Path) -> None:
     assert "has no weights" in refusal(checkpoint)
 
 
+def sharded(folder: Path, suffix: str = "safetensors", **index: Any) -> torch.Tensor:
+    """Cut a folder's weights into two files with an index, beside the older file; returns the newer embedding."""
+    older = load_file(folder / "model.safetensors")
+    weights = {name: weight + 1 for name, weight in older.items()}
+    names = sorted(weights)
+    stem, where = "model" if suffix == "safetensors" else "pytorch_model", {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"{stem}-0000{number}-of-00002.{suffix}"
+        content = {name: weights[name] for name in part}
+        if suffix == "safetensors":
+            save_file(content, folder / file, metadata={"format": "pt"})
+        else:
+            torch.save(content, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": where, **index}))
+    if suffix == "bin":
+        torch.save(older, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return weights["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("index", [{}, {"metadata": None}, {"metadata": {"total_size": 1}}])
+def test_the_index_says_which_weights_count(checkpoint: Path, suffix: str, index: dict[str, Any]) -> None:
+    newer = sharded(checkpoint, suffix, **index)
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    read = load_model(str(checkpoint), pack=False, canary=False).model.get_input_embeddings().weight
+    assert torch.equal(read, newer)
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == files
+
+
+def test_pickled_shards_do_not_count_beside_safetensors(checkpoint: Path) -> None:
+    older = load_file(checkpoint / "model.safetensors")
+    sharded(checkpoint, "bin")
+    save_file(older, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    read = load_model(str(checkpoint), pack=False, canary=False).model.get_input_embeddings().weight
+    assert torch.equal(read, older["model.embed_tokens.weight"])
+
+
+def test_an_index_that_leads_nowhere(checkpoint: Path) -> None:
+    sharded(checkpoint)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    what = "has no model-00002-of-00002.safetensors, which model.safetensors.index.json names"
+    assert what in refusal(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    for content in ("", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../model.safetensors"}}'):
+        index.write_text(content)
+        assert "model.safetensors.index.json" in refusal(checkpoint)
+
+
 def test_truncated_weights(checkpoint: Path) -> None:
     weights = (checkpoint / "model.safetensors").read_bytes()
     (checkpoint / "model.safetensors").write_bytes(weights[: len(weights) // 2])

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Gene
 
 from slipstream.errors import ModelError
 from slipstream.models.configuration import load_config, meta_model
-from slipstream.models.files.folder import check_weight_files, without_adapter
+from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
@@ -202,7 +202,7 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
-    with one_line(f"cannot load the weights of {path!r}"), silenced(), without_adapter(path) as folder:
+    with one_line(f"cannot load the weights of {path!r}"), silenced(), as_transformers_reads(path) as folder:
         try:
             model, loaded = from_pretrained(
                 folder,

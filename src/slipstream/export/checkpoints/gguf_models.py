@@ -6,7 +6,6 @@ neighbours. Families beyond `FAMILIES` are for llama.cpp's own converter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from slipstream.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenize
 from slipstream.export.contract import ExportError
 from slipstream.models import load_config, load_tokenizer
 from slipstream.models.files.lora import has_adapter
+from slipstream.models.files.shards import weight_files
 
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 
@@ -117,13 +117,10 @@ def _slides(config: Any) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = weight_files(folder)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise ExportError(f"{str(folder)!r} has no *.safetensors: save the model as safetensors first")
     for file in files:
-        if not file.is_file():
-            raise ExportError(f"{str(folder)!r} has no {file.name}: save the model as safetensors first")
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_tensor(name)

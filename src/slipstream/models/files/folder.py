@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
 from slipstream.errors import ModelError
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
+from slipstream.models.files.shards import mended_index, weight_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,15 +47,15 @@ def check_folder(path: str) -> None:
 
 
 def check_weight_files(path: str) -> None:
-    """Raise `ModelError` for a folder without weights."""
+    """Raise `ModelError` for a folder without weights, or without one of the files that its index names."""
     folder = Path(path)
-    if folder.is_dir() and not any(_weights(folder)):
+    if folder.is_dir() and not weight_files(folder):
         raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
 
 
 def all_float32(path: str) -> bool:
     """Whether no matrix in the `*.safetensors` of a folder is of another type; True where there is none to look at."""
-    for file in _weights(Path(path)):
+    for file in weight_files(Path(path)):
         if file.suffix != ".safetensors":
             return False
         with safe_open(file, "pt") as opened:
@@ -96,25 +96,32 @@ def chat_template_beside(path: str) -> str | None:
 
 
 @contextlib.contextmanager
-def without_adapter(path: str) -> Iterator[str]:
-    """The folder without its adapter, for Transformers.
+def as_transformers_reads(path: str) -> Iterator[str]:
+    """The folder as Transformers reads it rightly: without its adapter, and of weights only those that count.
 
-    Transformers would merge an adapter by itself, and not report whether the model's own weights were complete.
+    Transformers would merge an adapter by itself, and not report whether the model's own weights were complete. It
+    would take a `model.safetensors` before shards with an index, and refuse an index without `metadata`.
     """
     folder = Path(path)
-    if not has_adapter(folder):
+    index = mended_index(folder) if folder.is_dir() else None
+    others = set() if index is None else _not_named(folder, index.files)
+    if not has_adapter(folder) and not others and (index is None or not index.is_mended):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="slipstream-") as view:
         for file in folder.iterdir():
-            if not file.name.startswith("adapter_"):
+            is_index = index is not None and file.name == index.name
+            if not file.name.startswith("adapter_") and file.name not in others and not is_index:
                 (Path(view) / file.name).symlink_to(file.resolve())
+        if index is not None:
+            (Path(view) / index.name).write_text(json.dumps(index.content), encoding="utf-8")
         yield view
 
 
-def _weights(folder: Path) -> Iterator[Any]:
-    for pattern in ("*.safetensors", "*.bin"):
-        yield from (file for file in folder.glob(pattern) if not file.name.startswith("adapter_"))
+def _not_named(folder: Path, names: Sequence[str]) -> set[str]:
+    """Weights in a folder that its index does not name."""
+    weights = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
+    return weights - set(names)
 
 
 def _base_model(folder: Path) -> str:

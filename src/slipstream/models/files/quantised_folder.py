@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from slipstream.errors import ModelError
 from slipstream.models.files import awq, compressed, fp8, gptq
 from slipstream.models.files.fp8 import Fp8Matrix
 from slipstream.models.files.grouped import GroupedMatrix
+from slipstream.models.files.shards import weight_files
 from slipstream.models.files.stored import StoredModel
 
 READ = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -114,33 +114,11 @@ def _has(part: str) -> Callable[[Mapping[str, Tensor]], bool]:
     return lambda found: part in found
 
 
-def _is_file_name(name: object) -> bool:
-    """Whether it names a file, and no folder: an index must not lead out of its own."""
-    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
-
-
 def _files(path: str, revision: str | None) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         folder = Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = list(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ModelError(
-                f"cannot read {str(index)!r}: it must be a JSON object with weight_map"
-            ) from None
-        odd = [name for name in named if not _is_file_name(name)]
-        if odd:
-            raise ModelError(
-                f"cannot read {str(index)!r}: its weight_map names {odd[0]!r}, which is no file beside it"
-            )
-        names = sorted(set(named))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_"))
-    missing = [file for file in files if not file.is_file()]
-    if missing or not files:
-        raise ModelError(f"{path!r} has no {missing[0].name if missing else '*.safetensors'}")
+    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+    if not files:
+        raise ModelError(f"{path!r} has no *.safetensors")
     return files
