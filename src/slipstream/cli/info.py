@@ -188,11 +188,12 @@ def _costs(fit: Fit) -> str:
 
 def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:
     """'yes', or why the vocabularies differ. Raises `ModelError` when a tokenizer cannot be loaded."""
-    from slipstream.models import load_tokenizer
+    from slipstream.models import load_draft_tokenizer, load_tokenizer
     from slipstream.text.vocabulary import check_same_vocabulary
 
     try:
-        check_same_vocabulary(load_tokenizer(target, **options), load_tokenizer(draft, **options), name)
+        ours = load_tokenizer(target, **options)
+        check_same_vocabulary(ours, load_draft_tokenizer(draft, ours, **options), name)
     except VocabularyMismatchError as error:
         return f"no: {error}"
     return "yes"

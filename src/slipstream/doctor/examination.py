@@ -12,7 +12,7 @@ from slipstream.doctor.canary import BETTER, POOR, Canary, run_canary, variation
 from slipstream.doctor.findings import Finding, fault, ok, warning
 from slipstream.engine.engine import Engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
-from slipstream.models import load_config, load_tokenizer
+from slipstream.models import load_config, load_draft_tokenizer
 from slipstream.text.vocabulary import check_same_vocabulary
 
 KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
@@ -82,7 +82,7 @@ def kind_of(draft: str) -> str:
 def _vocabulary(target: Engine, draft: str) -> Generator[Finding, None, bool]:
     """Yields a finding; returns True for a fault."""
     try:
-        check_same_vocabulary(target.tokenizer, load_tokenizer(draft), draft)
+        check_same_vocabulary(target.tokenizer, load_draft_tokenizer(draft, target.tokenizer), draft)
     except VocabularyMismatchError as error:
         yield fault("tokenizer", str(error))
         return True

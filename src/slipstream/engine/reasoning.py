@@ -20,7 +20,7 @@ from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.registry import create_drafter
 from slipstream.errors import ConfigError, ReasoningError
-from slipstream.models import load_tokenizer
+from slipstream.models import load_draft_tokenizer
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.reasoning.judges import LogprobJudge, ScoreJudge, StepJudge
 from slipstream.reasoning.options import StepOptions
@@ -388,7 +388,8 @@ def _unfit_template(config: ReasoningConfig, context: DraftContext) -> str:
     model = config.options.get("model")
     if not config.check_template or not isinstance(model, str):
         return ""
-    theirs = load_tokenizer(model, trust_remote_code=context.engine_config.trust_remote_code)
+    trusts = context.engine_config.trust_remote_code
+    theirs = load_draft_tokenizer(model, context.tokenizer, trust_remote_code=trusts)
     ours = getattr(context.tokenizer, "chat_template", None)
     if ours and getattr(theirs, "chat_template", None) != ours:
         return f"the draft {config.name!r} has not the target's chat template (check_template false trusts it anyway)"

@@ -4,7 +4,7 @@ from slipstream.models.causal_lm import CausalLM, ForwardOutput
 from slipstream.models.configuration import load_config
 from slipstream.models.loading import adapt, load_model, load_plain
 from slipstream.models.rows import RowGroup
-from slipstream.models.tokenizer import load_tokenizer
+from slipstream.models.tokenizer import load_draft_tokenizer, load_tokenizer
 
 __all__ = [
     "CausalLM",
@@ -12,6 +12,7 @@ __all__ = [
     "RowGroup",
     "adapt",
     "load_config",
+    "load_draft_tokenizer",
     "load_model",
     "load_plain",
     "load_tokenizer",

@@ -10,20 +10,25 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from slipstream.errors import ModelError
-from slipstream.models.configuration import named
+from slipstream.errors import ModelError, VocabularyMismatchError
+from slipstream.models.configuration import load_config, named
 from slipstream.models.files.folder import (
     chat_template_beside,
     check_folder,
     check_tokenizer_files,
+    has_tokenizer_files,
     is_tokenizer_folder,
 )
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_model import find_gguf
 from slipstream.models.files.gguf_tokenizer import has_the_tokens, read_tokenizer
 from slipstream.models.quiet import one_line, silenced
+from slipstream.models.support import text_config
 
 log = logging.getLogger(__name__)
+
+MAX_FILLED_ROWS = 1024
+"""A model may have fewer rows than this beyond its tokenizer's tokens, so that their number is a round one."""
 
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -40,12 +45,46 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     return _folder_tokenizer(path, revision, trust_remote_code)
 
 
+def load_draft_tokenizer(
+    path: str, target: Any | None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer of a draft model, which is the tokenizer `target` where the draft has none and its vocabulary is of
+    the same size, but for rows that fill it up.
+
+    With None for `target` the draft must have its own. Raises `VocabularyMismatchError` where the size is another, and
+    `ModelError` as `load_tokenizer` does.
+    """
+    if _has_tokenizer(path, revision):
+        return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    advice = "put the files of its tokenizer (tokenizer.json, tokenizer_config.json) beside its weights"
+    if target is None:
+        raise ModelError(f"the draft {path!r} has no tokenizer, and drafts in tokens of its own; {advice}")
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    size = text_config(config).vocab_size
+    if not 0 <= size - len(target) < MAX_FILLED_ROWS:
+        raise VocabularyMismatchError(
+            f"the draft {path!r} has no tokenizer, and {size} tokens where the target has {len(target)}, so that the "
+            f"target's tokenizer cannot be its own; {advice}"
+        )
+    log.warning("the draft %r has no tokenizer: the target's is used, which has as many tokens", path)
+    return target
+
+
+def _has_tokenizer(path: str, revision: str | None) -> bool:
+    file = find_gguf(path, revision)
+    if file is None:
+        return has_tokenizer_files(path)
+    return (
+        "tokenizer.ggml.tokens" in open_gguf(file).fields or (Path(file).parent / "tokenizer.json").is_file()
+    )
+
+
 def _gguf_tokenizer(file: Gguf, trust_remote_code: bool) -> Any:
     beside = Path(file.path).parent
     if not (beside / "tokenizer.json").is_file():
         return read_tokenizer(file.fields, file.path)
     tokenizer = _folder_tokenizer(str(beside), None, trust_remote_code)
-    if not has_the_tokens(tokenizer, file.fields):
+    if "tokenizer.ggml.tokens" in file.fields and not has_the_tokens(tokenizer, file.fields):
         log.warning("the tokenizer in %s is another model's: that of %s is used", beside, file.path)
         return read_tokenizer(file.fields, file.path)
     if not tokenizer.chat_template:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from slipstream.draft.model.growth import ProposalShape
 from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
-from slipstream.models import CausalLM, load_model, load_tokenizer
+from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
 from slipstream.models.cpu.chains import Chains
 from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.outline import outline_model
@@ -64,6 +64,8 @@ class DraftModelDrafter(CachedDrafter):
     Options = DraftModelOptions
     reads_text_only = True
     has_own_model = True
+    shares_vocabulary: ClassVar[bool] = True
+    """Whether the draft's tokens are the target's; else it must have a tokenizer."""
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
@@ -80,7 +82,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         trust = context.engine_config.trust_remote_code
-        self.tokenizer = self._load_tokenizer(options, context.engine_config) or context.tokenizer
+        self.tokenizer = self._load_tokenizer(options, context)
         self._check_tokenizer(options, context)
         device = str(context.device) if options.device == "auto" else options.device
         quantization = options.quantization or _inherited_format(context.engine_config, device)
@@ -124,13 +126,16 @@ class DraftModelDrafter(CachedDrafter):
         """0 for a model that another drafter has loaded and counts."""
         return 0 if self._is_lent else self.model.weight_bytes
 
-    @staticmethod
-    def _load_tokenizer(options: DraftModelOptions, target: EngineConfig) -> Any | None:
-        """The draft's tokenizer; None where the draft is the target itself, whose tokenizer is loaded already."""
+    def _load_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> Any:
+        """The draft's tokenizer; the target's where the draft is the target itself, or has none that it could be."""
+        target = context.engine_config
         if (options.model, options.revision) == (target.model, target.revision):
-            return None
-        return load_tokenizer(
-            options.model, revision=options.revision, trust_remote_code=target.trust_remote_code
+            return context.tokenizer
+        return load_draft_tokenizer(
+            options.model,
+            context.tokenizer if self.shares_vocabulary else None,
+            revision=options.revision,
+            trust_remote_code=target.trust_remote_code,
         )
 
     def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:

@@ -21,6 +21,8 @@ UNKNOWN_TOKENS = (
 class ForeignModelDrafter(DraftModelDrafter):
     """A causal language model that reads the committed text in tokens of its own."""
 
+    shares_vocabulary = False
+
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
         """As with the target's tokenizer: how many of its own tokens the draft reads for one is told by the

@@ -67,12 +67,17 @@ def all_float32(path: str) -> bool:
 
 def check_tokenizer_files(path: str) -> None:
     """Raise `ModelError` for a folder without a tokenizer."""
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer_files(path):
         raise ModelError(
             f"{path!r} has no tokenizer; pass --tokenizer with a folder or hub id that has the model's "
             "(tokenizer= in Python)"
         )
+
+
+def has_tokenizer_files(path: str) -> bool:
+    """False for a folder without a tokenizer; a hub id passes."""
+    folder = Path(path)
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def is_tokenizer_folder(path: str) -> bool:
