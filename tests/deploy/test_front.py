@@ -27,6 +27,9 @@ class Front:
         self.directory = directory
         self.servers: dict[str, ReplicaServer] = {}
         self.engines: list[AsyncEngine] = []
+        self.key = ""
+        """The API key that requests are sent with."""
+        self.num_bodies_read = 0
 
     async def add(self, name: str) -> None:
         engine = AsyncEngine(**ROOM)
@@ -50,7 +53,7 @@ class Front:
         on_part: Callable[[int], Awaitable[None]] | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of a request; `on_part` is awaited with the number of each part."""
-        sent = {"content-type": "application/json", **(headers or {})}
+        sent = {"content-type": "application/json", "authorization": f"Bearer {self.key}", **(headers or {})}
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -69,6 +72,7 @@ class Front:
 
         async def receive() -> Any:
             if messages:
+                self.num_bodies_read += body is not None
                 return messages.pop()
             return await asyncio.Event().wait()
 
@@ -173,6 +177,12 @@ def test_a_stream_and_a_whole_answer_survive_their_replica() -> None:
 def test_the_front_bounds_replays_and_says_what_it_knows() -> None:
     async def scenario(front: Front) -> None:
         short = ASKED | {"max_tokens": 2}
+        stranger = await front.call("/v1/chat/completions", short, {"Idempotency-Key": "a"})
+        assert (stranger[0], front.num_bodies_read) == (401, 0), "the API key comes before the body"
+        front.key = "known"
+        large = ASKED | {"user": "u" * 10_000}
+        refused = await front.call("/v1/chat/completions", large, {"Idempotency-Key": "b"})
+        assert (refused[0], json.loads(refused[2])["error"]["code"]) == (413, "request_too_large")
         first = await front.call("/v1/chat/completions", short, {"Idempotency-Key": "a"})
         again = await front.call("/v1/chat/completions", short, {"Idempotency-Key": "a"})
         assert json.loads(first[2])["id"] == json.loads(again[2])["id"]
@@ -207,7 +217,8 @@ def test_the_front_bounds_replays_and_says_what_it_knows() -> None:
         _, _, models = await front.call("/v1/models")
         assert json.loads(models)["data"][0]["id"] == "pair"
 
-    run(scenario, num=1, router={"max_waiting": 4})
+    serve = {"api_key": ("known",), "max_body_bytes": 10_000}
+    run(scenario, num=1, router={"max_waiting": 4}, serve=serve)
 
 
 def value(metrics: bytes, name: str) -> float:

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.deploy.idempotency import Idempotency
+from slipstream.deploy.idempotency import MESSAGE_BYTES, Idempotency
+from slipstream.serve.auth import KeyGuard
+from slipstream.serve.network.body_room import SMALL_BYTES, BodyRoom, body_share
+from slipstream.serve.routes import RouteTable, ServedRoute
+
+MAX_BODY_BYTES = 1000
+KEYS = ("alice", "bob")
 
 
 class Routes:
@@ -32,24 +38,34 @@ class Routes:
             )
 
 
+class Server:
+    """`Idempotency` behind API keys and the room for bodies, as in a front."""
+
+    def __init__(self, routes: Routes, keys: tuple[str, ...] = (), **bounds: Any) -> None:
+        bounds = {"max_body_bytes": MAX_BODY_BYTES, "body_timeout_s": 5.0, **bounds}
+        table = RouteTable([ServedRoute("POST", "/p", needs_key=True)])
+        self.room = BodyRoom(KeyGuard(Idempotency(routes, **bounds), keys, table), MAX_BODY_BYTES)
+
+
 async def call(
-    app: Idempotency,
+    app: Server,
     key: str | None = "k",
     body: bytes = b"x",
     who: str = "me",
     leaves_after: int | None = None,
+    incoming: list[Message] | None = None,
 ) -> list[Message]:
-    headers = [(b"authorization", who.encode())]
+    """The response to a request whose body comes in the messages `incoming`, all of them at once unless given."""
+    headers = [(b"authorization", f"Bearer {who}".encode())]
     if key is not None:
         headers.append((b"idempotency-key", key.encode()))
     got: list[Message] = []
-    asked, leaves = False, asyncio.Event()
+    leaves = asyncio.Event()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}] if incoming is None else incoming
 
     async def receive() -> Message:
-        nonlocal asked
-        if not asked:
-            asked = True
-            return {"type": "http.request", "body": body, "more_body": False}
+        if incoming:
+            return incoming.pop(0)
         await leaves.wait()
         return {"type": "http.disconnect"}
 
@@ -58,7 +74,7 @@ async def call(
         if leaves_after is not None and len(got) >= leaves_after:
             leaves.set()
 
-    await app({"type": "http", "method": "POST", "path": "/p", "headers": headers}, receive, send)
+    await app.room({"type": "http", "method": "POST", "path": "/p", "headers": headers}, receive, send)
     return got
 
 
@@ -66,16 +82,16 @@ def text(messages: list[Message]) -> bytes:
     return b"".join(message.get("body", b"") for message in messages)
 
 
-def run(scenario: Callable[[Routes, Idempotency], Any], status: int = 200, **bounds: Any) -> None:
+def run(scenario: Callable[[Routes, Server], Any], status: int = 200, **bounds: Any) -> None:
     async def main() -> None:
         routes = Routes(status)
-        await scenario(routes, Idempotency(routes, **bounds))
+        await scenario(routes, Server(routes, **bounds))
 
     asyncio.run(main())
 
 
 def test_two_at_once_and_one_later_get_the_same_answer_once_made() -> None:
-    async def scenario(routes: Routes, app: Idempotency) -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
         first, second = asyncio.create_task(call(app)), asyncio.create_task(call(app))
         await asyncio.sleep(0.01)
         routes.go.set()
@@ -91,7 +107,7 @@ def test_two_at_once_and_one_later_get_the_same_answer_once_made() -> None:
 
 
 def test_an_answer_whose_client_left_is_there_when_it_comes_back() -> None:
-    async def scenario(routes: Routes, app: Idempotency) -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
         assert text(await call(app, leaves_after=1)) == b""
         routes.go.set()
         assert text(await call(app)) == b"x0x1x2"
@@ -101,7 +117,7 @@ def test_an_answer_whose_client_left_is_there_when_it_comes_back() -> None:
 
 
 def test_keys_are_their_senders_own_and_for_one_request() -> None:
-    async def scenario(routes: Routes, app: Idempotency) -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
         routes.go.set()
         await call(app)
         assert text(await call(app, who="another")) == b"x0x1x2"
@@ -113,14 +129,13 @@ def test_keys_are_their_senders_own_and_for_one_request() -> None:
         await call(app, key=None)
         assert routes.num_asked == 4
         assert (await call(app, key="k" * 300))[0]["status"] == 400
-        assert (await call(app, body=b"z" * (4 * 2**20 + 1)))[0]["status"] == 413
 
     run(scenario)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_an_error_is_not_kept(status: int) -> None:
-    async def scenario(routes: Routes, app: Idempotency) -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
         routes.go.set()
         await call(app)
         await call(app)
@@ -132,7 +147,7 @@ def test_an_error_is_not_kept(status: int) -> None:
 def test_what_is_kept_is_bounded_by_age_number_and_bytes() -> None:
     now = [0.0]
 
-    async def scenario(routes: Routes, app: Idempotency) -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
         routes.go.set()
         await call(app)
         now[0] = 11.0
@@ -142,9 +157,98 @@ def test_what_is_kept_is_bounded_by_age_number_and_bytes() -> None:
         await call(app, "3")
         await call(app)
         assert routes.num_asked == 5, "the oldest of three had to go"
-        await call(app, "4", body=b"w" * 100)
+        await call(app, "4", body=b"w" * 900)
         await call(app, "5")
-        await call(app, "4", body=b"w" * 100)
+        await call(app, "4", body=b"w" * 900)
         assert routes.num_asked == 8, "and the largest"
 
-    run(scenario, ttl_s=10.0, max_recordings=2, max_bytes=200, clock=lambda: now[0])
+    max_bytes = 8 * MESSAGE_BYTES + 100
+    run(scenario, ttl_s=10.0, max_recordings=2, max_bytes=max_bytes, clock=lambda: now[0])
+
+
+def test_no_byte_of_a_body_is_read_before_the_api_key_is_known() -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
+        incoming: list[Message] = [{"type": "http.request", "body": b"x", "more_body": True}]
+        [start, body] = await call(app, who="stranger", incoming=incoming)
+        assert (start["status"], len(incoming)) == (401, 1)
+        assert b"this API key is not known" in body["body"]
+
+    run(scenario, keys=KEYS)
+
+
+def test_a_body_has_the_bounds_and_the_deadline_of_any_other() -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
+        [start, _] = await call(app, body=b"z" * (MAX_BODY_BYTES + 1))
+        assert start["status"] == 413
+        endless: list[Message] = [{"type": "http.request", "body": b"z", "more_body": True}]
+        [start, body] = await call(app, incoming=endless)
+        assert (start["status"], b"was not complete" in body["body"]) == (408, True)
+        assert (routes.num_asked, app.room.num_bytes) == (0, 0)
+
+    run(scenario, body_timeout_s=0.01)
+
+
+def test_the_memory_of_a_body_is_counted_while_the_work_goes_on_without_its_client() -> None:
+    counted: list[int] = []
+    size = SMALL_BYTES + 100
+
+    class Counting(Routes):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            body_share(scope).grow(size)
+            await super().__call__(scope, receive, send)
+
+    async def main() -> None:
+        routes = Counting()
+        app = Server(routes, max_body_bytes=size)
+        app.room.max_bytes = 10 * size
+        await call(app, body=b"x" * size, leaves_after=1)
+        counted.append(app.room.num_bytes)
+        routes.go.set()
+        await call(app, body=b"x" * size)
+        counted.append(app.room.num_bytes)
+
+    asyncio.run(main())
+    assert counted == [100, 0]
+
+
+def test_each_api_key_has_room_of_its_own_for_recordings() -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
+        routes.go.set()
+        await call(app, "of bob", who="bob")
+        for number in range(10):
+            await call(app, str(number), who="alice")
+        assert routes.num_asked == 11
+        await call(app, "of bob", who="bob")
+        await call(app, "8", who="alice")
+        await call(app, "9", who="alice")
+        assert routes.num_asked == 11, "bob's recording and the last two of alice are there"
+        await call(app, "7", who="alice")
+        assert routes.num_asked == 12
+
+    run(scenario, keys=KEYS, max_recordings=2)
+
+
+def test_where_all_have_too_much_the_one_with_most_loses_first() -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
+        routes.go.set()
+        await call(app, "of bob", who="bob")
+        for number in range(10):
+            await call(app, str(number), who="alice")
+        await call(app, "of bob", who="bob")
+        assert routes.num_asked == 11
+
+    run(scenario, keys=KEYS, max_total_bytes=13 * MESSAGE_BYTES)
+
+
+def test_an_api_key_whose_requests_under_way_take_its_room_is_told_so() -> None:
+    async def scenario(routes: Routes, app: Server) -> None:
+        for key in ("1", "2"):
+            await call(app, key, who="alice", leaves_after=1)
+        [start, body] = await call(app, "3", who="alice")
+        assert (start["status"], dict(start["headers"])[b"retry-after"]) == (429, b"1")
+        assert b"Idempotency-Key are under way" in body["body"]
+        routes.go.set()
+        assert text(await call(app, "2", who="alice")) == text(await call(app, "4", who="bob")) == b"x0x1x2"
+        assert text(await call(app, "3", who="alice")) == b"x0x1x2"
+
+    run(scenario, keys=KEYS, max_recordings=2)

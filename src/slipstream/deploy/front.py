@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,6 +75,14 @@ class ClaimHeaders:
             CLAIMS.reset(token)
 
 
+def _inner(config: ServeConfig) -> list[Middleware]:
+    """What a deployment has between the API keys and the routes."""
+    recorded = Middleware(
+        Idempotency, max_body_bytes=config.max_body_bytes, body_timeout_s=config.body_timeout_s
+    )
+    return [recorded, Middleware(ClaimHeaders)]
+
+
 def said(claims: RequestClaims) -> bytes:
     """The value of the header."""
     return f"{claims.num_moves}{'; unlike' if claims.crossed_unlike else ''}".encode()
@@ -122,12 +131,12 @@ class FrontApp:
         )
         try:
             config = ServeConfig(**{"max_waiting": 10**6, **self._settings.serve})
-            app = create_app(fleet, config, self._model_name)
+            app = create_app(fleet, config, self._model_name, inner=_inner(config))
         finally:
             endpoints.unregister("slipstream.replicas")
         app.state.service.metrics.register(FleetCollector(relay.router))
         await stack.enter_async_context(app.router.lifespan_context(app))
-        return Idempotency(ClaimHeaders(app))
+        return app
 
     def _discover(self) -> Discover:
         async def addresses() -> list[tuple[str, int]]:

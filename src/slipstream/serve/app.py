@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -68,12 +69,14 @@ def create_app(
     config: ServeConfig,
     model_name: str,
     traces: TracerProvider | None = None,
+    inner: Seq[Middleware] = (),
 ) -> FastAPI:
     """The ASGI application around a running engine; its `state.service` is what the routes use.
 
     `model_name` is how clients name the model unless the configuration says otherwise. The engine is closed when
     the application shuts down. `traces` receives the spans, instead of the endpoint in the configuration or the
-    environment. Raises `ConfigError` for limits that the model cannot have.
+    environment. `inner` is middleware between the API keys and the routes. Raises `ConfigError` for limits that the
+    model cannot have.
     """
     traces = traces or make_provider(config.otlp_traces_endpoint, os.environ)
     service = Service(engine, config, model_name)
@@ -97,7 +100,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        middleware=_middleware(service, routes, traces),
+        middleware=[*_middleware(service, routes, traces), *inner, Middleware(HeadRequests)],
     )
     app.state.service = service
     errors.install(app)
@@ -131,7 +134,7 @@ def _middleware(service: Service, routes: RouteTable, traces: TracerProvider | N
             )
         )
     guard = Middleware(KeyGuard, keys=service.config.api_key, routes=routes)
-    return [*layers, guard, Middleware(HeadRequests)]
+    return [*layers, guard]
 
 
 def _reader(service: Service, cls: type[B]) -> Callable[[Request], Awaitable[B]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 SMALL_BYTES = 64 * 2**10
@@ -15,23 +18,23 @@ class BodyShare:
     """The share of one request's body in the memory for all."""
 
     def __init__(self, room: BodyRoom) -> None:
-        self._room = room
+        self.room = room
         self._num_bytes = 0
         self.is_refused = False
 
     def grow(self, size: int) -> bool:
         """Reserve memory for a body of `size` bytes so far; False where there is none."""
         more = max(size - SMALL_BYTES - self._num_bytes, 0)
-        if self._room.num_bytes + more > self._room.max_bytes:
+        if self.room.num_bytes + more > self.room.max_bytes:
             self.is_refused = True
             return False
         self._num_bytes += more
-        self._room.num_bytes += more
+        self.room.num_bytes += more
         return True
 
     def free(self) -> None:
         """Release the memory."""
-        self._room.num_bytes -= self._num_bytes
+        self.room.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
@@ -45,11 +48,24 @@ class BodyRoom:
         self.num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = scope[_ROOM] = BodyShare(self)
-        try:
+        with _share(self, scope):
             await self._app(scope, receive, send)
-        finally:
-            own.free()
+
+
+@contextmanager
+def _share(room: BodyRoom, scope: Scope) -> Iterator[None]:
+    own = scope[_ROOM] = BodyShare(room)
+    try:
+        yield
+    finally:
+        own.free()
+
+
+@contextmanager
+def own_share(scope: Scope) -> Iterator[None]:
+    """Give the copy of a request's scope a share of its own, for work that goes on when the request is over."""
+    with _share(body_share(scope).room, scope):
+        yield
 
 
 def body_share(scope: Scope) -> BodyShare:
