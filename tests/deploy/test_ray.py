@@ -8,12 +8,15 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 pytest.importorskip("ray.serve", reason="Ray is an extra: pip install 'slipstream-llm[deploy]'")
+
+import ray
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy import cluster
@@ -100,3 +103,15 @@ def test_a_cluster_that_is_not_there_is_a_line() -> None:
         cluster.connect(f"127.0.0.1:{free_port()}")
     assert "\n" not in str(error.value)
     assert "ray start --head" in str(error.value)
+
+
+def test_workers_of_a_cluster_import_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray adds it to the job's folders while it connects, which is asked for here without a cluster."""
+    given: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    cluster.connect(None)
+    given["job_config"]._py_driver_sys_path.extend([str(tmp_path)])
+    assert list(given["job_config"]._get_proto_job_config().py_driver_sys_path) == []

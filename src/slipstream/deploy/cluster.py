@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slipstream.deploy.settings import DeploySettings
@@ -40,7 +40,11 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     ray = _quiet_ray()
     if address is not None:
         _check_there(address)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "job_config": _job_config(),
+    }
     try:
         if address is None:
             ray.init(num_cpus=num_cpus, include_dashboard=False, **options)
@@ -53,6 +57,22 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
         if address is None:
             raise DeployError(f"no Ray cluster can be started here: {reason}") from None
         raise _not_there(address, reason) from None
+
+
+class _NoFolders(list[str]):
+    """A list of folders that stays empty."""
+
+    def extend(self, folders: Iterable[str]) -> None:
+        """Nothing is added."""
+
+
+def _job_config() -> Any:
+    """A job whose workers import nothing from this process's working directory: Ray puts it first in their path."""
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    config._py_driver_sys_path = _NoFolders()
+    return config
 
 
 def _quiet_ray() -> Any:

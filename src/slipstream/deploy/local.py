@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slipstream.children import child_environment, module_command
 from slipstream.deploy.process import ReplicaDescription
 from slipstream.errors import DeployError
 
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 MAX_LINE_BYTES = 2**20
+_REPLICA = "slipstream.deploy.process"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class LocalReplicas:
             engine_options=dict(engine_options or {}),
             beat_s=beat_s,
         )
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = child_environment(**(environment or {}))
         self._slots = [_Slot(number) for number in range(num_replicas)]
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -95,9 +95,7 @@ class LocalReplicas:
         slot.replica = f"replica-{slot.number}-{slot.num_starts}"
         described = replace(self._described, id=slot.replica)
         slot.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "slipstream.deploy.process",
+            *module_command(_REPLICA),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=self._environment,

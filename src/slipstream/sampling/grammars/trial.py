@@ -11,13 +11,11 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
-import slipstream
+from slipstream.children import child_environment, module_command
 from slipstream.sampling.grammars.worker import MEMORY_BYTES, write_message
 from slipstream.text.byte_tokens import ByteTokens
 
@@ -115,16 +113,13 @@ class TrialProcess:
         self.close()
         if self._cannot_start:
             return None
-        root = str(Path(slipstream.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         try:
             self._process = subprocess.Popen(
-                self.command
-                or [sys.executable, "-P", "-m", WORKER],  # -P: not what lies in the working directory
+                self.command or module_command(WORKER),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+                env=child_environment(MALLOC_ARENA_MAX="1"),
             )
         except OSError as error:
             if self._proven or error.errno in _PASSING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
+
+from slipstream.children import child_environment, module_command
 
 WORKER = "slipstream.serve.process.worker"
 
@@ -29,8 +30,9 @@ def spawn_engine() -> SpawnedEngine:
     mine, other = socket.socketpair()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(other.fileno())],
+            module_command(WORKER, str(other.fileno())),
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
+            env=child_environment(),
         )
     return SpawnedEngine(mine, process)
