@@ -427,6 +427,23 @@ def test_a_worker_takes_no_more_than_it_has_room_for_and_keeps_engines_apart() -
     assert len(ahead) == 0
 
 
+def test_one_engine_does_not_keep_the_places_from_others() -> None:
+    ahead = drafting(max_requests=6)
+
+    def told_of(owner: int, number: int, party: str | None = None, **change: Any) -> list[tuple[Any, int]]:
+        """To whom it is said that a request has no place."""
+        message = opening([1, 2], request=number, **change)
+        return [(to, reply["request"]) for to, reply in ahead.receive(owner, message, 2, party)]
+
+    assert [told_of(1, number) for number in range(7)] == [[]] * 6 + [[(1, 6)]], "alone it has all places"
+    assert told_of(2, 0, hash=b"12345678") == [(2, 0)], "what cannot be followed takes no place"
+    assert [told_of(2, number) for number in range(4)] == [[(1, 5)], [(1, 4)], [(1, 3)], [(2, 3)]]
+    assert told_of(3, 0, "10.0.0.7") == [(1, 2)]
+    assert told_of(3, 1, "10.0.0.7") == [(2, 2)]
+    assert told_of(4, 0, "10.0.0.7") == [(4, 0)], "another connection of that address has no share of its own"
+    assert len(ahead) == 6
+
+
 class Stubborn(HashDrafter):
     """Raises for every text with a 3 at its end."""
 

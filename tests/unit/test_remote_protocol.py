@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,6 +28,7 @@ from slipstream.draft.remote.handshake import (
     read_key,
 )
 from slipstream.draft.remote.protocol import (
+    _FIELDS,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     FrameError,
@@ -32,8 +36,10 @@ from slipstream.draft.remote.protocol import (
     PrefixHash,
     checked,
     encode,
+    printable,
 )
 from slipstream.draft.remote.sampling import sampling_message, sampling_of
+from slipstream.draft.remote.worker import _party
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.verify.registry import VERIFIERS
@@ -94,9 +100,61 @@ def test_nothing_but_a_frame_error_comes_of_garbage(data: bytes) -> None:
 )
 def test_a_message_with_a_value_of_another_type_is_refused(change: dict[str, object]) -> None:
     assert checked(msgspec.msgpack.encode(TAIL)) == TAIL
-    assert checked(msgspec.msgpack.encode({**TAIL, "later": 1}))["later"] == 1  # a later version may say more
+    assert checked(msgspec.msgpack.encode({**TAIL, "later": 1})) == TAIL  # a later version may say more
     with pytest.raises(FrameError):
         checked(msgspec.msgpack.encode({**TAIL, **change}))
+
+
+LARGE: list[object] = ["x" * 2**20, b"x" * 2**20, [["x" * 2**20]], {"x" * 2**20: 1}, 2**60]
+
+
+@pytest.mark.parametrize("name", sorted(_FIELDS))
+def test_no_error_repeats_what_the_other_side_sent(name: str) -> None:
+    """Errors are logged: a peer decides neither how long a line is nor what is in it."""
+    refused = 0
+    for field in ("type", "later", *_FIELDS[name]):
+        for value in LARGE:
+            message = {"type": name, **dict.fromkeys(_FIELDS[name], 1), field: value}
+            error = fault_of(checked, msgspec.msgpack.encode(message)) or ""
+            refused += bool(error)
+            assert len(error) < 300, field
+            assert "xxxx" not in error, field
+    assert refused >= 4
+
+
+def test_lengths_come_before_contents() -> None:
+    """A list of tokens that is too long is not read: what is in it would be refused."""
+    for length in (3, 40, 2**17):  # each is written in a form of its own
+        body = msgspec.msgpack.encode({**TAIL, "tokens": ["not a token"] * length})
+        assert checked(body, max_tokens=length - 1)["tokens"] is None
+        with pytest.raises(FrameError, match="tokens cannot be read"):
+            checked(body, max_tokens=length)
+    assert checked(msgspec.msgpack.encode(TAIL), max_tokens=2) == TAIL
+    decoder = MessageDecoder(max_tokens=1)
+    assert [message["tokens"] for message in decoder.feed(encode(TAIL))] == [None]
+
+
+def test_what_a_worker_says_is_clipped_and_stays_on_one_line() -> None:
+    assert printable("no\n\x1b[2J" + "x" * 1000) == "no\\n\\x1b[2J" + "x" * 293
+
+
+def test_who_shares_places_with_whom() -> None:
+    """Engines of another machine, or connections of one process; by themselves those of this machine's ports."""
+
+    class Writer:
+        def __init__(self, family: int, *peer: object) -> None:
+            self.info = {"socket": SimpleNamespace(family=family), "peername": peer}
+
+        def get_extra_info(self, name: str) -> object:
+            return self.info[name]
+
+    assert _party(Writer(socket.AF_INET, "10.0.0.7", 50_000)) == "10.0.0.7"  # type: ignore[arg-type]
+    assert _party(Writer(socket.AF_INET, "127.0.0.1", 50_000)) == ""  # type: ignore[arg-type]
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        writer = Writer(socket.AF_UNIX)
+        writer.info["socket"] = one
+        assert _party(writer) == f"process {os.getpid()}"  # type: ignore[arg-type]
 
 
 def test_frames_are_bounded_before_they_are_read() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 
@@ -30,8 +31,8 @@ Reply = tuple[Hashable, Message]
 class Followed:
     """One request of one engine. Its sequence holds the committed tokens and, behind them, those drafted ahead."""
 
-    def __init__(self, owner: Hashable, number: int, sequence: Sequence, depth: int) -> None:
-        self.owner, self.number, self.sequence = owner, number, sequence
+    def __init__(self, owner: Hashable, number: int, sequence: Sequence, depth: int, party: Hashable) -> None:
+        self.owner, self.number, self.sequence, self.party = owner, number, sequence, party
         self.max_ahead = min(2 * depth + 1, MAX_TAIL_TOKENS)
         """Draft tokens: those that are being verified, the target's own, and as many again."""
         self.hash = PrefixHash()
@@ -65,7 +66,8 @@ class AheadDrafting:
     ) -> None:
         """`max_len` bounds a text in tokens; `prompt_rows` is how many tokens of a prompt the drafter reads a call."""
         self.guard = Guard(drafter, vocab_size, kinds, timeout_s)
-        self._vocab_size, self._max_len, self._prompt_rows = vocab_size, max_len, prompt_rows
+        self.max_len = max_len
+        self._vocab_size, self._prompt_rows = vocab_size, prompt_rows
         self._tokens_per_round = max(1, min(tokens_per_round, drafter.max_nodes()))
         self._max_requests = max_requests
         self._followed: dict[tuple[Hashable, int], Followed] = {}
@@ -77,8 +79,11 @@ class AheadDrafting:
 
     # --- what engines say -------------------------------------------------------------------------------------
 
-    def receive(self, owner: Hashable, message: Message, depth: int) -> list[Reply]:
-        """Follow a message of the engine `owner`, which asks for `depth` tokens; raises `FrameError` for nonsense."""
+    def receive(self, owner: Hashable, message: Message, depth: int, party: Hashable = None) -> list[Reply]:
+        """Follow a message of the engine `owner`, which asks for `depth` tokens; raises `FrameError` for nonsense.
+
+        Engines of one `party` have one share of the places together; an engine without one has its own.
+        """
         number = message["request"]
         found = self._followed.get((owner, number))
         match message["type"]:
@@ -89,8 +94,7 @@ class AheadDrafting:
             case "open":
                 if found is not None:
                     self._forget(found, finished=False)
-                if not self._open(owner, message, depth):
-                    return [(owner, {"type": "unknown", "request": number})]
+                return self._open(owner, message, depth, owner if party is None else party)
             case "commit":
                 if found is None or not self._commit(found, message):
                     if found is not None:
@@ -105,10 +109,24 @@ class AheadDrafting:
         for found in [each for each in self._followed.values() if each.owner == owner]:
             self._forget(found, finished=False)
 
-    def _open(self, owner: Hashable, message: Message, depth: int) -> bool:
-        token_ids: list[int] = message["tokens"]
-        if len(self._followed) >= self._max_requests or not 0 < len(token_ids) <= self._max_len:
-            return False
+    def _make_room(self, party: Hashable) -> list[Reply]:
+        """Where all places are taken, take the newest request from the party that has most, unless `party` has as many
+        with one more: who comes first has all, who comes later gets an equal share."""
+        if len(self._followed) < self._max_requests:
+            return []
+        held = Counter(each.party for each in self._followed.values())
+        [(largest, most)] = held.most_common(1)
+        if held[party] + 1 >= most:
+            return []
+        left = next(each for each in reversed(self._followed.values()) if each.party == largest)
+        self._forget(left, finished=False)
+        return [(left.owner, {"type": "unknown", "request": left.number})]
+
+    def _open(self, owner: Hashable, message: Message, depth: int, party: Hashable) -> list[Reply]:
+        refusal: list[Reply] = [(owner, {"type": "unknown", "request": message["request"]})]
+        token_ids: list[int] | None = message["tokens"]
+        if token_ids is None or not 0 < len(token_ids) <= self.max_len:
+            return refusal
         self._check(token_ids)
         if not message["seed"].isascii() or not message["seed"].isdigit() or len(message["seed"]) > 40:
             raise FrameError(f"a seed {message['seed'][:50]!r}")
@@ -122,19 +140,24 @@ class AheadDrafting:
             seed=int(message["seed"]),
             options=RequestOptions(tenant=f"{owner}/{message['tenant'].hex()}"),
         )
-        found = Followed(owner, message["request"], sequence, depth)
+        found = Followed(owner, message["request"], sequence, depth, party)
         if found.hash.digest() != message["hash"]:
-            return False
+            return refusal
+        replies = self._make_room(party)
+        if len(self._followed) >= self._max_requests:
+            return refusal
         found.commit, found.tries_left = message["number"], self._tries(token_ids)
         self._followed[owner, message["request"]] = found
-        return True
+        return replies
 
     def _commit(self, found: Followed, message: Message) -> bool:
         """The engine has committed tokens; False where it does not speak of the text that is followed."""
-        new: list[int] = message["tokens"]
+        new: list[int] | None = message["tokens"]
+        if new is None:
+            return False
         self._check(new)
         first = found.hash.length
-        if message["length"] != first + len(new) or message["length"] > self._max_len:
+        if message["length"] != first + len(new) or message["length"] > self.max_len:
             return False
         if found.hash.digest(new) != message["hash"]:
             return False
@@ -181,7 +204,7 @@ class AheadDrafting:
         return (
             num_ahead < found.max_ahead
             and found.tries_left > 0
-            and len(found.sequence.token_ids) < self._max_len
+            and len(found.sequence.token_ids) < self.max_len
             and self.guard.serves(found.sequence)
         )
 
@@ -194,7 +217,7 @@ class AheadDrafting:
             min(
                 self._tokens_per_round,
                 found.max_ahead - len(found.ahead),
-                self._max_len - len(found.sequence.token_ids),
+                self.max_len - len(found.sequence.token_ids),
             )
             for found in asked
         ]

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from slipstream.draft.remote.protocol import PROTOCOL_VERSION, Message
+from slipstream.draft.remote.protocol import PROTOCOL_VERSION, Message, printable
 from slipstream.errors import ConfigError, RemoteError
 
 KEY_VARIABLE = "SLIPSTREAM_WORKER_KEY"
@@ -89,7 +89,7 @@ def check_worker(welcome: Message, vocabulary: bytes, vocab_size: int, kinds: fr
         )
     if welcome["kind"] not in kinds:
         raise RefusedError(
-            f"the worker makes {welcome['kind']} drafts, which this engine's verifier cannot judge "
+            f"the worker makes {printable(welcome['kind'])} drafts, which this engine's verifier cannot judge "
             f"(it judges {' or '.join(sorted(kinds)) or 'neither kind that can be sent'}); start the worker with "
             f"draft_sample_method greedy, or use verifier 'coupled'"
         )

@@ -28,6 +28,7 @@ from slipstream.draft.remote.protocol import (
     Message,
     MessageDecoder,
     encode,
+    printable,
 )
 from slipstream.errors import RemoteError
 
@@ -343,7 +344,7 @@ def _next(connection: socket.socket, decoder: MessageDecoder, wanted: str) -> Me
             raise FrameError(f"{error}; is it a draft worker?") from None
         if message is not None:
             if message["type"] == "refused":
-                raise RefusedError(f"it refuses: {message['reason'][:300]}")
+                raise RefusedError(f"it refuses: {printable(message['reason'])}")
             if message["type"] != wanted:
                 raise FrameError(f"a {message['type']} message instead of {wanted}")
             return message

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,49 +25,66 @@ MAX_GREETING_BYTES = 4096
 """The longest frame before."""
 MAX_TAIL_TOKENS = 64
 """The most tokens of one tail, and the most that a worker drafts beyond what is committed."""
+MAX_SAMPLING_ENTRIES = 2**20
+"""The most tokens that sampling parameters name: more than any vocabulary has."""
 HASH_BYTES = 8
 
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct(">I")
 
-_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {"protocol": int, "nonce": bytes, "depth": int},
-    "challenge": {"protocol": int, "nonce": bytes, "needs_key": bool},
-    "proof": {"mac": bytes},
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+Word = Annotated[str, msgspec.Meta(max_length=200)]
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
+Entries = msgspec.Meta(max_length=MAX_SAMPLING_ENTRIES)
+Sampling = Annotated[
+    dict[Word, int | float | Annotated[dict[int, float], Entries] | Annotated[list[int], Entries] | None],
+    msgspec.Meta(max_length=64),
+]
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "hello": {"protocol": int, "nonce": Digest, "depth": int},
+    "challenge": {"protocol": int, "nonce": Digest, "needs_key": bool},
+    "proof": {"mac": Digest},
     "welcome": {
-        "mac": bytes,
-        "vocabulary": bytes,
+        "mac": Digest,
+        "vocabulary": Digest,
         "vocab_size": int,
-        "kind": str,
-        "drafter": str,
+        "kind": Word,
+        "drafter": Word,
     },
     "refused": {"reason": str},
     "open": {
         "request": int,
-        "tokens": list,
-        "hash": bytes,
+        "tokens": TokenIds,
+        "hash": Digest,
         "num_prompt_tokens": int,
-        "seed": str,
-        "tenant": bytes,
-        "sampling": dict,
+        "seed": Word,
+        "tenant": Digest,
+        "sampling": Sampling,
         "number": int,
     },
-    "commit": {"request": int, "length": int, "tokens": list, "hash": bytes, "number": int},
+    "commit": {"request": int, "length": int, "tokens": TokenIds, "hash": Digest, "number": int},
     "release": {"request": int, "finished": bool},
     "tail": {
         "request": int,
         "length": int,
-        "hash": bytes,
-        "tokens": list,
+        "hash": Digest,
+        "tokens": TokenIds,
         "number": int,
-        "draft_s": (float, int),
+        "draft_s": float | int,
     },
     "unknown": {"request": int},
-    "ping": {"sent_s": (float, int)},
-    "pong": {"sent_s": (float, int)},
+    "ping": {"sent_s": float | int},
+    "pong": {"sent_s": float | int},
 }
-"""What each message must hold. Fields that are not named here are ignored, so that later ones may be added."""
+"""What each message must hold. Fields that are not named here are not read, so that later ones may be added."""
+_READERS = {
+    name: {field: msgspec.msgpack.Decoder(kind) for field, kind in fields.items()}
+    for name, fields in _FIELDS.items()
+}
+_OUTLINE = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_TYPE = msgspec.msgpack.Decoder(Word)
 
 
 class FrameError(RemoteError):
@@ -88,9 +105,11 @@ def encode(message: Message) -> bytes:
 class MessageDecoder:
     """Cuts a stream of bytes into messages and checks each. It holds one frame at most."""
 
-    def __init__(self, max_bytes: int = MAX_GREETING_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_GREETING_BYTES, max_tokens: int = MAX_FRAME_BYTES) -> None:
         self.max_bytes = max_bytes
         """The longest frame that is accepted."""
+        self.max_tokens = max_tokens
+        """The most tokens of a message that are read; a longer list of them is None."""
         self.num_message_bytes = 0
         """Of the message that came last."""
         self._buffer = bytearray()
@@ -108,27 +127,49 @@ class MessageDecoder:
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
             self.num_message_bytes = length
-            yield checked(body)
+            yield checked(body, self.max_tokens)
 
 
-def checked(body: bytes) -> Message:
-    """The message of a frame; raises `FrameError` unless it is one of this protocol, with values of the right types."""
+def checked(body: bytes, max_tokens: int = MAX_FRAME_BYTES) -> Message:
+    """The message of a frame; raises `FrameError` unless it is one of this protocol, with values of the right types.
+
+    Lengths come before contents: a list of more than `max_tokens` tokens is not read, and is None in the message.
+    Errors name fields and types, never what the other side has sent.
+    """
     try:
-        message = msgspec.msgpack.decode(body)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise FrameError(f"a frame that is not msgpack: {error}") from None
-    name = message.get("type") if isinstance(message, dict) else None
-    fields = _FIELDS.get(name) if isinstance(name, str) else None
-    if fields is None:
-        raise FrameError(f"a message of the unknown type {name!r}")
-    for field, kind in fields.items():
-        value = message.get(field)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise FrameError(f"a {name} message with {field} {value!r}")
-    if not all(type(token) is int and token >= 0 for token in message.get("tokens", ())):
-        raise FrameError(f"a {name} message whose tokens are not token ids")
-    result: Message = message
-    return result
+        outline = _OUTLINE.decode(body)
+        name = _TYPE.decode(outline["type"])
+        readers = _READERS[name]
+    except KeyError:
+        raise FrameError("a message of no type that this protocol has") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FrameError(f"a frame that is no map with a type: {error}") from None
+    message: Message = {"type": name}
+    for field, reader in readers.items():
+        if field not in outline:
+            raise FrameError(f"a {name} message without {field}")
+        raw = outline[field]
+        if field == "tokens" and _array_length(raw) > max_tokens:
+            message[field] = None
+            continue
+        try:
+            message[field] = reader.decode(raw)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise FrameError(f"a {name} message whose {field} cannot be read: {error}") from None
+    return message
+
+
+def _array_length(raw: msgspec.Raw) -> int:
+    """How many values a msgpack array says it has; 0 for what is no array."""
+    head = bytes(memoryview(raw)[:5])
+    if 0x90 <= head[0] <= 0x9F:
+        return head[0] & 0x0F
+    return int.from_bytes(head[1 : {0xDC: 3, 0xDD: 5}.get(head[0], 1)], "big")
+
+
+def printable(text: str) -> str:
+    """The beginning of what the other side says, on one line whatever characters it has."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:300])
 
 
 class PrefixHash:

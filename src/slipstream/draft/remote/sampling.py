@@ -37,5 +37,5 @@ def sampling_of(message: dict[str, Any], vocab_size: int) -> SamplingParams:
         )
         params.check_vocabulary(vocab_size)
     except (TypeError, ValueError) as error:  # RequestError among them
-        raise FrameError(f"sampling parameters that cannot be used: {error}") from None
+        raise FrameError(f"sampling parameters that cannot be used: {str(error)[:300]!a}") from None
     return params

@@ -13,7 +13,9 @@ import logging
 import os
 import queue
 import signal
+import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +64,8 @@ class EngineConnection:
     depth: int
     """The most draft tokens that it asks for at once."""
     writer: asyncio.StreamWriter
+    party: str
+    """Who shares the places for requests with it: engines of one address do, if it is not this machine's."""
     num_untaken: int = 0
     num_untaken_bytes: int = 0
     room: asyncio.Event = field(default_factory=asyncio.Event)
@@ -160,14 +164,15 @@ class DraftWorker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection: EngineConnection | None = None
-        decoder = MessageDecoder()
+        decoder = MessageDecoder(max_tokens=self._served.drafting.max_len)
         self._num_greeting += 1
         try:
             if len(self._connections) + self._num_greeting > MAX_CONNECTIONS:
                 raise RefusedError(f"{MAX_CONNECTIONS} engines are connected already")
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 depth = await self._greet(reader, writer, decoder)
-            connection = EngineConnection(next(self._numbers), depth, writer)
+            number = next(self._numbers)
+            connection = EngineConnection(number, depth, writer, _party(writer) or f"connection {number}")
             self._num_greeting -= 1
             self._connections.add(connection)
             logger.info("engine %d is connected", connection.number)
@@ -290,7 +295,8 @@ class DraftWorker:
                     drafting.drop(connection.number)
                     continue
                 try:
-                    replies += drafting.receive(connection.number, message, connection.depth)  # type: ignore[arg-type]
+                    number, depth = connection.number, connection.depth
+                    replies += drafting.receive(number, message, depth, connection.party)  # type: ignore[arg-type]
                 except FrameError as error:
                     loop.call_soon_threadsafe(self._leave, connection, error)
             replies += drafting.draft()  # type: ignore[arg-type]
@@ -310,6 +316,20 @@ async def _next(reader: asyncio.StreamReader, decoder: MessageDecoder, wanted: s
         data = await reader.read(READ_BYTES)
         if not data:
             raise FrameError(f"the connection was closed before {wanted}")
+
+
+def _party(writer: asyncio.StreamWriter) -> str:
+    """Another machine's address, the process at the other end of a unix socket; empty where neither is known."""
+    peer = writer.get_extra_info("socket")
+    if peer.family == socket.AF_UNIX:
+        if not hasattr(socket, "SO_PEERCRED"):
+            return ""
+        size = struct.calcsize("3i")
+        return (
+            f"process {struct.unpack('3i', peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]}"
+        )
+    host = str(writer.get_extra_info("peername")[0])
+    return "" if Address(host).is_local else host
 
 
 def _remove_socket(path: str) -> None:
