@@ -40,7 +40,9 @@ from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
 from slipstream.learn.worker import LearnWorker, ServerPipe, WorkerConfig
 from slipstream.sampling.params import SamplingParams
+from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.process.start import learning_message
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 IDLE = {"min_records": 10**9, "poll_s": 60.0}
@@ -57,6 +59,26 @@ def test_whose_an_answer_is() -> None:
         ServeConfig(learn="folder", learn_by="tenants")
     with pytest.raises(ConfigError, match="learner"):
         ServeConfig(learn="folder", learner="all")
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "wanted"),
+    [
+        (("a", "b"), None, LearnBy.TENANT),
+        ((), None, LearnBy.EVERYONE),
+        (("a", "b"), "everyone", LearnBy.EVERYONE),
+        ((), "tenant", LearnBy.TENANT),
+    ],
+)
+def test_one_api_key_learns_nothing_from_another_unless_asked(
+    keys: tuple[str, ...], asked: str | None, wanted: LearnBy
+) -> None:
+    config = ServeConfig(learn="folder", api_key=keys, learn_by=asked)
+    message = learning_message(config)
+    assert message is not None
+    assert (config.learns_by, message.by) == (wanted, wanted)
+    alice, bob = (wanted.key_of(f"{digest(key)}/user", "") for key in ("a", "b"))
+    assert (alice == bob) == (wanted is LearnBy.EVERYONE)
 
 
 # --- the learner's process ------------------------------------------------------------------------------------

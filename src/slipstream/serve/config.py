@@ -96,9 +96,10 @@ class ServeConfig:
     """Folder in which the drafter goes on learning from what is served: answers are kept there,
     versions of the draft are trained beside the server, tried on a share of the requests and served where they are
     faster. The text does not change."""
-    learn_by: str = "everyone"
-    """everyone: versions learn from all answers and draft for all requests. tenant, task: each account, or each task,
-    has versions that learn from its own answers and draft for its own requests alone."""
+    learn_by: str | None = None
+    """everyone: versions learn from all answers and draft for all requests, so one client's timing tells what others'
+    answers were like. tenant, task: each account, or each task, has versions that learn from its own answers and draft
+    for its own requests alone. None is tenant where there is an api_key, everyone where there is none."""
     learner: str | None = None
     """What learns: whole (all weights of a draft model), low_rank (adapters of it), eagle (an EAGLE-3 head) or
     corrective (a light layer on the logits of any drafter with weights). None is whole for draft models of up to
@@ -134,6 +135,13 @@ class ServeConfig:
     """Endpoint for OpenTelemetry traces, as in http://localhost:4318/v1/traces; needs slipstream-llm[otel]. The
     standard OTEL_* variables work as well."""
 
+    @property
+    def learns_by(self) -> LearnBy:
+        """Whose versions are learned. API keys are tenants, of which none sees by timing what another does."""
+        if self.learn_by is not None:
+            return LearnBy(self.learn_by)
+        return LearnBy.TENANT if self.api_key else LearnBy.EVERYONE
+
     def __post_init__(self) -> None:
         check_types(self, "serve")
         positive = ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens")
@@ -161,7 +169,8 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
-        reject_unknown([self.learn_by], tuple(LearnBy), "learn_by")
+        if self.learn_by is not None:
+            reject_unknown([self.learn_by], tuple(LearnBy), "learn_by")
         if self.learner is not None:
             reject_unknown([self.learner], LEARNERS, "learner")
         for name in ("learn_key", "no_learn_key"):

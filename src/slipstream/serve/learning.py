@@ -15,7 +15,6 @@ from slipstream.errors import ConfigError
 from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.folder import LearnFolder
-from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
@@ -74,7 +73,7 @@ class Learning(Collector):
                 Path(config.learn),
                 config.learn_bytes,
                 privacy_rules(config),
-                by=LearnBy(config.learn_by),
+                by=config.learns_by,
                 learner=config.learner,
                 max_age_s=max_age_s(config),
                 beside_share=config.learn_share,

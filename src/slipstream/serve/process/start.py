@@ -81,7 +81,7 @@ def learning_message(server: ServeConfig) -> LoadLearning | None:
         str(Path(server.learn).resolve()),
         server.learn_bytes,
         sorted(rules.denied),
-        server.learn_by,
+        server.learns_by,
         server.learner,
         sorted(rules.allowed),
         rules.by_default,
