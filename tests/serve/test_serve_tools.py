@@ -15,6 +15,7 @@ from slipstream import LLM
 from slipstream.serve.api.schema import ChatBody
 from slipstream.serve.tools.formats import FORMATS, ToolFormat, tool_format
 from slipstream.serve.tools.tools import tool_use
+from slipstream.text import template_bound
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -282,6 +283,21 @@ def test_a_template_that_knows_tools_gets_them(
     question = MESSAGES[0]["content"]
     expected = f"[get_weather][get_news]<user>{question}<assistant>get_weather(Rome)abcdefghi"
     assert text == f"{expected}<tool>17 degreesabcdefghi<tool_call>"
+
+
+def test_a_template_without_an_end_fails_its_request_and_the_server_goes_on(
+    make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(template_bound, "MAX_STEPS", 20_000)
+    asked = {"messages": MESSAGES, "max_tokens": 1}
+    with TestClient(make_app()) as client:
+        with monkeypatch.context() as changed:
+            changed.setattr(drafting.engine.tokenizer, "chat_template", endless)
+            refused = client.post("/v1/chat/completions", json=asked)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert "has no end" in refused.json()["error"]["message"]
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
 
 
 @pytest.mark.parametrize("strict", [True, False])

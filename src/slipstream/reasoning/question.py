@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.text.template_bound import bounded
 
 ASKED = (
     "Evaluate the last reasoning step, solely based on its factual and logical correctness and its usefulness for the "
@@ -25,7 +26,8 @@ def question_text(tokenizer: Any) -> str:
         {"role": "user", "content": ASKED},
     ]
     try:
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        with bounded(tokenizer.chat_template, len(turns)):
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception:  # a template may refuse anything
         return plain
     _, found, tail = rendered.partition(_PLACE)

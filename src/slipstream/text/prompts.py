@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from slipstream.errors import RequestError
 from slipstream.text.characters import check_characters
+from slipstream.text.template_bound import bounded
 from slipstream.vllm_names import PROMPT, split_off
 
 if TYPE_CHECKING:
@@ -152,15 +153,18 @@ def encode_chat(
         raise RequestError(f"{min(reserved)!r} cannot be set as a variable of the chat template")
     readable = [_readable(message) for message in messages]
     try:
-        text: str = tokenizer.apply_chat_template(
-            readable,
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **(template_options or {}),
-        )
+        with bounded(chat_template or tokenizer.chat_template, len(messages) + len(tools or ())):
+            text: str = tokenizer.apply_chat_template(
+                readable,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(template_options or {}),
+            )
+    except RequestError:
+        raise
     except Exception as error:  # a template may raise anything
         raise RequestError(f"the chat template rejected this conversation: {error}") from None
     check_text(text)
