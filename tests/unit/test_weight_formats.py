@@ -52,7 +52,7 @@ class Toy(WeightFormat):
 
     summary = "bfloat16, widened"
     bytes_per_weight = 2
-    logit_error = 0.1
+    weight_error = 0.1
 
     def pack_torch(self, linear: nn.Linear) -> PackedLinear:
         return Widened(linear)

@@ -1,8 +1,10 @@
 """Checks of a loaded model before any request depends on it.
 
-Four checks: every layer attends through our hook (`probe_layers`); the mask that Transformers would have made is the
-one that we make (`check_masks`); a dozen tokens, packed beside another sequence and in a tree, give the logits of the
-model's own attention (`check_logits`), and nearly the same where keys and values are held as requests will have them
+Every layer attends through our hook (`probe_layers`), and the mask that Transformers would have made is the one that we
+make (`check_masks`). A dozen tokens, at the beginning of a text and at the end of the context, packed beside another
+sequence and in a tree, give what the model's own attention gives: each layer of the fused decoder is compared by itself
+(`LayerCheck`), of other models the logits (`check_logits`), always with weights and rows that are not rounded. Packed
+weights are compared with the checkpoint's (`WeightCheck`), and the cache in its own type with one that rounds nothing
 (`check_cache`). A model that fails one of them would run and give wrong text without an error.
 """
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.errors import UnsupportedModelError
@@ -24,9 +26,17 @@ from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.probe import LayerProbe
-from slipstream.models.causal_lm import NUM_TRIAL_ROWS, CausalLM
-from slipstream.models.rows import RowGroup
+from slipstream.models.causal_lm import CausalLM
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.layer_check import LayerCheck
+from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.matrices import unread
+from slipstream.models.rows import RowGroup, Rows
 from slipstream.models.support import context_length, text_config, unsupported
+from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
+from slipstream.models.weight_check import WeightCheck
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +52,9 @@ CACHE_TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1, torch.int8: 0.25}
 Some four times the largest that was seen in tiny models of random weights, 64 experts among them; ten times that of
 those without experts. Keys that do not fit a type are off by some tenths, or are no numbers."""
 
+_ROUNDED_ROWS = 0.3
+"""Of logits whose rows are rounded in every layer: a row that rounds the other way moves those of later layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Probed:
@@ -52,13 +65,16 @@ class Probed:
     variants: list[Variant]
     """How each layer attends; empty for a model that does not attend through the hook."""
     vocab_size: int
+    called: frozenset[str]
+    """The names of the linear layers that it called. Whoever reads a weight by itself calls no layer."""
 
 
 def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
     """Try the model out on two rows; every layer must go through the backend."""
     num_layers = text_config(model.config).num_hidden_layers
     probe = LayerProbe()
-    logits = _run_probe(model, backend, probe)
+    with unread(model) as called:
+        logits = _run_probe(model, backend, probe)
     if sorted(probe.shapes) != list(range(num_layers)):
         raise unsupported(
             model.config,
@@ -68,7 +84,8 @@ def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
     if logits.shape[1] != 1:
         raise unsupported(model.config, "it ignores logits_to_keep")
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
-    return Probed([probe.shapes[layer] for layer in range(num_layers)], variants, int(logits.shape[-1]))
+    shapes = [probe.shapes[layer] for layer in range(num_layers)]
+    return Probed(shapes, variants, int(logits.shape[-1]), frozenset(called))
 
 
 def check_masks(lm: CausalLM) -> None:
@@ -80,7 +97,8 @@ def check_masks(lm: CausalLM) -> None:
             log.warning("%s: its masks were not checked, it cannot switch its attention", lm.family)
             return
         probe = LayerProbe()
-        _run_probe(lm.model, lm.backend, probe)
+        with unread(lm.model):
+            _run_probe(lm.model, lm.backend, probe)
     positions = boundary_positions(lm.config)
     distance = positions[:, None] - positions[None, :]
     for layer, (variant, intended) in sorted(probe.masks.items()):
@@ -93,36 +111,125 @@ def check_masks(lm: CausalLM) -> None:
             raise unsupported(lm.config, f"the mask of layer {layer} is neither causal nor a sliding window")
 
 
-def stock_logits(lm: CausalLM) -> Tensor | None:
-    """Logits [rows, vocab] of a dozen rows under the model's own attention; None where it cannot be had."""
-    ids = torch.tensor(lm.trial_tokens(), device=lm.device)
-    hooked = lm.backend.attn_implementation == ATTENTION_NAME
-    with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
-        if hooked and not switched:
-            log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
-            return None
+class StockPass:
+    """The Transformers model with its own attention over the trial text, before its weights are packed."""
+
+    def __init__(self, lm: CausalLM, trial: LayerTrial | None) -> None:
+        """`trial` has the layers of a model that the fused decoder will compute; None: it will run layer by layer."""
+        self._lm = lm
+        self._far = far_position(lm.context_length)
+        self._weights = WeightCheck(lm.config, lm.weight_format)
+        self._layers = None
+        if trial is not None:
+            self._layers = LayerCheck(lm.config, trial, lm.shapes, self._weights, self._far)
+        self._head = lm.model.get_output_embeddings()
+
+    def run(self) -> bool:
+        """Raises `UnsupportedModelError` where our attention, or the decoder, computes something else.
+
+        False for a model that cannot switch its attention, which is not compared.
+        """
+        lm = self._lm
+        hooked = lm.backend.attn_implementation == ATTENTION_NAME
+        positions = [range(NUM_TRIAL_ROWS)]
+        if self._far is not None:
+            positions.append(range(self._far, self._far + NUM_TRIAL_ROWS))
+        ids = torch.tensor([lm.trial_tokens()] * len(positions), device=lm.device)
+        places = torch.tensor([list(each) for each in positions], device=lm.device)
+        with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
+            if hooked and not switched:
+                log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
+                return False
+            following = contextlib.nullcontext() if self._layers is None else self._layers.following()
+            watched = self._weights.watching(self._watched(), self._format_of)
+            with torch.inference_mode(), following, watched:
+                logits = lm.model(input_ids=ids, position_ids=places, use_cache=False).logits
+        logits = logits.reshape(-1, logits.shape[-1]).float()
+        if self._layers is not None:
+            self._weights.take_head(self._head_name)
+            self._weights.add_table(lm.model.get_input_embeddings(), self._head)
+            with torch.inference_mode():
+                self._layers.check_logits(logits)
+        else:
+            check_logits(lm, logits, self._far)
+        return True
+
+    def check_packed(self) -> None:
+        """Raise `UnsupportedModelError` where the weights that were packed since are not those of the pass."""
+        lm = self._lm
         with torch.inference_mode():
-            logits: Tensor = lm.model(input_ids=ids[None], use_cache=False).logits[0].float()
-    return logits
+            if lm.decoder is None:
+                self._weights.check_modules(lm.model)
+                return
+            layers = lm.decoder.layer_structs
+            self._weights.check_layers(layers)
+            self._weights.check_tables(lm.decoder.struct)
+            assert self._layers is not None
+            self._layers.check_packed(layers, lm.decoder.struct.final_norm)
+            self._check_embedding(lm.decoder, self._layers.states[0])
+
+    @property
+    def _head_name(self) -> str:
+        return next((name for name, part in self._lm.model.named_modules() if part is self._head), "")
+
+    def _watched(self) -> dict[str, nn.Module]:
+        """The linear layers whose products are collected as the pass calls them: of the fused decoder the last one."""
+        if self._layers is not None:
+            return {self._head_name: self._head}
+        if self._lm.device.type != "cpu":
+            return {}
+        return {
+            name: part
+            for name, part in self._lm.model.named_modules()
+            if type(part) is nn.Linear or isinstance(part, GroupedLinear)
+        }
+
+    def _format_of(self, module: nn.Module) -> WeightFormat:
+        fmt = self._lm.weight_format
+        return fmt.of_head() if module is self._head else fmt
+
+    def _check_embedding(self, decoder: Decoder, expected: Tensor) -> None:
+        """Compare the embeddings, as the decoder reads them, with `expected` [tokens, hidden], each token by itself."""
+        lm, count = self._lm, NUM_TRIAL_ROWS
+        pool, slots = lm.trial_cache(count)
+        rows = Rows([RowGroup(slots, 0, lm.trial_tokens(), [])])
+        _, hidden = decoder.forward(rows, pool, [0], [])
+        fitted = lm.weight_format.of_head().weight_error or 0.0
+        rounded = 0.02 if lm.stored_bits else 0.0  # zeros of groups, see `WeightCheck`
+        bound = TOLERANCE[torch.float32]
+        if decoder.embeddings_are_packed:
+            bound = max(bound, rounded, 4 * fitted)
+        size = expected[:count].norm(dim=-1).clamp_min(1e-6)
+        error = float(((hidden[0] - expected[:count]).norm(dim=-1) / size).max())
+        if not error <= bound:
+            raise unsupported(
+                lm.config,
+                f"the packed embeddings are not the checkpoint's: they are off by {error:.2g} of their size",
+            )
 
 
-def check_logits(lm: CausalLM, expected: Tensor) -> None:
+def check_logits(lm: CausalLM, expected: Tensor, far: int | None = None) -> None:
     """Compare the rows of `packed_logits` with `expected` [tokens, vocab], as Transformers computes them."""
     with _refusing(lm.config):
-        ours, places = packed_logits(lm)
+        ours, places = packed_logits(lm, far=far)
     errors = _errors(ours, expected[places])
-    # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention.
-    rounding = lm.logit_error
-    error = errors.max() if lm.dtype == torch.float32 and rounding is None else errors.median()
-    tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16]) if rounding is None else rounding
+    # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention. Far
+    # rows are few, and are a fault of their own.
+    parts = [errors] if lm.dtype == torch.float32 else torch.split(errors, _num_near_rows(errors, far))
+    error = (
+        errors.max() if lm.dtype == torch.float32 else torch.stack([part.median() for part in parts]).max()
+    )
+    tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16])
     if not error <= tolerance:  # NaN is refused too
-        where = "its attention is not what the hook computes"
-        if rounding is not None:
-            where = f"its {lm.weight_type} weights are not its own"
         raise unsupported(
             lm.config,
-            f"{where}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
+            "its attention is not what the hook computes: over a dozen rows the logits differ from its own by "
+            f"{float(error):.2g} of their spread",
         )
+
+
+def _num_near_rows(errors: Tensor, far: int | None) -> int:
+    return len(errors) - (0 if far is None else NUM_TRIAL_ROWS)
 
 
 def check_cache(lm: CausalLM) -> None:
@@ -148,45 +255,19 @@ def check_cache(lm: CausalLM) -> None:
     )
 
 
-def packed_logits(lm: CausalLM, cache_dtype: torch.dtype | None = None) -> tuple[Tensor, list[int]]:
-    """The trial tokens' logits by three passes as an engine makes them, [rows, vocab], and which token each row is.
+def packed_logits(
+    lm: CausalLM, cache_dtype: torch.dtype | None = None, far: int | None = None
+) -> tuple[Tensor, list[int]]:
+    """The trial text's logits by passes as an engine makes them, [rows, vocab], and which token each row is.
 
-    `cache_dtype` is how keys and values are held; None: as the model's caches do.
-
-    Two sequences of this text are beside each other in every pass. One is a chain. The other one goes on as a tree, and
-    then as a tree below entries of that one; each has tokens of another text too, so the two hold different entries.
+    `cache_dtype` is how keys and values are held; None: as the model's caches do. See `trial_passes` for `far`.
     """
     ids = lm.trial_tokens()
+    pool, slots = lm.trial_cache(num_trial_slots(lm.kv_unit), cache_dtype)
     wrong = (ids[0] + 1) % lm.vocab_size
-    room = -(-2 * NUM_TRIAL_ROWS // lm.kv_unit) * lm.kv_unit
-    pool, slots = lm.trial_cache(2 * room, cache_dtype)
-    beside = [
-        RowGroup(slots[room:], begin, ids[begin:end], range(end - begin))
-        for begin, end in ((0, 6), (6, 9), (9, 12))
-    ]
-    tree = RowGroup(
-        slots,
-        6,
-        [ids[6], wrong, wrong, ids[7]],
-        [0, 3],
-        positions=[6, 6, 7, 7],
-        tail_seen=[[0], [1], [0, 2], [0, 3]],
-    )
-    below = RowGroup(
-        slots,
-        6,
-        [wrong, *ids[8:]],
-        [1, 2, 3, 4],
-        positions=[8, 8, 9, 10, 11],
-        stored_positions=[6, 6, 7, 7],
-        tail_seen=[[0, 3, 4], [0, 3, 5], [0, 3, 5, 6], [0, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]],
-    )
-    passes = [
-        lm.forward([mine, other], pool).logits
-        for mine, other in zip([RowGroup(slots, 0, ids[:6], range(6)), tree, below], beside, strict=True)
-    ]
-    places = [*range(6), *range(6), 6, 7, 6, 7, 8, 8, 9, 10, 11, 9, 10, 11]
-    return torch.cat(passes).float(), places
+    passes = trial_passes([*ids, *ids], wrong, slots, far, lm.kv_unit)
+    logits = [lm.forward(each.groups, pool).logits for each in passes]
+    return torch.cat(logits).float(), [place for each in passes for place in each.places]
 
 
 @contextlib.contextmanager
@@ -219,8 +300,8 @@ def _cache_error(lm: CausalLM, cache_dtype: torch.dtype, expected: Tensor) -> fl
 
 
 def _is_held(lm: CausalLM, cache_dtype: torch.dtype, error: float) -> bool:
-    """Whether an error is one of rounding. Rounded weights, of rounded activations, make small ones larger."""
-    return error <= max(CACHE_TOLERANCE.get(cache_dtype, 0.0), lm.logit_error or 0.0)
+    """Whether an error is one of rounding. Kernels that round rows make small ones larger."""
+    return error <= max(CACHE_TOLERANCE.get(cache_dtype, 0.0), _ROUNDED_ROWS if lm.rounds_rows else 0.0)
 
 
 def _errors(ours: Tensor, expected: Tensor) -> Tensor:

@@ -26,14 +26,7 @@ from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, 
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
-
-_STORED_LOGIT_ERROR = 0.1
-"""Of weights that are held as a file had them, with rows rounded to 8 bits: some times what is usual, 0.004 to 0.03.
-
-Nothing else is rounded but groups' scales and zeros, so the bound is that of 4 bits as of 8."""
-
-NUM_TRIAL_ROWS = 12
-"""Rows of the passes that try a model out."""
+from slipstream.models.trial import NUM_TRIAL_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +83,8 @@ class CausalLM:
         """How the file held them: 'Q4_K, Q6_K'."""
         self.weight_format = weight_format
         """Of all other weights."""
+        self.was_compared = False
+        """Whether its layers or logits were compared with Transformers' when it was loaded."""
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
         self.num_threads = threads.available()
@@ -115,12 +110,6 @@ class CausalLM:
     def quantization(self) -> str | None:
         """The name of the weight format; None where it is one that `dtype` names."""
         return None if self.weight_format.name in OF_DTYPE.values() else self.weight_format.name
-
-    @property
-    def logit_error(self) -> float | None:
-        """See `WeightFormat.logit_error`: of the coarsest weights."""
-        errors = [self.weight_format.logit_error, _STORED_LOGIT_ERROR if self.stored_bits else None]
-        return max((error for error in errors if error is not None), default=None)
 
     @property
     def rounds_rows(self) -> bool:

@@ -14,10 +14,12 @@ import torch
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import AUTO, cannot_run, choose_backend
-from slipstream.models.canary import check_cache, check_logits, check_masks, probe_layers, stock_logits
+from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
 from slipstream.models.configuration import meta_model
+from slipstream.models.cpu.families import FAMILIES
+from slipstream.models.cpu.native import fingerprint
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.linear.formats import OF_DTYPE, check_quantization, checked_format
@@ -43,6 +45,7 @@ from slipstream.models.settling import (
     settle_dtype,
 )
 from slipstream.models.support import check_config, context_length
+from slipstream.models.verdicts import Verdict, verdict_of
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +72,11 @@ def load_model(
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface, keys or values that the type of the cache does
-    not hold. `canary=False` skips the comparisons with the model's own attention and with a cache that rounds nothing
-    (about ten passes of a dozen rows). `pack=False` keeps the Transformers model as it
-    is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`, `attention_backend`,
-    `kv_cache_dtype`, `fast_prompts`, `lora` and `max_model_len`, which matters to LongRoPE alone. Of a checkpoint that
-    reads images, the language model is loaded.
+    not hold. `canary=False` skips the comparisons with the model's own layers and weights and with a cache that rounds
+    nothing; a model that has passed them before is not compared again (see `verdicts`). `pack=False` keeps the
+    Transformers model as it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`,
+    `attention_backend`, `kv_cache_dtype`, `fast_prompts`, `lora` and `max_model_len`, which matters to LongRoPE alone.
+    Of a checkpoint that reads images, the language model is loaded.
     """
     where = resolve_device(device)
     check_quantization(quantization)
@@ -101,6 +104,20 @@ def load_model(
         read_as: torch.dtype | str | None = None
         if native and kind == torch.float32 and source.stores_its_numbers:
             read_as = STORED if fmt.stored_dtype in (None, torch.float32) else fmt.stored_dtype
+        verdict = None
+        if canary:
+            settings = {
+                "dtype": dtype,
+                "device": str(where),
+                "pack": pack,
+                "quantization": quantization,
+                "cpu_kernels": kernels,
+                "max_model_len": max_model_len,
+                "kv_cache_dtype": kv_cache_dtype,
+                "fast_prompts": fast_prompts,
+            }
+            verdict = _verdict(source, settings, native, [type(backend), type(fmt), type(fmt.of_head())])
+        compares = canary and not (verdict is not None and verdict.is_kept())
         narrow = stored if read_as == STORED else read_as if isinstance(read_as, torch.dtype) else None
         if "float32" in (dtype, name):
             narrow = None  # what is stored in 8 bits becomes float32, which rounds nothing
@@ -130,7 +147,7 @@ def load_model(
             model.to(where).eval(),
             path,
             max_model_len=max_model_len,
-            canary=canary,
+            canary=compares,
             pack=pack,
             quantization=name,
             native=native,
@@ -140,12 +157,27 @@ def load_model(
         )
         fused = lm.decoder is not None
         lm.cache_dtype = resolve_cache_dtype(kv_cache_dtype, dtype, stored, lm.dtype, fused)
-        if canary:
+        if compares:
             check_cache(lm)
+            if verdict is not None and lm.was_compared:
+                verdict.keep()
     _tell_cache_dtype(lm, kv_cache_dtype)
     if fast_prompts:
         turn_on_fast_prompts(lm)
     return lm
+
+
+def _verdict(
+    source: Checkpoint, settings: dict[str, Any], native: bool, classes: list[type]
+) -> Verdict | None:
+    """Under what the checks of this checkpoint are kept; None where they are made at every start."""
+    if source.trust_remote_code:
+        return None  # its code may lie elsewhere
+    model_type = source.config.model_type
+    if native and model_type in FAMILIES.names():
+        classes = [*classes, FAMILIES.load(model_type)]
+    kernels = fingerprint() if native else "torch"
+    return verdict_of(source.path, source.revision, source.adapter, settings, kernels, classes)
 
 
 def _check_stored(source: Checkpoint, name: str | None, dtype: torch.dtype | None) -> None:
@@ -200,8 +232,7 @@ def adapt(
     settle_frequencies(model, length)
     traits = ModelTraits(model.config, model.device, dtype, native and pack)
     backend = choose_backend(attention_backend, traits)
-    with _as_stored(model, may_widen):
-        probed = probe_layers(model, backend)
+    probed = probe_layers(model, backend)
     reason = backend.misfit(model, probed.variants, fmt)
     if reason is not None:
         if attention_backend != AUTO:
@@ -209,20 +240,23 @@ def adapt(
         log.info("%s runs layer by layer: %s", model.config.model_type, reason)
         backend = choose_backend(AUTO, replace(traits, native=False))
     lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt, dtype, stored_as)
-    expected = None
+    stock = None
     with silenced():
         if canary:
+            trial = backend.layer_trial(model, probed.variants) if pack else None
+            check_masks(lm)
             with _as_stored(model, may_widen):
-                check_masks(lm)
-                expected = stock_logits(lm)
+                stock = StockPass(lm, trial)
+                lm.was_compared = stock.run()
+            del trial
         if pack:
             lm.decoder = backend.take_over(model, probed.variants, fmt)
             if lm.decoder is None:
                 if may_widen:
                     widen_experts(model)
-                pack_linears(model, fmt, native, give_back=True, widens=may_widen)
-        if expected is not None:
-            check_logits(lm, expected)
+                pack_linears(model, fmt, native, give_back=True, widens=may_widen, called=probed.called)
+            if stock is not None and lm.was_compared:
+                stock.check_packed()
     return lm
 
 

@@ -167,6 +167,35 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unread(model: nn.Module) -> Iterator[set[str]]:
+    """Within the body linear layers, and experts that the kernels know, give zeros of the right shape.
+
+    So a pass that only asks what a model does, and not what comes of it, reads no weights. Yields the names of the
+    layers that were called so far.
+    """
+    called: set[str] = set()
+    experts = {id(module) for module, _ in known_experts(model)}
+    stubs: dict[nn.Module, Any] = {}
+    for name, part in model.named_modules():
+        if type(part) is nn.Linear or isinstance(part, GroupedLinear):
+            stubs[part] = partial(_zeros, called, name, part.out_features)
+        elif id(part) in experts:
+            stubs[part] = lambda rows, *_, **__: torch.zeros_like(rows)
+    for part, forward in stubs.items():
+        part.forward = forward
+    try:
+        yield called
+    finally:
+        for part in stubs:
+            del part.forward
+
+
+def _zeros(called: set[str], name: str, out_features: int, rows: Tensor) -> Tensor:
+    called.add(name)
+    return rows.new_zeros(*rows.shape[:-1], out_features)
+
+
+@contextlib.contextmanager
 def read_and_forgotten(model: nn.Module) -> Iterator[None]:
     """Within the body, drop each weight that is mapped from a file once a pass has read it.
 

@@ -41,7 +41,7 @@ class MatrixProduct:
     def __init__(self, dtype: torch.dtype, fmt: WeightFormat, device: torch.device) -> None:
         self._device = device
         plain = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
-        self._layers: list[nn.Module] = [plain] if fmt.logit_error is None else []
+        self._layers: list[nn.Module] = [plain] if fmt.weight_error is None else []
         if device.type == "cpu" and dtype == torch.float32:
             self._layers += fmt.forms(plain)
         self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]

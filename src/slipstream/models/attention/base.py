@@ -24,6 +24,7 @@ from slipstream.models.rows import Rows
 if TYPE_CHECKING:
     from slipstream.models.attention.probe import LayerProbe
     from slipstream.models.cpu.decoder import Decoder
+    from slipstream.models.cpu.layer_trial import LayerTrial
     from slipstream.models.linear.formats import WeightFormat
 
 ATTENTION_NAME = "slipstream"
@@ -116,6 +117,13 @@ class AttentionBackend(ABC):
 
     def misfit(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> str | None:
         """As `refusal`, once the model was probed. `variants` says how each layer attends."""
+        return None
+
+    def layer_trial(self, model: Any, variants: Sequence[Variant]) -> LayerTrial | None:
+        """What tries single layers out as `take_over` will compute them; None for a backend that takes nothing over.
+
+        For a model that is no misfit.
+        """
         return None
 
     def take_over(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> Decoder | None:

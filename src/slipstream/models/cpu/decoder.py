@@ -21,8 +21,8 @@ from slipstream.models.attention.base import Variant
 from slipstream.models.cpu import native
 from slipstream.models.cpu.chains import Chains
 from slipstream.models.cpu.families import FAMILIES, Family, find_family
-from slipstream.models.cpu.frequencies import Rotation
 from slipstream.models.cpu.kernel import Kernel, common_kernel
+from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import trim_heap
@@ -54,34 +54,23 @@ class Decoder(PackedModel):
     ) -> None:
         """`head_kernel` is the output layer's, None where it is no other."""
         super().__init__()
-        config = model.config
-        part, number = partial(family.part, model), partial(family.number, model)
+        part = partial(family.part, model)
         head, embedding = part(family.head), part(family.embedding)
         norm, model_layers = part(family.final_norm), part(family.layers)
         self.num_layers = len(model_layers)
         self.vocab_size = head.out_features
-        self.hidden_size = config.hidden_size
+        self.hidden_size = model.config.hidden_size
         tied = _shares_its_weight(head, embedding)
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        first = family.layer_parts(model_layers[0])
-        experts = first.experts
-        clamp = None if experts is None else experts.clamp
-        head_dim = sum(linear.out_features for linear in first.qkv) // (num_heads + 2 * num_kv_heads)
-        ways = family.rotations(model)
-        rotations = list(dict.fromkeys(way for way in ways if way is not None))
-        self._frequencies = self._kept_frequencies(rotations)
-        self._scales = torch.tensor([rotation.scale for rotation in rotations], dtype=torch.float32)
+        sizes = ModelSizes(model, family, variants)
+        self._sizes = sizes  # the struct points into it
         self._shared = _shared_weights(model_layers, family)
         layers = (LayerStruct * self.num_layers)(
             *(
-                self._packed_layer(
-                    layer, family, variant, -1 if way is None else rotations.index(way), kernel
-                )
-                for layer, variant, way in zip(model_layers, variants, ways, strict=True)
+                self._packed_layer(layer, family, variant, rotary, kernel)
+                for layer, variant, rotary in zip(model_layers, variants, sizes.rotaries, strict=True)
             )
         )
-        self._embedding_scale = number(family.embedding_scale, 1.0)
+        self._embedding_scale = float(sizes.fields["embedding_scale"])
         final_norm = self._norm(NormParts.of(norm, family.norm_offset))
         self._head = self._pack([head], head_kernel or kernel)
         if not tied and isinstance(embedding, StoredEmbedding):
@@ -89,35 +78,10 @@ class Decoder(PackedModel):
         elif not tied:
             self._embedding = self._keep_table(embedding.weight)
         self._struct = ModelStruct(
+            **sizes.fields,
             num_layers=self.num_layers,
-            hidden=self.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rotary_dim=rotations[0].width if rotations else 0,
-            intermediate=first.intermediate,
             vocab=self.vocab_size,
-            num_rotaries=len(rotations),
-            activation=family.activation_number(model),
-            gated=first.is_gated,
-            parallel=bool(number(family.parallel, 0.0)),
-            whole_norms=first.query_norm is not None and first.query_norm.weight.numel() != head_dim,
-            num_experts=0 if experts is None else experts.num_experts,
-            num_chosen=0 if experts is None else experts.num_chosen,
-            whole_shares=experts is not None and experts.has_whole_shares,
             embedding_kind=0 if self._embedding is None else TABLE_KINDS[self._embedding.dtype],
-            norm_epsilon=family.part(norm, family.norm_epsilon),
-            attention_scale=variants[0].scaling,
-            score_cap=variants[0].softcap or 0.0,
-            logit_cap=number(family.logit_cap, 0.0),
-            residual_scale=number(family.residual_scale, 1.0),
-            embedding_scale=self._embedding_scale,
-            input_scale=number(family.input_scale, 1.0),
-            logit_divisor=number(family.logit_divisor, 1.0),
-            gate_limit=0.0 if clamp is None else clamp.limit,
-            gate_slope=0.0 if clamp is None else clamp.slope,
-            inverse_frequencies=self._frequencies.data_ptr(),
-            rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=final_norm,
             head=self._head.struct,
@@ -158,6 +122,16 @@ class Decoder(PackedModel):
         return self._struct
 
     @property
+    def layer_structs(self) -> list[LayerStruct]:
+        """Its layers, as the kernels see them."""
+        return [self._struct.layers[number] for number in range(self.num_layers)]
+
+    @property
+    def embeddings_are_packed(self) -> bool:
+        """Whether embeddings are read out of packed weights, the output layer's or their own."""
+        return self._embedding is None
+
+    @property
     def head(self) -> PackedWeight:
         """The output layer."""
         return self._head
@@ -177,12 +151,6 @@ class Decoder(PackedModel):
         """See `CausalLM.project`."""
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
-
-    @staticmethod
-    def _kept_frequencies(rotations: Sequence[Rotation]) -> Tensor:
-        """float32 [rotations, width / 2]"""
-        found = [rotation.inverse_frequencies for rotation in rotations]
-        return torch.stack(found) if found else torch.empty(0)
 
     def _packed_layer(
         self, layer: nn.Module, family: Family, variant: Variant, rotary: int, kernel: Kernel

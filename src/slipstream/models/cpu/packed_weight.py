@@ -158,7 +158,7 @@ def packed_bytes(kernel: Kernel, in_features: int, out_features: int) -> tuple[i
     return int(panels), int(padded * kernel.bytes_per_output), int(padded * torch.float32.itemsize)
 
 
-def _interleave(weights: list[Tensor]) -> Tensor:
+def interleave(weights: list[Tensor]) -> Tensor:
     """Two weights [out, in] as alternating panels of rows; the last panel of each is padded with zeros."""
     panel = library().slipstream_panel()
     out, in_features = weights[0].shape
@@ -186,7 +186,7 @@ class _Stack:
         parts = self.parts(outputs.start, outputs.stop)
         if len(parts) == 1:
             return parts[0]
-        return _interleave(parts) if self._interleaved else torch.cat(parts)
+        return interleave(parts) if self._interleaved else torch.cat(parts)
 
     def parts(self, begin: int, end: int) -> list[Tensor]:
         """What the outputs from `begin` to `end` are made of, in the weights' own memory."""
@@ -206,7 +206,7 @@ def _stacked_bias(outputs: list[int], biases: list[Tensor | None], interleaved: 
         torch.zeros(number, dtype=torch.float32, device="cpu") if bias is None else bias.detach().float()
         for number, bias in zip(outputs, biases, strict=True)
     ]
-    return _interleave([part[:, None] for part in parts])[:, 0] if interleaved else torch.cat(parts)
+    return interleave([part[:, None] for part in parts])[:, 0] if interleaved else torch.cat(parts)
 
 
 def _packed_change(layers: Sequence[GroupedLinear], interleaved: bool, padded: int) -> PackedChange | None:

@@ -42,9 +42,9 @@ class WeightFormat(ABC):
     """Bytes that one weight takes, without scales: 4 for float32, 0.5 for 4 bits."""
     bytes_per_output: ClassVar[float] = 0.0
     """Scales and the like, for each row of a weight [out, in]."""
-    logit_error: ClassVar[float | None] = None
-    """None where the numbers are the checkpoint's. Otherwise the largest error of a row's logits, relative to their
-    spread, that is still taken for rounding when a model is loaded: tens of times what is usual."""
+    weight_error: ClassVar[float | None] = None
+    """None where the numbers are the checkpoint's. Otherwise how far rounding may put the products of half of a layer's
+    outputs off, relative to their size, with rows that are not rounded: some times what is usual."""
     stored_dtype: ClassVar[torch.dtype | None] = None
     """For a format that is one of PyTorch's types: a checkpoint's weights of this type are kept as they are stored, and
     others are rounded to it when they are loaded, before anything is compared with them. None for the others."""

@@ -169,16 +169,33 @@ class GroupedLinear(nn.Module, ABC):
         """The same outputs where the file has them in blocks; None where it has not, for any outputs."""
         return None
 
+    def numbers(self, begin: int, end: int) -> Tensor:
+        """float32 [end - begin, in]: the weights of these outputs, their columns in the inputs' order."""
+        weights = self.part(begin, end).dequantised()
+        if self.order is None:
+            return weights
+        return torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
+
     def forward(self, rows: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out] with the numbers themselves, a part of the outputs at a time."""
-        ordered = rows.float() if self.order is None else rows.float()[..., self.order.long()]
-        length = max(_PART_WEIGHTS // self.in_features, 1)
-        bounds = [*range(0, self.out_features, length), self.out_features]
-        products = [
-            nn.functional.linear(ordered, self.part(begin, end).dequantised())
-            for begin, end in pairwise(bounds)
-        ]
+        products = [nn.functional.linear(rows.float(), self.numbers(*each)) for each in self._bounds()]
         return self.completed(torch.cat(products, dim=-1), rows)
+
+    def widened(self) -> nn.Linear:
+        """The same layer with float32 numbers, an adapter's change among them."""
+        made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        weight = torch.cat([self.numbers(*each) for each in self._bounds()])
+        if self.change is not None:
+            weight += self.change.up.float() @ self.change.down.float()
+        made.weight = nn.Parameter(weight, requires_grad=False)
+        if self.bias is not None:
+            made.bias = nn.Parameter(self.bias.detach(), requires_grad=False)
+        return made
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        """Outputs that are widened at a time."""
+        length = max(_PART_WEIGHTS // self.in_features, 1)
+        return list(pairwise([*range(0, self.out_features, length), self.out_features]))
 
     def completed(self, product: Tensor, rows: Tensor) -> Tensor:
         """The outputs [..., out] of `rows` [..., in]: the weight's product, and what is added to it."""

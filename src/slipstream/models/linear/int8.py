@@ -55,7 +55,7 @@ class Int8(WeightFormat):
     )
     bytes_per_weight = kernel.bytes_per_weight
     bytes_per_output = kernel.bytes_per_output
-    logit_error = 0.3  # usual are some hundredths
+    weight_error = 0.03  # usual is 0.01
 
     def torch_unavailable(self) -> str | None:
         """Some processors add int8 products in 16 bits, which the largest ones overflow."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -14,6 +16,9 @@ from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.linear.layers import NativeLinear, PackedLinear
 
+_PLACE = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""The number of a layer, or of an expert, in a name."""
+
 
 def pack_linears(
     module: nn.Module,
@@ -21,6 +26,7 @@ def pack_linears(
     native: bool = True,
     give_back: bool = False,
     widens: bool = False,
+    called: Collection[str] | None = None,
 ) -> int:
     """Replace the float32 linear layers of `module` that are on a device with this format, in place; returns how many.
 
@@ -28,6 +34,9 @@ def pack_linears(
     multiply float32 rows. The unpacked weights are freed, except where an embedding shares them. With `give_back` they
     are given back to the system at once, and nobody may read them any more: else weights that are mapped from a file
     stay in memory as long as any of the file's does.
+    `called` names the layers that a pass over `module` has called; None: all. Of the others only those stay plain that
+    have no sibling among the called: a router may read the weight of a layer that it never calls, whereas an expert may
+    only have had no row.
     Without `native` PyTorch's own operators are used; where they do not have the format, `ConfigError` is raised, or,
     if the format keeps the checkpoint's numbers, the layers stay as they are.
     """
@@ -39,10 +48,14 @@ def pack_linears(
         and (child.weight.dtype == torch.float32 or (widens and child.weight.is_floating_point()))
         and child.weight.device.type in fmt.devices
     ]
+    if called is not None:
+        of_calls = {_PLACE.sub("#", name) for name in called}
+        idle = {id(part) for name, part in module.named_modules() if _PLACE.sub("#", name) not in of_calls}
+        plain = [each for each in plain if id(each[2]) not in idle]
     num_grouped = _pack_grouped(module) if native else 0
     if not native or fmt.kernel is None:
         reason = fmt.torch_unavailable()
-        if reason is not None and fmt.logit_error is None:
+        if reason is not None and fmt.weight_error is None:
             return 0
         if reason is not None:
             cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"

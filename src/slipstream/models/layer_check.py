@@ -1,0 +1,198 @@
+"""Whether the fused decoder computes a model's layers: each by itself, on the states that Transformers gives it.
+
+While the Transformers model runs over the trial text, every layer is packed in floating point, run by the kernels on
+the same states, and dropped again. So a wrong name in a family's description, norm, scale, cap or rotary embedding is
+found in the layer where it is, whatever format the model is packed in afterwards. Errors do not add up over layers, and
+no row is rounded. `WeightCheck` collects what the packed weights must be on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.kv.pool import LayerShape
+from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.cpu.parts import LayerParts, outputs
+from slipstream.models.cpu.structs import LayerStruct, NormStruct
+from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.support import unsupported
+from slipstream.models.trial import num_trial_slots, trial_passes
+from slipstream.models.weight_check import WeightCheck
+
+_TOLERANCE = 1e-3
+"""Largest error of what a layer adds to its states, of what it adds. float32 arithmetic is off by some 1e-6."""
+_PACKED_TOLERANCE = 0.5
+"""The same of half of the rows, where weights and rows are rounded: usual are 0.01 to 0.1. That weights are right,
+`WeightCheck` knows; this is whether they are used."""
+_HEAD_OUTPUTS = 512
+"""So many logits are compared: the output layer's own weights are compared whole."""
+_NUM_TIES = 3
+"""Of a layer with experts so many rows may be wrong: a near-tie of its router may send a row to another expert."""
+
+_NORMS = ("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm")
+
+
+class LayerCheck:
+    """Compares the layers of one model; see `following`."""
+
+    def __init__(
+        self,
+        config: Any,
+        trial: LayerTrial,
+        shapes: Sequence[LayerShape],
+        weights: WeightCheck,
+        far: int | None,
+    ) -> None:
+        """`far` is where the text stands a second time, see `trial_passes`."""
+        self._config, self._trial, self._shapes, self._weights = config, trial, shapes, weights
+        self._far = far
+        self.states: list[Tensor] = []
+        """float32 [tokens, hidden]: what each layer is given, and what the last one makes."""
+        self._rest: list[LayerRest] = []
+        self._final_norm: list[bytes | None] = []
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Compare each layer when the pass of the Transformers model within the body has left it.
+
+        Raises `UnsupportedModelError` that names the layer. Layers that a file holds quantised are widened one at a
+        time, once for the pass and the comparison.
+        """
+        handles = []
+        for number, layer in enumerate(self._trial.layers):
+            visit = _Visit(self, number)
+            handles.append(layer.register_forward_pre_hook(visit.before, with_kwargs=True))
+            handles.append(layer.register_forward_hook(visit.behind, with_kwargs=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def check_logits(self, logits: Tensor) -> None:
+        """Compare the final norm and the first outputs of the output layer with `logits` [tokens, vocab]."""
+        head, states = self._trial.head, self.states[-1]
+        count = min(_HEAD_OUTPUTS, head.out_features)  # type: ignore[arg-type]
+        part = outputs(head, 0, count)  # type: ignore[arg-type]
+        plain = part.widened() if isinstance(part, GroupedLinear) else part
+        ours = self._trial.logits(plain, states)
+        self._final_norm = _numbers(self._trial.final_norm, states.shape[1])
+        wanted = logits[:, :count]
+        spread = (wanted - wanted.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        self._refuse("its output layer", (ours - wanted).norm(dim=-1) / spread.clamp_min(1e-6), _TOLERANCE)
+
+    def check_packed(self, layers: Sequence[LayerStruct], final_norm: NormStruct) -> None:
+        """Compare the layers as they were packed, with weights and rows that are rounded, and the norm behind them."""
+        if _numbers(final_norm, self.states[-1].shape[1]) != self._final_norm:
+            raise unsupported(self._config, "the final norm is not the checkpoint's as it is packed")
+        for number, (layer, rest) in enumerate(zip(layers, self._rest, strict=True)):
+            odd = rest.odd_part(layer)
+            if odd is not None:
+                raise unsupported(
+                    self._config, f"{odd} of layer {number} is not the checkpoint's as it is packed"
+                )
+            errors = self._errors(layer, number)
+            self._refuse(f"its layer {number} as it is packed", errors.median()[None], _PACKED_TOLERANCE)
+
+    def compare(self, number: int, layer: nn.Module, was_grouped: set[int]) -> None:
+        """A layer whose weights are plain numbers, between the last two of `states`."""
+        parts = self._trial.family.layer_parts(layer)
+        packed = self._trial.pack(number, parts)
+        errors = self._errors(packed, number)
+        if parts.experts is not None:
+            errors = errors.sort().values[:-_NUM_TIES]
+        self._refuse(f"its layer {number}", errors, _TOLERANCE)
+        self._weights.add_layer(parts, was_grouped)
+        self._rest.append(LayerRest(packed, parts))
+
+    def _errors(self, layer: LayerStruct, number: int) -> Tensor:
+        """[wanted rows]"""
+        given, made = self.states[number], self.states[number + 1]
+        passes = trial_passes(range(len(given)), len(given) - 1, range(num_trial_slots()), self._far)
+        places = [place for each in passes for place in each.places]
+        ours = self._trial.outputs(layer, self._shapes[number], given, [each.groups for each in passes])
+        added = (made - given)[places].norm(dim=-1)
+        # What a layer adds to large states has no more digits than they have.
+        size = torch.maximum(added, 1e-3 * made[places].norm(dim=-1)).clamp_min(1e-6)
+        return (ours - made[places]).norm(dim=-1) / size
+
+    def _refuse(self, what: str, errors: Tensor, bound: float) -> None:
+        error = float(errors.max())
+        if not error <= bound:  # NaN is refused too
+            raise unsupported(
+                self._config,
+                f"{what} is not what the fused decoder computes: over a dozen rows it is off by {error:.2g} of what it "
+                'adds; cpu_kernels="torch" runs it without the decoder',
+            )
+
+
+class LayerRest:
+    """What a packed layer has besides matrices, none of which any format rounds: norms, sinks, window and rotation."""
+
+    def __init__(self, layer: LayerStruct, parts: LayerParts) -> None:
+        """`layer` is packed of `parts`, and only read here."""
+        norms = {name: getattr(parts, name) for name in _NORMS}
+        self._widths = {name: norm.weight.numel() for name, norm in norms.items() if norm is not None}
+        if parts.sinks is not None:
+            self._widths["sinks"] = parts.sinks.numel()
+        self._found = self._of(layer)
+
+    def odd_part(self, layer: LayerStruct) -> str | None:
+        """What another packing of the layer has otherwise; None where it is the same, bit for bit."""
+        found = self._of(layer)
+        return next((name for name, value in self._found.items() if found[name] != value), None)
+
+    def _of(self, layer: LayerStruct) -> dict[str, Any]:
+        found: dict[str, Any] = {"sliding_window": layer.sliding_window, "rotary": layer.rotary}
+        for name in (*_NORMS, "sinks"):
+            field = getattr(layer, name)
+            field = field if isinstance(field, NormStruct) else NormStruct(weight=field)
+            found[name] = _numbers(field, self._widths.get(name, 0))
+        return found
+
+
+def _numbers(norm: NormStruct, width: int) -> list[bytes | None]:
+    """Weight and bias."""
+    num_bytes = torch.float32.itemsize * width
+    return [None if at is None else ctypes.string_at(at, num_bytes) for at in (norm.weight, norm.bias)]
+
+
+class _Visit:
+    """One layer of the pass: widened before it runs, compared behind it."""
+
+    def __init__(self, check: LayerCheck, number: int) -> None:
+        self._check, self._number = check, number
+        self._grouped: dict[str, GroupedLinear] = {}
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs["hidden_states"]
+        if self._number == 0:
+            self._check.states = [_flat(given)]
+        self._grouped = {
+            name: part for name, part in layer.named_modules() if isinstance(part, GroupedLinear)
+        }
+        for name, part in self._grouped.items():
+            layer.set_submodule(name, part.widened())
+
+    def behind(self, layer: nn.Module, _: Any, __: Any, output: Any) -> None:
+        try:
+            if output is None:  # the layer has raised
+                return
+            self._check.states.append(_flat(output[0] if isinstance(output, tuple) else output))
+            widened = {id(layer.get_submodule(name)) for name in self._grouped}
+            self._check.compare(self._number, layer, widened)
+        finally:
+            for name, part in self._grouped.items():
+                layer.set_submodule(name, part)
+            self._grouped = {}
+
+
+def _flat(states: Tensor) -> Tensor:
+    """[..., tokens, hidden] -> float32 [all tokens, hidden], a copy."""
+    return states.detach().reshape(-1, states.shape[-1]).float().clone().contiguous()

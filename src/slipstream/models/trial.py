@@ -1,0 +1,106 @@
+"""The passes that try a loaded model out: a dozen tokens as a chain, beside it as a tree, and once far behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kv.slots import SlotMap
+from slipstream.models.rows import RowGroup
+
+NUM_TRIAL_ROWS = 12
+"""Tokens of the text that tries a model out."""
+
+NUM_SIGN_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPass:
+    """One pass over rows of the trial text."""
+
+    groups: list[RowGroup]
+    places: list[int]
+    """Of which token of the text, near tokens before far ones, each wanted row is."""
+
+
+def far_position(context_length: int) -> int | None:
+    """Where the text stands a second time: at the end of the context, behind every length of the configuration.
+
+    None where the context holds the text only once.
+    """
+    return context_length - NUM_TRIAL_ROWS if context_length >= 2 * NUM_TRIAL_ROWS else None
+
+
+def num_trial_slots(unit: int = 1) -> int:
+    """Slots of the three sequences of `trial_passes`, of a cache that gives them out in multiples of `unit`."""
+    return 3 * _room(unit)
+
+
+def trial_passes(
+    tokens: Sequence[int], wrong: int, slots: SlotMap, far: int | None, unit: int = 1
+) -> list[TrialPass]:
+    """Passes as an engine makes them over the text `tokens`; the far text follows it where `far` is a position.
+
+    Two sequences of the near text are beside each other in every pass. One is a chain. The other one goes on as a tree,
+    and then as a tree below entries of that one; each has the token `wrong` too, so the two hold different entries. The
+    far text has a pass of its own.
+    """
+    room, ids = _room(unit), list(tokens)
+    beside = [
+        RowGroup(slots[room : 2 * room], begin, ids[begin:end], range(end - begin))
+        for begin, end in ((0, 6), (6, 9), (9, 12))
+    ]
+    own = slots[:room]
+    tree = RowGroup(
+        own,
+        6,
+        [ids[6], wrong, wrong, ids[7]],
+        [0, 3],
+        positions=[6, 6, 7, 7],
+        tail_seen=[[0], [1], [0, 2], [0, 3]],
+    )
+    below = RowGroup(
+        own,
+        6,
+        [wrong, *ids[8:NUM_TRIAL_ROWS]],
+        [1, 2, 3, 4],
+        positions=[8, 8, 9, 10, 11],
+        stored_positions=[6, 6, 7, 7],
+        tail_seen=[[0, 3, 4], [0, 3, 5], [0, 3, 5, 6], [0, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]],
+    )
+    passes = [
+        TrialPass([RowGroup(own, 0, ids[:6], range(6)), beside[0]], [*range(6), *range(6)]),
+        TrialPass([tree, beside[1]], [6, 7, 6, 7, 8]),
+        TrialPass([below, beside[2]], [8, 9, 10, 11, 9, 10, 11]),
+    ]
+    if far is None:
+        return passes
+    text = ids[NUM_TRIAL_ROWS : 2 * NUM_TRIAL_ROWS]
+    # Not a chain: entry i of a chain is at position i, and these are the only entries of their sequence.
+    group = RowGroup(
+        slots[2 * room :],
+        0,
+        text,
+        range(len(text)),
+        positions=range(far, far + len(text)),
+        tail_seen=[list(range(row + 1)) for row in range(len(text))],
+    )
+    return [*passes, TrialPass([group], list(range(NUM_TRIAL_ROWS, 2 * NUM_TRIAL_ROWS)))]
+
+
+def sign_rows(width: int) -> Tensor:
+    """float32 [NUM_SIGN_ROWS, width] of 1 and -1: rows that rounding to 8 bits leaves as they are, in any groups.
+
+    So what a kernel makes of them is the product of its weights, and differs from that of a checkpoint's only by what
+    the weights were rounded. The signs are the same in every process.
+    """
+    made = torch.Generator().manual_seed(width)
+    return torch.randint(0, 2, (NUM_SIGN_ROWS, width), generator=made).float() * 2 - 1
+
+
+def _room(unit: int) -> int:
+    """Slots of one sequence."""
+    return -(-2 * NUM_TRIAL_ROWS // unit) * unit

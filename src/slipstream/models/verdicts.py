@@ -1,0 +1,133 @@
+"""Models that have passed the checks at load, so that the next start need not compare them again.
+
+A verdict is one small file in the cache folder, named by everything that the checks depend on: the checkpoint's files,
+how they are loaded, the CPU kernels, Slipstream's own sources, and the versions of PyTorch and Transformers. Of each
+of the checkpoint's files that is the name, the size, the time of the last change, and the contents: whole where they
+are at most 16 MiB or JSON, else sixteen places of one MiB, the first and the last among them (`files.digest`). So a
+file that was replaced or written to is another one; only bytes that were changed between those places, at the same
+size and with the file's time put back, go unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+
+import slipstream
+from slipstream.config import cache_folder
+from slipstream.models.files.digest import digest_of_files
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when a file of another version could be misread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What has to be the same for a model to be taken for one that has passed."""
+
+    fields: Mapping[str, Any]
+    """Plain JSON values."""
+
+    @property
+    def path(self) -> Path:
+        """Its file, whether there is one or not."""
+        text = json.dumps(self.fields, sort_keys=True)
+        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return cache_folder() / "verdicts" / f"{name}.json"
+
+    def is_kept(self) -> bool:
+        """Whether the model has passed before. A file that cannot be read, or says something else, is none."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(found == {"format": FORMAT, "passed": dict(self.fields)})
+
+    def keep(self) -> None:
+        """Write the file; a reader sees the whole of it or none. Without room for it the next start checks again."""
+        text = json.dumps({"format": FORMAT, "passed": dict(self.fields)}, indent=1, sort_keys=True)
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                Path(name).replace(self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(name).unlink()
+                raise
+        except OSError as error:
+            log.info("that the model passed its checks cannot be kept in %s (%s)", folder, error.strerror)
+
+
+def verdict_of(
+    path: str,
+    revision: str | None,
+    adapter: str | None,
+    settings: Mapping[str, Any],
+    kernels: str,
+    classes: Sequence[type],
+) -> Verdict | None:
+    """The verdict on a checkpoint that is loaded with these settings (plain JSON values), whether it is kept or not.
+
+    `kernels` identifies those that compute, and `classes` are what the model is loaded and run by. None where that
+    cannot be told: of a checkpoint that is not on this machine yet, and of classes that are not Slipstream's own.
+    """
+    places = [_place(path, revision), *([] if adapter is None else [_place(adapter, None)])]
+    if None in places or any(not each.__module__.startswith("slipstream.") for each in classes):
+        return None
+    return Verdict(
+        {
+            "files": [_state(place) for place in places if place is not None],
+            "settings": dict(settings),
+            "kernels": kernels,
+            "classes": [f"{each.__module__}:{each.__qualname__}" for each in classes],
+            "slipstream": [slipstream.__version__, _sources()],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+    )
+
+
+def _place(path: str, revision: str | None) -> Path | None:
+    """The file or the folder that a name leads to, of the hub's in its cache; None where it is not there."""
+    if Path(path).exists():
+        return Path(path)
+    with contextlib.suppress(Exception):  # it is no name of the hub
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
+
+
+def _state(place: Path) -> list[Any]:
+    """Of a file, or of the files of a folder: see this module's description."""
+    files = [place] if place.is_file() else sorted(each for each in place.iterdir() if each.is_file())
+    times = [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files]
+    return [digest_of_files(str(place)), times]
+
+
+@functools.cache
+def _sources() -> str:
+    """Of the files that load, check and run models."""
+    package = Path(slipstream.__file__).parent
+    state = hashlib.blake2b(digest_size=16)
+    for file in sorted(each for room in ("kv", "models") for each in (package / room).rglob("*.py")):
+        state.update(file.read_bytes())
+    return state.hexdigest()
