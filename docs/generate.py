@@ -134,7 +134,7 @@ TESTED_INTRODUCTION = """\
 Written from the parity tests by `make docs`; do not edit.
 
 A model is loaded exactly or refused with the reason. A family that is not listed may still work: when a model is
-loaded, a dozen rows are compared with the model's own logits, and a model that fails is refused.
+loaded, a dozen tokens are compared with what Transformers computes, and a model that fails is refused.
 `slipstream info MODEL` says what is used. [Checkpoints](../guides/checkpoints.md) has formats, adapters and long
 contexts.
 """

@@ -22,7 +22,10 @@ from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.parts import NormParts
+from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
+from slipstream.models.linear.packing import pack_linears
+from slipstream.models.matrices import unread
 from slipstream.models.trial import sign_rows
 from slipstream.models.verdicts import Verdict
 
@@ -251,3 +254,31 @@ def test_what_is_wrong_at_far_positions_alone_is_refused(monkeypatch: pytest.Mon
         assert adapt(ministral()).decoder is not None  # so only the far positions tell
     finally:
         FAMILIES.unregister("ministral3")
+
+
+class Router(nn.Module):
+    """As LongCat-Flash and Hunyuan MoE route: the layer's weight is read, and the layer never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(32, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        chosen = int(nn.functional.linear(rows, self.classifier.weight).sum(0).argmax())
+        made: Tensor = self.experts[chosen](rows)
+        return made
+
+
+def test_layers_that_are_read_and_never_called_stay_plain() -> None:
+    torch.manual_seed(0)
+    model, rows = Router().requires_grad_(False), torch.randn(3, 32)
+    expected = model(rows)
+    with unread(model) as called:
+        model(rows)
+    assert len(called) == 1
+    assert (
+        pack_linears(model, weight_format("float32"), called=called) == 4
+    )  # experts without a row among them
+    assert type(model.classifier) is nn.Linear
+    assert torch.allclose(model(rows), expected, atol=1e-5)

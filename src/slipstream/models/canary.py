@@ -334,6 +334,8 @@ def _refusing(config: Any) -> Iterator[None]:
     """Turn any exception of a model's own code into an `UnsupportedModelError`."""
     try:
         yield
+    except UnsupportedModelError:
+        raise
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise unsupported(config, lines[0] if lines else type(error).__name__) from None

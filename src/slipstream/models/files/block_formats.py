@@ -62,7 +62,13 @@ def _half(bytes_: Tensor) -> Tensor:
 
 def _nibbles(bytes_: Tensor) -> Tensor:
     """uint8 [..., n] -> [..., 2 n]: the low halves, then the high ones."""
-    return torch.cat([bytes_ & 15, bytes_ >> 4], dim=-1)
+    count = bytes_.shape[-1]
+    halves = bytes_.new_empty(
+        *bytes_.shape[:-1], 2 * count
+    )  # written in place: concatenating would copy both
+    torch.bitwise_and(bytes_, 15, out=halves[..., :count])
+    torch.bitwise_right_shift(bytes_, 4, out=halves[..., count:])
+    return halves
 
 
 def _bits(bytes_: Tensor, width: int) -> Tensor:

@@ -58,6 +58,8 @@ class GroupedWeight:
         A group whose scale is nothing beside its minimum has no code that matters: it is its minimum throughout.
         """
         flat = scales.abs() * 2.0**14 < minimums.abs()  # zeros must be half floats
+        if not bool(flat.any()):
+            return cls(codes, scales, -minimums / torch.where(scales == 0, 1, scales), group, bits)
         zeros = torch.where(flat, -minimums.sign(), -minimums / torch.where(flat | (scales == 0), 1, scales))
         each = flat.repeat_interleave(group, 1)[:, : codes.shape[1]]
         return cls(codes.masked_fill(each, 0), torch.where(flat, minimums.abs(), scales), zeros, group, bits)
