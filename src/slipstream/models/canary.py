@@ -66,7 +66,7 @@ class Probed:
     """How each layer attends; empty for a model that does not attend through the hook."""
     vocab_size: int
     called: frozenset[str]
-    """The names of the linear layers that it called. Whoever reads a weight by itself calls no layer."""
+    """The names of the linear layers that it called. A weight that is read by other code is not among them."""
 
 
 def probe_layers(model: Any, backend: AttentionBackend) -> Probed:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import LayerShape
 from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.cpu.pages import forget, trim_heap
 from slipstream.models.cpu.parts import LayerParts, outputs
 from slipstream.models.cpu.structs import LayerStruct, NormStruct
 from slipstream.models.linear.grouped import GroupedLinear
@@ -111,6 +112,13 @@ class LayerCheck:
         self._weights.add_layer(parts, was_grouped)
         self._rest.append(LayerRest(packed, parts))
 
+    def leave(self, layer: nn.Module) -> None:
+        """Give back what the comparison of a layer took: its packed copy, and pages of the file that were read."""
+        self._trial.clear()
+        for parameter in layer.parameters():
+            forget(parameter)
+        trim_heap()
+
     def _errors(self, layer: LayerStruct, number: int) -> Tensor:
         """[wanted rows]"""
         given, made = self.states[number], self.states[number + 1]
@@ -191,6 +199,7 @@ class _Visit:
             for name, part in self._grouped.items():
                 layer.set_submodule(name, part)
             self._grouped = {}
+            self._check.leave(layer)
 
 
 def _flat(states: Tensor) -> Tensor:

@@ -62,6 +62,10 @@ class LayerTrial(PackedModel):
         window = self._variants[number].sliding_window
         return self._layer(parts, _kernel(parts.matrices), window, self._sizes.rotaries[number])
 
+    def clear(self) -> None:
+        """Forget the layer that was packed last."""
+        self._kept.clear()
+
     def outputs(
         self, layer: LayerStruct, shape: LayerShape, states: Tensor, passes: Sequence[Sequence[RowGroup]]
     ) -> Tensor:
