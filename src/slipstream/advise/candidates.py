@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.model.growth import GrowthOptions
-from slipstream.draft.model.self_model import DRAFT_FORMAT
+from slipstream.draft.model.self_model import DRAFT_FORMAT, no_gain
 from slipstream.errors import ConfigError
+from slipstream.models.outline import outline_model
 
 LOOKUPS = ("ngram", "suffix")
 """Drafters that read texts only: asking them again costs next to nothing, and needs no model."""
@@ -117,9 +118,17 @@ def make_candidates(chosen: Seq[SpeculativeConfig], with_trees: bool) -> list[Ca
     return found
 
 
-def own_draft(quantization: str | None, device: str) -> SpeculativeConfig | None:
-    """The target's own layers in int8 as its draft, which needs no other model; None where it cannot save bytes."""
+def own_draft(
+    quantization: str | None, device: str, model: str | None = None, **reading: Any
+) -> SpeculativeConfig | None:
+    """The target's own layers in int8 as its draft, which needs no other model; None where it cannot save bytes.
+
+    `model` is a checkpoint that may hold its weights quantised, None the embedded target. `reading` has the options
+    that its configuration is read with. Raises `ModelError` where that cannot be read.
+    """
     if quantization is not None or device not in ("auto", "cpu"):
+        return None
+    if model is not None and no_gain(DRAFT_FORMAT, outline_model(model, **reading)):
         return None
     return SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT, "skip_layers": []})
 

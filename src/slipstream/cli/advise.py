@@ -178,7 +178,8 @@ def _drafters(
         return [speculative_config(each, model) for each in flags]
     from slipstream.advise.candidates import own_draft
 
-    own = own_draft(engine.get("quantization"), engine.get("device", "auto"))
+    reading = {key: engine[key] for key in ("revision", "trust_remote_code", "dtype") if key in engine}
+    own = own_draft(engine.get("quantization"), engine.get("device", "auto"), model, **reading)
     embedded = [SpeculationFlags(spec=short) for short in ("draft", "eagle3")] if model is None else []
     return [*(speculative_config(each, model) for each in embedded), *([own] if own else [])]
 

@@ -102,16 +102,19 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
 
 def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
     """Name to what it is, in a line, and how it fits, for every drafter that is installed."""
+    from slipstream.models.unloaded import shared_outlines
+
     found: dict[str, tuple[str, Fit]] = {}
-    for name in drafter_names():
-        try:
-            cls = _drafter_class(name)
-            found[name] = (
-                vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0],
-                cls.fit(context),
-            )
-        except Exception as error:  # a package's own fault
-            found[name] = ("", Fit(f"can never run: {error}", None, None, None))
+    with shared_outlines():
+        for name in drafter_names():
+            try:
+                cls = _drafter_class(name)
+                found[name] = (
+                    vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0],
+                    cls.fit(context),
+                )
+            except Exception as error:  # a package's own fault
+                found[name] = ("", Fit(f"can never run: {error}", None, None, None))
     return found
 
 

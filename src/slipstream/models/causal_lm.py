@@ -20,7 +20,7 @@ from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.experts import file_stacks
 from slipstream.models.cpu.native import instructions
-from slipstream.models.files.stored import quantised_layers
+from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.layers import LayerStack, layer_stack
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
 from slipstream.models.linear.layers import NativeLinear
@@ -71,8 +71,10 @@ class CausalLM:
         """Whether prompts are computed in bfloat16; `RowGroup.num_fast` says of each pass for which rows."""
         self.device: torch.device = model.device
         quantised = quantised_layers(model)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + sum(
-            part.in_features * part.out_features for part in quantised
+        self.kept = KeptWeights.of(model)
+        """Those that are held as a file had them."""
+        self.num_parameters = (
+            sum(parameter.numel() for parameter in model.parameters()) + self.kept.num_weights
         )
         self.num_parameters += sum(stack.numel() for stack in file_stacks(model))
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())

@@ -24,7 +24,7 @@ from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
-from slipstream.models.files.stored import StoredEmbedding, quantised_layers
+from slipstream.models.files.stored import KeptWeights, StoredEmbedding, quantised_layers
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
@@ -110,10 +110,12 @@ class ModelOutline:
     @cached_property
     def num_parameters(self) -> int:
         plain = sum(parameter.numel() for parameter in self.model.parameters())
-        return int(plain) + sum(
-            [int(part.in_features * part.out_features) for part in quantised_layers(self.model)]
-            + [stack.numel() for stack in file_stacks(self.model)]
-        )
+        return int(plain) + self.kept.num_weights + sum(stack.numel() for stack in file_stacks(self.model))
+
+    @cached_property
+    def kept(self) -> KeptWeights:
+        """As `CausalLM.kept`."""
+        return KeptWeights.of(self.model)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -13,12 +13,12 @@ from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.model.growth import GrowthOptions
-from slipstream.draft.model.self_model import DRAFT_FORMAT, is_smaller
+from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
-from slipstream.models.linear.formats import weight_format
+from slipstream.models.causal_lm import CausalLM
 
 SHAPE_KEYS = frozenset({"tree_top_k", "tree_choices", "num_draft_nodes"})
 """A drafter with one of these has a shape of its own choice."""
@@ -31,8 +31,8 @@ class AutoOptions:
     drafters: list[Any] | None = None
     """What may be chosen from, each a `speculative_config` of its own; the verifier is theirs together. Chains are
     chosen in depth too, trees and lookups are taken or left. So an EAGLE head drafts chains here, unless `tree_top_k`
-    or `tree_choices` says otherwise. None is `suffix` and, on a CPU with a target that is not
-    quantised, `layer_skip` in int8."""
+    or `tree_choices` says otherwise. None is `suffix` and, on a CPU with a target whose weights are
+    wider than that, `layer_skip` in int8."""
     plan: list[Any] | None = None
     """What to do, instead of choosing: rules such as `{"drafter": 0, "num_speculative_tokens": 4, "max_requests": 8,
     "task": "code"}`, of which all keys may be left out. The rule with the smallest `max_requests` that a step's
@@ -83,7 +83,7 @@ class AutoDrafter(DrafterGroup):
         return Fit(
             weight_bytes=None
             if formats and target is None
-            else sum(weight_format(name).num_bytes(target.num_parameters) for name in formats if target),
+            else sum(_copy_bytes(name, context, target) for name in formats if target),
             grows_with="; ".join(part.grows_with for part in parts if part.grows_with),
         )
 
@@ -112,6 +112,11 @@ class AutoDrafter(DrafterGroup):
         self.drafters.observe(observations)
 
 
+def _copy_bytes(quantization: str, context: DraftContext, target: CausalLM) -> int:
+    """Of a copy of the target in this weight format."""
+    return target_copy(quantization, context.engine_config, target.dtype).held.total_bytes
+
+
 def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
     """The drafter without the tree that is its default: only a chain's depth is chosen by what it gains."""
     _, options = validate(config)
@@ -127,7 +132,6 @@ def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
 def _usual(context: DraftContext) -> list[SpeculativeConfig]:
     """What needs no draft model."""
     found = [SpeculativeConfig("suffix")]
-    smaller = is_smaller(DRAFT_FORMAT, context.engine_config.quantization)
-    if smaller and context.device.type in weight_format(DRAFT_FORMAT).devices:
+    if copy_pays(DRAFT_FORMAT, context):
         found.append(SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT}))
     return found

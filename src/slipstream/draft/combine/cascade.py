@@ -127,7 +127,7 @@ class CascadeDrafter(LevelDrafter):
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
         """The draft model and, loaded after it, the inner drafter, whose target it is."""
         if _borrows(options, context):
-            own = outline_borrowing(options.copy_format, options, context)
+            own = outline_borrowing("cascade", options.copy_format, options, context)
         else:
             own = outline_of(_draft_model(options, context), context)
         target = own.models[0] if own.models else context.target_outline

@@ -23,7 +23,7 @@ from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.model.growth import Growth, GrowthOptions, ProposalShape
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.levels import Feed, LevelDrafter
-from slipstream.draft.model.self_model import copy_options, is_smaller, target_copy
+from slipstream.draft.model.self_model import check_copy, copy_options, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -105,9 +105,14 @@ class BorrowingDrafter(LevelDrafter):
 
 
 def outline_borrowing(
-    quantization: str | None, options: GrowthOptions, context: DraftContext
+    what: str, quantization: str | None, options: GrowthOptions, context: DraftContext
 ) -> DraftOutline:
-    """What such a drafter holds: a copy of the target's weights in another format, or nothing."""
+    """What the drafter `what` holds: a copy of the target's weights in another format, or nothing.
+
+    Raises `ConfigError` as `check_copy` does.
+    """
+    if quantization is not None:
+        check_copy(what, quantization, context)
     shape = ProposalShape.of(options, context.verifier)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
     layer = correction_bytes(options) if isinstance(options, CorrectedOptions) else 0
@@ -167,8 +172,7 @@ def _copy(what: str, quantization: str, context: DraftContext) -> CausalLM:
     """The target in another weight format."""
     target, config = context.target, context.engine_config
     assert target is not None
-    if not is_smaller(quantization, target.weight_format.name):
-        raise ConfigError(f"the target is {target.weight_format.name} already; omit {what}'s quantization")
+    check_copy(what, quantization, context)
     options = copy_options(quantization, config, target.dtype)
     copy = load_model(config.model, device=str(context.device), lora=config.lora, **options)
     if (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,8 @@ from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.outline import outline_model
 from slipstream.models.rows import Rows
 from slipstream.text.vocabulary import check_same_vocabulary
+
+log = logging.getLogger(__name__)
 
 NOT_COMPARED = (
     "whether the draft has the target's vocabulary was not looked at: the tokenizers of both must be in folders "
@@ -102,6 +105,7 @@ class DraftModelDrafter(CachedDrafter):
             attention_backend=context.engine_config.attention_backend,
             kv_cache_dtype=context.engine_config.kv_cache_dtype,
         )
+        self._warn_of_size(options.model, context)
         super().__init__(
             options,
             context,
@@ -112,6 +116,19 @@ class DraftModelDrafter(CachedDrafter):
             device=self.model.device,
             cache_dtype=self.model.cache_dtype,
         )
+
+    def _warn_of_size(self, path: str, context: DraftContext) -> None:
+        """Warn of a draft model that reads as many bytes of weights a token as the target on the same device."""
+        target = context.target
+        if target is None or self.model.device != target.device:
+            return
+        own, theirs = self.model.weight_bytes, target.weight_bytes
+        if own >= theirs:
+            log.warning(
+                "draft model %r holds %.1f MiB of weights and the target %.1f MiB: a draft token costs "
+                "as much as one of the target, so drafting with it cannot gain speed",
+                *(path, own / 2**20, theirs / 2**20),
+            )
 
     def drafting_model(self) -> CausalLM:
         return self.model

@@ -69,7 +69,7 @@ class LayerSkipDrafter(BorrowingDrafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_borrowing(options.quantization, options, context)
+        return outline_borrowing("layer_skip", options.quantization, options, context)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
         super().__init__("layer_skip", options, context, options.quantization)

@@ -20,11 +20,15 @@ from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOpti
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
+from slipstream.models.causal_lm import CausalLM
 from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format
 from slipstream.models.outline import ModelOutline, outline_model
 
 DRAFT_FORMAT = "int8"
 """Weight format of the target's own copies where none is named."""
+WORTHWHILE = 0.9
+"""A copy that reads more than this share of the target's bytes gains next to nothing even if all its draft tokens are
+accepted, and holds the weights twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +46,9 @@ class SelfOptions(CorrectedOptions):
 
 
 def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
-    """Options for the quantised target as a draft model; raises `ConfigError` where the target is quantised already."""
+    """Options for the quantised target as a draft model; raises `ConfigError` as `check_copy` does."""
     config = context.engine_config
-    target = context.target or context.target_outline
-    held = config.quantization if target is None else target.weight_format.name
-    if not is_smaller(quantization, held):
-        raise ConfigError(
-            f"the target is {held or UNCHANGED} already and cannot draft more cheaply for itself "
-            f"in {quantization}; choose a format of fewer bits, or another drafter"
-        )
+    check_copy("self", quantization, context)
     return DraftModelOptions(
         model=config.model,
         revision=config.revision,
@@ -61,9 +59,45 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
     )
 
 
-def is_smaller(quantization: str, target: str | None) -> bool:
-    """Whether weights in one format are fewer bytes than the target's, so that drafting with a copy can pay."""
-    return weight_format(quantization).bytes_per_weight < weight_format(target).bytes_per_weight
+def no_gain(quantization: str, target: CausalLM | ModelOutline | None, held: str | None = None) -> str:
+    """Why a copy of the target in this weight format reads about as many bytes a token as the target itself, so that
+    drafting with it cannot gain speed; empty where it reads fewer.
+
+    `held` is the format of a target of which nothing else is known.
+    """
+    held = held if target is None else target.weight_format.name
+    ours, theirs = (weight_format(name).bytes_per_weight for name in (quantization, held))
+    if target is None:
+        return "" if ours < theirs else f"the target is {held or UNCHANGED} already"
+    plain, kept = target.num_parameters - target.kept.num_weights, target.kept.num_bytes
+    if kept + plain * ours <= WORTHWHILE * (kept + plain * theirs):
+        return ""
+    if kept > plain * theirs:
+        return f"its file holds the target's weights quantised ({target.stored_as}), and a copy keeps them so"
+    return f"the target is {held} already"
+
+
+def _no_gain(quantization: str, context: DraftContext) -> str:
+    """As `no_gain`, for the context's target."""
+    target = context.target or context.target_outline
+    return no_gain(quantization, target, context.engine_config.quantization)
+
+
+def copy_pays(quantization: str, context: DraftContext) -> bool:
+    """Whether a copy of the context's target can be had in this format on its device, and drafts more cheaply."""
+    has_kernels = context.device.type in weight_format(quantization).devices
+    return has_kernels and not _no_gain(quantization, context)
+
+
+def check_copy(what: str, quantization: str, context: DraftContext) -> None:
+    """Raise `ConfigError` where the drafter `what` could gain nothing by a copy of the target in this format."""
+    reason = _no_gain(quantization, context)
+    if reason:
+        raise ConfigError(
+            f"{what} cannot draft more cheaply than the target with a copy of it in {quantization}: {reason}. Choose "
+            "a format of fewer bits where the weights allow one, or another drafter: suffix, a smaller draft model, a "
+            "trained head"
+        )
 
 
 def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> dict[str, Any]:
@@ -95,15 +129,16 @@ class SelfDrafter(DraftModelDrafter):
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
-        """The target's weights in the format that is taken where none is named, and keys and values as the target's."""
-        target, fmt = context.target, weight_format(DRAFT_FORMAT)
-        if not is_smaller(DRAFT_FORMAT, context.engine_config.quantization):
-            return Fit("can never run: the target is quantised already", None, None, None)
-        if context.device.type not in fmt.devices:
+        """The target's weights in the format that is taken where none is named, and keys and values of their own."""
+        if context.device.type not in weight_format(DRAFT_FORMAT).devices:
             return Fit(f"can never run: {DRAFT_FORMAT} weights are for CPUs", None, None, None)
-        if target is None:
+        reason = _no_gain(DRAFT_FORMAT, context)
+        if reason:
+            return Fit(f"cannot gain speed: {reason}", None, None, None)
+        if context.target is None:
             return Fit("", None, None, 0)
-        return Fit("", fmt.num_bytes(target.num_parameters), target.kv_bytes_per_token, 0)
+        copy = target_copy(DRAFT_FORMAT, context.engine_config, context.target.dtype)
+        return Fit("", copy.held.total_bytes, copy.kv_bytes_per_token, 0)
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:

@@ -185,6 +185,21 @@ class StoredEmbedding(nn.Module):
         return rows if self.scale is None else rows * self.scale
 
 
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """The weights of a model that stay as a file holds them, whatever format is asked for."""
+
+    num_weights: int
+    num_bytes: int
+    """Of their codes, without scales."""
+
+    @classmethod
+    def of(cls, model: Any) -> KeptWeights:
+        """Of a model before it is packed."""
+        sizes = [(int(part.in_features * part.out_features), part.bits) for part in quantised_layers(model)]
+        return cls(sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes))
+
+
 def quantised_layers(model: Any) -> list[GroupedLinear]:
     """The layers of a model whose weights are as a file holds them, a table that is no layer among them."""
     found = [part for part in model.modules() if isinstance(part, GroupedLinear)]
