@@ -83,7 +83,7 @@ def test_what_loses_on_a_narrow_model_is_not_chosen(size: int) -> None:
     world.run(150)
     asked = dict(zip((drafter.traits.name for drafter in world.drafters), world.num_asked, strict=True))
     losing = sum(count for name, count in asked.items() if name != "suffix")
-    assert losing < 0.04 * 150 * size  # trials of what is not chosen
+    assert losing <= 0.05 * 150 * size  # trials of what is not chosen
     assert world.rate > 0.97 * world.off_rate()
 
 

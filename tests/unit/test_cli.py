@@ -665,18 +665,21 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
         "feature_bytes_per_token": 0,
         "grows_with": "past answers, at most 10,000",
     }
-    assert costs["auto"]["weight_bytes"] == facts["num_parameters"], "its copy of the target in int8"
+    assert costs["auto"]["weight_bytes"] == costs["self"]["weight_bytes"], "its copy of the target in int8"
     for about in facts["drafters"].values():
         assert "guess" not in about
         assert "`" not in about
     assert costs["ensemble"]["missing"] == "needs members"
-    assert costs["self"]["weight_bytes"] == facts["num_parameters"]
-    assert facts["drafters"]["self"].startswith("runs, weights 8.3 MiB, keys and values 7.5 KiB a token: ")
+    assert (
+        facts["num_parameters"] < costs["self"]["weight_bytes"] < 1.1 * facts["num_parameters"]
+    )  # and scales
+    assert facts["drafters"]["self"].startswith("runs, weights 8.5 MiB, keys and values 7.5 KiB a token: ")
     text = run("info", EMBEDDED_DRAFT, "--draft-for", EMBEDDED_TARGET, "--draft", str(files / "other_draft"))
     assert text.exit_code == 0, text.output
     assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)
     assert "has another vocabulary" in text.stdout
-    assert text.stdout.endswith("target  yes\n")
+    assert "target  yes\n" in text.stdout
+    assert text.stdout.splitlines()[-1].startswith("try  --spec auto: ")
 
 
 def test_info_plans_for_the_draft_that_would_run() -> None:
@@ -686,6 +689,7 @@ def test_info_plans_for_the_draft_that_would_run() -> None:
     assert re.search(r"tokenizer +byte-level BPE, 4,096 tokens, with chat template", result.stdout)
     assert re.search(r"--spec draft +the embedded draft, which runs by default", result.stdout)
     assert re.search(r"--spec eagle3 +the embedded target's own head", result.stdout)
+    assert result.stdout.splitlines()[-1].startswith("try  --spec draft: ")
     planned = json.loads(run("info", "--json").stdout)["memory_plan"]
     with_draft = json.loads(run("info", "--draft", EMBEDDED_DRAFT, "--json").stdout)["memory_plan"]
     assert planned["draft_bytes"] == with_draft["draft_bytes"] > 0

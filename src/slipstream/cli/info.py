@@ -25,6 +25,7 @@ from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.labels import is_cost_expanded
+from slipstream.profiling.break_even import round_cost
 from slipstream.profiling.store import prepare_folder
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def info(
     if draft_for is not None:
         details["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
     measurement = None if measure else Measurement.find(llm)
+    usable = draft if can_draft == "yes" else None
     if not json:
         print_rows(results(), [*_lines(details), *([] if measurement is None else measurement.lines())])
     if measure:
@@ -97,12 +99,15 @@ def info(
         details["profile_files"] = [] if quick else measurement.save()
         if plot is not None:
             plot_profiles(measurement.profiles(), plot)
+    details["try"] = _first_try(llm, model is None, usable, measurement)
     if json:
         print_json({**details, "measured": None if measurement is None else measurement.as_json()})
     elif measure and measurement is not None:
         measurement.print(wide_results())
         for file in [*details["profile_files"], *([] if plot is None else [plot])]:
             notes().print(f"saved {file}", markup=False)
+    if not json:
+        print_rows(results(), [("try", details["try"])])
 
 
 def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: bool) -> None:
@@ -113,6 +118,23 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: b
         check_plot(plot, overwrite)
     if measure and not quick:
         prepare_folder()
+
+
+def _first_try(llm: LLM, is_embedded: bool, draft: str | None, measurement: Measurement | None) -> str:
+    """The line with which a description ends."""
+    from slipstream.cli.first_try import CHAIN, KnownModel, first_try
+    from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays
+
+    verify, rounds = None, None
+    if measurement is not None and measurement.fault is None:
+        verify = measurement.target.verify_cost(CHAIN + 1, measurement.context)
+        if measurement.draft is not None:
+            rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
+    model = llm.engine.model
+    pays = copy_pays(DRAFT_FORMAT, llm.engine.drafter.context)
+    return first_try(
+        KnownModel(is_embedded, model.stored_as if model.stored_bits else "", pays, draft, verify, rounds)
+    )
 
 
 def _details(llm: LLM, name: str) -> dict[str, Any]:

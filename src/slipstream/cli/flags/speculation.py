@@ -29,8 +29,8 @@ class SpeculationFlags:
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
     from suffix and a draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the
-    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own. Without any of these flags the
-    embedded pair speculates with its draft, and another model does not speculate."""
+    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own. Without
+    any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
     """Folder or hub id of a draft model, or `embedded`; the same as --spec draft:PATH."""
     speculative_config: str | None = None
