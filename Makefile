@@ -1,4 +1,4 @@
-# make demo    a real answer with and without speculation, compared
+# make demo    a real answer with and without speculation, compared; installs what the engine needs to run, no more
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
@@ -11,15 +11,22 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What is installed: the package with what it needs to run, and the tools for tests, checks and docs as well.
+STAMP     := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.dev
 
 .PHONY: demo test test-long models check wheel docs clean install
 
-install: $(STAMP)
+install: $(DEV_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -e .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) -e ".[dev]"
 	touch $@
 
 demo: $(STAMP)
@@ -28,16 +35,16 @@ demo: $(STAMP)
 # Compiled modules are kept: else each process that a test starts would compile them anew.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadscope --durations=10 $(ARGS)
 
-test-long: $(STAMP)
+test-long: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m long -n 2 --dist loadscope --durations=10 --timeout=1200 $(ARGS)
 
 models: $(STAMP)
 	$(BIN)/python -m slipstream.testing.real_models
 
-check: $(STAMP)
+check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -45,7 +52,7 @@ check: $(STAMP)
 
 # MACHINE-linux-gnu-g++, which Debian has, is a cross compiler.
 wheel: export HATCH_BUILD_HOOK_ENABLE_CUSTOM = true
-wheel: $(STAMP)
+wheel: $(DEV_STAMP)
 	@made=; test $$(uname -s) = Linux && for machine in x86_64 aarch64; do \
 	  if test $$machine = $$(uname -m) || command -v $$machine-linux-gnu-g++ > /dev/null; then \
 	    SLIPSTREAM_WHEEL_MACHINE=$$machine $(BIN)/python -m hatchling build --target wheel || exit 1; made=yes; \
@@ -56,7 +63,7 @@ wheel: $(STAMP)
 	  HATCH_BUILD_HOOK_ENABLE_CUSTOM=false $(BIN)/python -m hatchling build --target wheel; \
 	fi
 
-docs: $(STAMP)
+docs: $(DEV_STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/draw_rooms.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean

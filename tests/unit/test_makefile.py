@@ -1,4 +1,6 @@
-"""`make wheel`: kernels for the machines that it can compile for, and a wheel without them elsewhere, which it says."""
+"""`make wheel`: kernels for the machines that it can compile for, and a wheel without them elsewhere, which it says.
+What the other targets install: the demo what the engine needs to run, those for contributors their tools as well.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,24 @@ def install(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+@pytest.mark.parametrize(
+    ("target", "installed"),
+    [
+        ("demo", ["-e ."]),
+        ("models", ["-e ."]),
+        *((target, ["-e .", '-e ".[dev]"']) for target in ("install", "test", "test-long", "check", "docs")),
+    ],
+)
+def test_what_is_installed(target: str, installed: list[str], tmp_path: Path) -> None:
+    command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    installs = [line.split(" -m pip install ")[1] for line in done.stdout.splitlines() if " -m pip " in line]
+    assert [line.split("-c constraints.txt ")[1] for line in installs] == installed
+
+
 @pytest.mark.parametrize(
     ("system", "machine", "cross", "expected"),
     [
@@ -53,7 +72,7 @@ def test_what_is_built(system: str, machine: str, cross: str, expected: list[str
             str(ROOT / "Makefile"),
             "wheel",
             f"BIN={tools}",
-            f"STAMP={stamp}",
+            f"DEV_STAMP={stamp}",
             "--old-file",
             str(stamp),
         ],
